@@ -65,7 +65,7 @@ _FOOTER = """\
 }
 """
 _STORED = subjects.stored(f"{subjects.PREFIX}.{ANY_RUN}.>")
-_ANY_PUBLISHED = tuple(spec.subjects[0] for spec in streams.streams(ANY_RUN))
+_ANY_PUBLISHED = tuple(subject for spec in streams.streams(ANY_RUN) for subject in spec.subjects)
 _ONE_ANSWER = (
     "$JS.API.INFO",
     "$JS.API.STREAM.INFO.*",

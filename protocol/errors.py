@@ -7,6 +7,7 @@
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── ReaderKilled             two readers were killed while they processed this message
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
+    │   └── TextMismatch          the text that was scored is not that of the tokens to train on
     ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
     ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
@@ -56,6 +57,10 @@ class MessageTooLarge(WireError):
 
 class PackError(PenstockError):
     """A group pack cannot be read, or does not match its message."""
+
+
+class TextMismatch(PackError):
+    """A completion's text, which was scored, is not what its token ids decode to."""
 
 
 class ReaderKilled(PenstockError):

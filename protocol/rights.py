@@ -76,7 +76,7 @@ def rollout_rights(run_id: str) -> Rights:
     return Rights(
         "rollout",
         publishes=(
-            subjects.generated(run_id),
+            *subjects.of_every_split(subjects.generated, run_id),
             subjects.weights_applied(run_id),
             subjects.weights_refused(run_id),
             subjects.events(run_id),
@@ -106,7 +106,11 @@ def reward_rights(run_id: str) -> Rights:
     shared = (KeyRight(streams.registry_bucket()), KeyRight(streams.secrets_bucket()))
     return Rights(
         "reward",
-        publishes=(subjects.scored(run_id), subjects.events(run_id), subjects.dead(run_id, "generated")),
+        publishes=(
+            *subjects.of_every_split(subjects.scored, run_id),
+            subjects.events(run_id),
+            subjects.dead(run_id, "generated"),
+        ),
         fetches=consumers,
         observes=consumers,
         reads=(KeyRight(streams.live_bucket(run_id)), progress, marks, *shared),
@@ -127,7 +131,7 @@ def trainer_rights(run_id: str) -> Rights:
     return Rights(
         "trainer",
         publishes=(
-            subjects.tasks(run_id),
+            *subjects.of_every_split(subjects.tasks, run_id),
             subjects.weights_published(run_id),
             subjects.events(run_id),
             subjects.dead(run_id, "scored"),

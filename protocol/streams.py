@@ -9,10 +9,12 @@ deliveries and write dead letters themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.protocol import subjects
+from penstock.protocol.facts import Split
 from penstock.protocol.heartbeats import LIVE_TTL_S
 
 StreamStage = Literal["tasks", "generated", "scored", "weights", "events", "dead"]
@@ -90,13 +92,15 @@ def stream_names(run_id: str) -> tuple[str, ...]:
 def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec, ...]:
     """Return the six streams of a run."""
     limits = limits or StreamLimits()
-    queue = {"retention": "workqueue", "max_bytes": limits.max_bytes}
+
+    def queue(stage: StreamStage, subject: Callable[[str, Split], str], max_msgs: int) -> StreamSpec:
+        of_splits = subjects.of_every_split(subject, run_id)
+        return StreamSpec(stream_name(run_id, stage), of_splits, "workqueue", max_msgs, limits.max_bytes)
+
     return (
-        StreamSpec(stream_name(run_id, "tasks"), (subjects.tasks(run_id),), max_msgs=limits.max_tasks, **queue),  # type: ignore[arg-type]
-        StreamSpec(
-            stream_name(run_id, "generated"), (subjects.generated(run_id),), max_msgs=limits.max_generated, **queue
-        ),  # type: ignore[arg-type]
-        StreamSpec(stream_name(run_id, "scored"), (subjects.scored(run_id),), max_msgs=limits.max_scored, **queue),  # type: ignore[arg-type]
+        queue("tasks", subjects.tasks, limits.max_tasks),
+        queue("generated", subjects.generated, limits.max_generated),
+        queue("scored", subjects.scored, limits.max_scored),
         StreamSpec(
             stream_name(run_id, "weights"),
             (subjects.weights(run_id),),

@@ -7,12 +7,15 @@ stand in subjects, stream names, bucket names and object keys alike.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import get_args
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 PREFIX = "penstock"
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 def check_run_id(run_id: str) -> str:
@@ -48,6 +51,11 @@ def generated(run_id: str, split: Split | str = "*") -> str:
 def scored(run_id: str, split: Split | str = "*") -> str:
     """Return the subject of `GroupScored`."""
     return f"{PREFIX}.{run_id}.scored.{split}"
+
+
+def of_every_split(subject: Callable[[str, Split], str], run_id: str) -> tuple[str, ...]:
+    """Return all subjects of a work queue; a message under another one would have no reader, and stay for ever."""
+    return tuple(subject(run_id, split) for split in SPLITS)
 
 
 def weights_published(run_id: str) -> str:

@@ -20,7 +20,8 @@ class TaskPromise:
     """What must be true of the group of one task.
 
     ``num_completions`` (without a baseline) and ``max_new_tokens`` are None where they are not known: another session of the
-    trainer issued the task, perhaps with other settings.
+    trainer issued the task, perhaps with other settings. ``is_one_completion`` says that a trajectory's text is that of its
+    tokens; other environments, and tasks of another session, may have another text.
     """
 
     content: bytes  # `content_hash` of its prompt and reward
@@ -28,18 +29,20 @@ class TaskPromise:
     attempt: int
     num_completions: int | None = None
     max_new_tokens: int | None = None
+    is_one_completion: bool = False
 
     @classmethod
     def of(cls, task: Task, *, same_settings: bool = True) -> TaskPromise:
         """Return the promise of a task; ``same_settings`` is False if it may have been issued with other settings."""
         prompt = np.array(task.prompt_ids, dtype=np.int32).tobytes()
-        limit = task.sampling.max_new_tokens if task.environment == _ONE_COMPLETION else None
+        is_one_completion = same_settings and task.environment == _ONE_COMPLETION
         return cls(
             content_hash(prompt, task.prompt_text, task.reward),
             task.split,
             task.attempt,
             task.group_size if same_settings else None,
-            limit if same_settings else None,
+            task.sampling.max_new_tokens if is_one_completion else None,
+            is_one_completion,
         )
 
     def check(self, group: Group) -> None:

@@ -59,8 +59,8 @@ class Announcer:
             groups=tuple(groups),
         )
         ids = [group.generated.group_id for group in groups]
-        whole = len(groups) == len(generated.groups)
-        msg_id = f"s:{generated.pack_id}" if whole else f"s:{generated.pack_id}:{hash_of(ids)}"
+        # With the message's number in its stream: another message that states the same pack id must not take this one's.
+        msg_id = f"s:{delivery.sequence}:{generated.pack_id}:{hash_of(ids)}"
         try:
             await self._bus.publish(subject, fact, msg_id=msg_id, traceparent=trace_context.child(delivery.traceparent))
         except MessageTooLarge as err:

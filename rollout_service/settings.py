@@ -100,7 +100,7 @@ class WorkerSettings(Section):
     check_weights_every: int = Field(
         1,
         ge=0,
-        description="Every so many versions the engine's checksum of its weights is compared with the other engines'; 0: "
+        description="Every so many versions the engine's checksum of its weights is compared with the manifest or the other engines'; 0: "
         "never. It is asked for while generation goes on, and not at all where the answer to an update holds it.",
     )
     finish_s: float = Field(

@@ -34,7 +34,7 @@ from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_log import EvaluationLog
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_stored
+from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
 from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
@@ -61,6 +61,7 @@ from penstock.trainer.training import Training
 
 log = structlog.get_logger("trainer.assemble")
 
+_EVAL_MARK = "evaluations"  # folder of the mark of the evaluator's thread
 _EVENT_CLOCK = time.time  # events of several machines are compared by the time of day
 
 
@@ -178,7 +179,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
 class _Data:
     train: PromptSet | None  # None: groups come from a stored run
     eval: PromptSet | None
-    stop_token_ids: tuple[int, ...]
+    tokenizer: ChatTokenizer
 
     @property
     def sets(self) -> list[PromptSet]:
@@ -192,13 +193,13 @@ def _open_data(settings: TrainerSettings) -> _Data:
         )
     tokenizer = ChatTokenizer.read(settings.model.path)
     if settings.data.from_run is not None:  # nothing is generated: no prompts are needed, and none can be evaluated
-        return _Data(None, None, tuple(tokenizer.eos_ids))
+        return _Data(None, None, tokenizer)
 
     def opened(files: Sequence[Path]) -> PromptSet:
         return PromptSet.open(files, data=settings.data, reward=settings.reward, tokenizer=tokenizer)
 
     evaluated = opened(settings.data.eval_files) if settings.data.eval_files else None
-    return _Data(opened(settings.data.train_files), evaluated, tuple(tokenizer.eos_ids))
+    return _Data(opened(settings.data.train_files), evaluated, tokenizer)
 
 
 @contextlib.contextmanager
@@ -219,9 +220,7 @@ def _training(
     if data.train is None:
         source = open_stored(settings, connections, history, resumed)
     else:
-        source = open_generated(
-            settings, connections, history, resumed, prompts=data.train, stop_token_ids=data.stop_token_ids
-        )
+        source = open_generated(settings, connections, history, resumed, prompts=data.train, tokenizer=data.tokenizer)
     publisher = Publisher(
         connections,
         model_folder=settings.model.path,
@@ -296,12 +295,13 @@ def _evaluator(
         sampling=Sampling(
             max_new_tokens=settings.eval.max_new_tokens or settings.rollout.max_new_tokens,
             temperature=settings.eval.temperature,
-            stop_token_ids=session.data.stop_token_ids,
+            stop_token_ids=session.data.tokenizer.eos_ids,
         ),
         publisher=publisher,
         deadline_s=settings.trainer.collect_deadline_s,
         on_end=results.add,
         accounting=accounting,
+        reader=open_reader(settings, session.connections, session.data.tokenizer, settings.run.folder / _EVAL_MARK),
     )
 
 

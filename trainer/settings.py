@@ -211,6 +211,12 @@ class OptimizerSettings(Section):
         ge=1,
         description="Consecutive comparisons beyond max_mismatch before the run stops; at the first comparison it stops at once.",
     )
+    check_texts: int = Field(
+        default=1,
+        ge=0,
+        description="Completions of each group, chosen at random, whose text (which was scored) is compared with their decoded "
+        "tokens (which are trained on); only of the environment single_turn. 0: none.",
+    )
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = Field(
         default="as-trained",
         description="Number format of published weights; bfloat16 halves their size and suits engines on GPUs.",

@@ -54,6 +54,8 @@ DEFENDED = {
     "leases": "permits to swap and leases for clearing up",
     "progress": "records of partly scored packs",
     "registry": "the registry of reward endpoints",
+    "weights": "well-formed manifests of versions that the trainer has not made",
+    "votes": "checksums of engines, in the name of many workers",
     "wrong-role": "what another role may publish; the server must refuse it",
     "js-api": "requests that change streams and consumers; the server must refuse them",
 }
@@ -62,8 +64,6 @@ NOT_DEFENDED = {
     "rewards": "other rewards for real packs",
     "dead-letters": "dead letters of real, outstanding groups",
     "acks": "acknowledgements of messages that other processes hold",
-    "weights": "well-formed manifests of versions that the trainer has not made",
-    "votes": "checksums of engines: a worker in the minority starts again with a fresh engine",
     "state": "head, lease, floor and checkpoint of the run",
 }
 MUST_BE_REFUSED = {"wrong-role", "js-api"}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 import nats.js.errors
+import structlog
 from nats.js import api
 
 from penstock.protocol import subjects
@@ -17,6 +18,7 @@ from penstock.protocol.transport.nats_connection import REQUEST_S, Connection
 from penstock.protocol.transport.nats_errors import BOOTSTRAP, refusal
 
 T = TypeVar("T")
+log = structlog.get_logger("protocol.stream_admin")
 
 _STREAMS_PER_PAGE = 256  # the server's own limit for one answer
 _MAX_BUCKET_BYTES = 64 * 1024 * 1024
@@ -81,7 +83,7 @@ async def stream_names(connection: Connection) -> list[str]:
 
 
 async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
-    """Create a stream, or update the existing one to its spec."""
+    """Create a stream, or update the existing one to its spec and remove what it stores under other subjects."""
     config = api.StreamConfig(
         name=spec.name,
         subjects=list(spec.subjects),
@@ -107,8 +109,21 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         if err.err_code != _ERR_OTHER_CONFIG:
             raise refusal(err, what, connection.url) from None
         await _ask(connection, lambda: connection.js.update_stream(config), what)
+        await _remove_other_subjects(connection, spec)
     except nats.js.errors.APIError as err:
         raise refusal(err, f"{what}, which reserves {spec.max_bytes / 1e6:.0f} MB", connection.url) from None
+
+
+async def _remove_other_subjects(connection: Connection, spec: StreamSpec) -> None:
+    """Remove the messages of a work queue that no consumer's filter matches: they would take its places for ever."""
+    if spec.retention != "workqueue" or any("*" in subject for subject in spec.subjects):
+        return
+    what = f"stream {spec.name}"
+    info = await _ask(connection, lambda: connection.js.stream_info(spec.name, subjects_filter=">"), what)
+    others = {subject: num for subject, num in (info.state.subjects or {}).items() if subject not in spec.subjects}
+    for subject, num in others.items():
+        await _ask(connection, partial(connection.js.purge_stream, spec.name, subject=subject), what)
+        log.warning("messages without a reader removed", stream=spec.name, subject=subject[:200], num_messages=num)
 
 
 def _announcement(spec: StreamSpec) -> api.RePublish | None:

@@ -31,6 +31,7 @@ class EngineChecksum:
 
     value: str
     layout: str  # how many ranks hold the weights, and how they are sharded
+    is_of_files: bool = False  # of the tensors in the model folder, as the version's root is
 
 
 def read_version(label: object) -> PolicyVersion | None:

@@ -97,9 +97,10 @@ class ManagedEngine:
         if self._process is None:
             await self._start()
             return
+        process = self._process
         for _ in range(2):
             await self.ready.wait()
-            if self._serving.base == version:  # it was restarted with this version
+            if self._serving.base == version and self._process is not process:  # it was restarted with this version
                 return
             try:
                 await self.client.load_weights(folder, version, mode)

@@ -1,7 +1,8 @@
-"""Compare the checksums of all engines that serve a version. Pure.
+"""Compare the checksums that all workers report for a version. Pure.
 
-Every worker reads the same facts from the weights stream in the same order, so all reach the same verdict without
-exchanging further messages; the worker in the minority stops.
+Every worker reads the same facts from the weights stream in the same order, so all see the same disagreement without
+exchanging further messages. Any login of a worker can publish under any worker's id: a disagreement is a reason for a worker to
+compare its engine with the verified files (`weight_follower.py`), and never proves that an engine is wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from penstock.protocol.facts import WeightsApplied
 from penstock.protocol.versions import PolicyVersion
 
 _MAX_VERSIONS = 64  # a version is compared while workers apply it; older ones are forgotten
+_MAX_WORKERS = 10_000  # that are compared for one version
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Disagreement:
     layout: str  # of their checksums
     minority: tuple[str, ...]  # ids of the workers whose engine differs
     expected: str  # the checksum of the majority
+    is_tie: bool = False  # as many have another checksum: either may be wrong
 
     def __str__(self) -> str:
         """Return a sentence for people."""
@@ -47,13 +50,15 @@ class EngineVotes:
         """
         key = (fact.version, fact.layout)
         votes = self._votes.setdefault(key, {})
-        votes.pop(fact.worker_id, None)  # a worker that applies a version again replaces its vote, and votes last
+        if votes.pop(fact.worker_id, None) is None and len(votes) >= _MAX_WORKERS:
+            return None
+        # A worker that applies a version again replaces its vote, and votes last.
         votes[fact.worker_id] = fact.checksum
         while len(self._votes) > _MAX_VERSIONS:
             del self._votes[next(iter(self._votes))]
         counts = Counter(votes.values())
         if len(counts) == 1:
             return None
-        expected = counts.most_common(1)[0][0]  # of equal counts, the one that was reported first
+        (expected, most), (_, second) = counts.most_common(2)  # of equal counts, the one that was reported first
         minority = tuple(worker for worker, checksum in votes.items() if checksum != expected)
-        return Disagreement(PolicyVersion(fact.version), fact.layout, minority, expected)
+        return Disagreement(PolicyVersion(fact.version), fact.layout, minority, expected, most == second)

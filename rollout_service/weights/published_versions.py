@@ -1,4 +1,8 @@
-"""The versions that the trainer has published, as far as this worker knows, and those of them it has refused."""
+"""The versions that the trainer has published, as far as this worker knows, and those of them it has refused.
+
+A version is published when the head names it or a newer one: the trainer that holds the run moves the head first and
+announces then. An announcement beyond the head waits for it, and none replaces a manifest that the head named.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,9 @@ class PublishedVersions:
     def __init__(self) -> None:
         """Start without versions."""
         self._manifests: dict[PolicyVersion, BlobRef] = {}
+        self._named: set[PolicyVersion] = set()  # those of them whose manifest the head named
+        self._announced: dict[PolicyVersion, BlobRef] = {}  # beyond the head
+        self._head: PolicyVersion | None = None
         self._refused: dict[PolicyVersion, BlobRef] = {}
         self._refusal = asyncio.Event()  # replaced at every refusal
 
@@ -32,12 +39,40 @@ class PublishedVersions:
         return self._manifests[version]
 
     def add(self, version: PolicyVersion, manifest: BlobRef) -> bool:
-        """Add a version; returns False when it was known with this manifest."""
+        """Add the version that the head names; returns False when it was known with this manifest."""
+        if is_newer(version, self._head):
+            self._head = version
+        is_new = self._add(version, manifest)
+        self._named.add(version)
+        for announced in [one for one in self._announced if not is_newer(one, self._head)]:
+            self.announce(announced, self._announced.pop(announced))
+        return is_new
+
+    def announce(self, version: PolicyVersion, manifest: BlobRef) -> bool:
+        """Take an announcement; returns True when the head should be read, because it is beyond what the head named."""
+        if self._head is None or is_newer(version, self._head):
+            self._announced[version] = manifest
+            if len(self._announced) > MAX_VERSIONS:
+                del self._announced[next(iter(self._announced))]
+            return True
+        if version not in self._named:
+            self._add(version, manifest)
+        return False
+
+    def add_announced(self) -> None:
+        """Add what was announced beyond the head, where the head cannot be read."""
+        for version, manifest in self._announced.items():
+            self._add(version, manifest)
+        self._announced.clear()
+
+    def _add(self, version: PolicyVersion, manifest: BlobRef) -> bool:
         if self._manifests.get(version) == manifest:
             return False
         self._manifests[version] = manifest
         while len(self._manifests) > MAX_VERSIONS:
-            del self._manifests[next(iter(self._manifests))]
+            oldest = next(iter(self._manifests))
+            del self._manifests[oldest]
+            self._named.discard(oldest)
         return True
 
     def newest(self) -> PolicyVersion | None:

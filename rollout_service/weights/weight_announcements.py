@@ -1,7 +1,8 @@
 """What a worker announces to the run about weights, and what it reads of the other workers' engines.
 
-An engine that serves other weights than the others as the same version is not used: its worker raises an alarm and exits,
-so that nothing more is sampled with them. The worker's mirror was verified, so a fresh engine that loads from it is right.
+An engine that serves other weights than the verified files is not used: its worker raises an alarm and exits, so that
+nothing more is sampled with them. What others announce is only a reason to look: `WeightFollower` then has the engine load the
+files again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -16,9 +18,9 @@ from penstock.protocol import subjects
 from penstock.protocol.facts import BlobRef, RunEvent, WeightsApplied, WeightsRefused
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.errors import EngineDisagrees, WeightsUnusable
+from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.retry import retry
-from penstock.rollout_service.weights.engine_votes import EngineVotes
+from penstock.rollout_service.weights.engine_votes import Disagreement, EngineVotes
 
 log = structlog.get_logger("rollout.weight_announcements")
 
@@ -36,7 +38,8 @@ class WeightAnnouncements:
         self._votes = EngineVotes()
         # (version, layout) -> checksum, of this process alone: not of an earlier engine, nor of another writer under this id
         self._announced: dict[tuple[int, str], str] = {}
-        self._disagreement: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._disagreement: Disagreement | None = None
+        self.on_disagreement: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Subscribe to the checksums that all workers announce, from the start of the stream."""
@@ -48,9 +51,13 @@ class WeightAnnouncements:
         subject = subjects.weights_applied(self.run_id)
         await self._bus.tail(f"{self.run_id}-weights", subject, WeightsApplied, on_applied, from_start=True)
 
-    async def wait_for_disagreement(self) -> None:
-        """Wait until this worker's engine differs from the others; then raise an alarm, and EngineDisagrees."""
-        text = await asyncio.shield(self._disagreement)
+    def take_disagreement(self) -> Disagreement | None:
+        """Return the last disagreement with what this process announced, once; None when there was none since."""
+        found, self._disagreement = self._disagreement, None
+        return found
+
+    async def raise_alarm(self, text: str) -> None:
+        """Publish an alarm."""
         event = RunEvent(run_id=self.run_id, source=self.worker_id, kind="alarm", at=time.time(), data={"text": text})
         await retry(
             lambda: self._bus.publish(
@@ -58,11 +65,11 @@ class WeightAnnouncements:
             ),
             "publish the alarm",
         )
-        raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
 
-    async def announce_applied(self, fact: WeightsApplied) -> None:
-        """Publish that the engine serves a version."""
-        self._announced[fact.version, fact.layout] = fact.checksum
+    async def announce_applied(self, fact: WeightsApplied, *, is_verified: bool = False) -> None:
+        """Publish that the engine serves a version; ``is_verified``: its checksum was compared with the manifest."""
+        if not is_verified:
+            self._announced[fact.version, fact.layout] = fact.checksum
         subject, msg_id = subjects.weights_applied(self.run_id), f"a:{fact.worker_id}:{secrets.token_hex(8)}"
         await retry(
             lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S),
@@ -92,6 +99,7 @@ class WeightAnnouncements:
         if found is None:
             return
         log.error("engines disagree", policy_version=found.version, minority=found.minority, expected=found.expected)
-        announced = self._announced.get((found.version, found.layout), found.expected)
-        if self.worker_id in found.minority and announced != found.expected and not self._disagreement.done():
-            self._disagreement.set_result(str(found))
+        announced = self._announced.get((found.version, found.layout))
+        if announced is not None and (announced != found.expected or found.is_tie):
+            self._disagreement = found
+            self.on_disagreement()

@@ -21,8 +21,9 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_weights import WeightsCheck
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
+from penstock.rollout_service.errors import EngineDisagrees, TaskRefused, WeightsUnusable
 from penstock.rollout_service.retry import retry
+from penstock.rollout_service.weights.engine_votes import Disagreement
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 from penstock.rollout_service.weights.published_versions import PublishedVersions
 from penstock.rollout_service.weights.servable_versions import ServableVersions
@@ -32,6 +33,9 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 log = structlog.get_logger("rollout.weight_follower")
 
+ENGINE_CHECK_S = (
+    600.0  # between two times that disagreements have the engine load its files again: anyone may announce them
+)
 HEAD_POLL_S = 5.0  # how late a version is noticed whose announcement was missed
 PIN_DEADLINE_S = 60.0  # how long an announcement may come after the task that pins its version
 ISSUED_VERSION_DEADLINE_S = 30.0  # how long a pack waits for the version it was issued for
@@ -63,10 +67,13 @@ class WeightFollower:
         self._swap = swap
         self._run_id = run_id
         self._published = PublishedVersions()
+        self._announced = asyncio.Event()  # a version beyond the head was
         self._changed = asyncio.Event()  # a version was published, a pin released, or an adapter is unused
         servable.on_unused = self._changed.set
         self._fetching = asyncio.Lock()
         self._check = WeightsCheck()
+        self._newest: MirroredVersion | None = None  # the last that was applied as the newest
+        self._engine_checked_at = -ENGINE_CHECK_S
         self._pins: list[PolicyVersion] = []  # one entry for each holder: their folders stay
         self._next: PolicyVersion | None = None  # being fetched, or fetched and waiting for its swap: its folder stays
 
@@ -78,7 +85,7 @@ class WeightFollower:
         loop = asyncio.get_running_loop()
 
         def on_published(fact: WeightsPublished) -> None:  # on the bus's thread
-            loop.call_soon_threadsafe(self._add, PolicyVersion(fact.version), fact.manifest)
+            loop.call_soon_threadsafe(self._hear, PolicyVersion(fact.version), fact.manifest)
 
         state = await self._bus.key_value(streams.state_bucket(self._run_id).bucket)
         await self._bus.tail(
@@ -89,6 +96,7 @@ class WeightFollower:
             from_start=True,
         )
         self._state = state
+        self._announcements.on_disagreement = self._changed.set
         await self._announcements.start()
         while True:
             await self._read_head(state)
@@ -100,9 +108,9 @@ class WeightFollower:
             await self._wait_for_change()
 
     async def run(self) -> None:
-        """Follow until cancelled; raises EngineDisagrees."""
+        """Follow until cancelled; raises EngineDisagrees when the engine serves other weights than the verified files."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._announcements.wait_for_disagreement())
+            tasks.create_task(self._read_announced_heads())
             tasks.create_task(self._follow())
 
     async def _follow(self) -> None:
@@ -116,7 +124,36 @@ class WeightFollower:
                     async with contextlib.nullcontext() if keeps_model else self._gate.swap():
                         await self._apply_or_refuse(mirrored)
                     self._next = None
+            if (found := self._announcements.take_disagreement()) is not None:
+                await self._check_engine(found)
             await self._remove_unused()
+
+    async def _check_engine(self, found: Disagreement) -> None:
+        """Have the engine load its files again; raises EngineDisagrees if its checksum was another one before.
+
+        A worker whose engine serves what is in the verified files goes on, whatever others announce.
+        """
+        served, is_due = self._newest, time.monotonic() - self._engine_checked_at >= ENGINE_CHECK_S
+        if served is None or served.version != self._engine.version or self._servable.adapters or not is_due:
+            return
+        self._next = served.version  # its folder stays
+        async with self._gate.swap():
+            if self._gate.serves_older:  # an evaluation came first
+                await self._apply(served)
+            is_right = await self._swap.is_as_loaded(served)
+        self._next, self._engine_checked_at = None, time.monotonic()
+        own_id = self._announcements.worker_id
+        if not is_right:
+            text = f"the engine of worker {own_id} serves other weights than its verified files as version {served.version}"
+            text = str(found) if own_id in found.minority else text
+            await self._announcements.raise_alarm(text)
+            raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
+        log.warning("this engine serves what is in its verified files; others differ", policy_version=served.version)
+        if own_id in found.minority:
+            await self._announcements.raise_alarm(
+                f"{found}, and loaded the verified files again with the same result: the other announcements are false, or this "
+                "host loads weights wrongly"
+            )
 
     async def _apply_or_refuse(self, mirrored: MirroredVersion) -> bool:
         try:
@@ -124,6 +161,7 @@ class WeightFollower:
         except WeightsUnusable as err:
             await self._refuse(mirrored.version, err)
             return False
+        self._newest = mirrored
         return True
 
     async def _remove_unused(self) -> None:
@@ -178,9 +216,17 @@ class WeightFollower:
             self._pins.remove(version)
             self._changed.set()
 
-    def _add(self, version: PolicyVersion, manifest: BlobRef) -> None:
-        if self._published.add(version, manifest):
+    def _hear(self, version: PolicyVersion, manifest: BlobRef) -> None:
+        if self._published.announce(version, manifest):
+            self._announced.set()
             self._changed.set()
+
+    async def _read_announced_heads(self) -> None:
+        """Read the head whenever a version beyond it was announced, also while a swap waits."""
+        while True:
+            await self._announced.wait()
+            self._announced.clear()
+            await self._read_head(self._state)
 
     async def _wait_for_change(self) -> bool:
         """Wait for a change, but no longer than `HEAD_POLL_S`; returns False when there was none."""
@@ -205,8 +251,11 @@ class WeightFollower:
             head = decode(entry.value, Head)
         except WireError as err:  # announcements of versions still arrive
             log.warning("the head cannot be read: this worker learns of versions by announcements only", error=str(err))
+            self._published.add_announced()
+            self._changed.set()
             return
-        self._add(PolicyVersion(head.version), head.manifest)
+        if self._published.add(PolicyVersion(head.version), head.manifest):
+            self._changed.set()
 
     async def _fetch_newest(self) -> MirroredVersion | None:
         """Fetch the newest usable version; None when there is none yet."""

@@ -16,7 +16,7 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.update_mode import UpdateMode, mode_of
-from penstock.rollout_service.errors import EngineError, WeightsNotApplied, WeightsUnusable
+from penstock.rollout_service.errors import EngineDisagrees, EngineError, WeightsNotApplied, WeightsUnusable
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
@@ -25,8 +25,9 @@ from penstock.rollout_service.weights.weight_announcements import WeightAnnounce
 
 log = structlog.get_logger("rollout.weight_swap")
 
-NEEDS_PERMIT_S = 0.5  # a shorter pause costs the run less than other workers waiting for its end
 _MIRROR = "mirror"  # layout of a checksum that is the mirror's, not an engine's
+
+NEEDS_PERMIT_S = 0.5  # a shorter pause costs the run less than other workers waiting for its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,14 @@ class WeightSwap:
                 await self._load_adapter(mirrored)
             return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
 
+    async def is_as_loaded(self, mirrored: MirroredVersion) -> bool:
+        """Have the engine load the model that it serves again; return True unless its checksum was another one before."""
+        async with self._loading:
+            before = await self._engine.weights_checksum()
+            await self._engine.load(mirrored.folder, mirrored.version)
+            after = await self._engine.weights_checksum()
+        return before is None or after is None or before.layout != after.layout or before.value == after.value
+
     async def unload_unused(self, needed: Callable[[], Collection[PolicyVersion]]) -> None:
         """Unload the adapters that no request uses and that are not ``needed``; the next call retries a failure."""
         async with self._loading:
@@ -142,15 +151,23 @@ class WeightSwap:
                 num_bytes=mirrored.num_bytes,
                 checksum=checksum.value,
                 layout=checksum.layout,
-            )
+            ),
+            is_verified=checksum.is_of_files,
         )
 
     async def _checksum(self, mirrored: MirroredVersion) -> EngineChecksum:
-        """Return the engine's own checksum; the mirror's when the engine is not asked or has none, as for an adapter."""
+        """Return the engine's own checksum; the mirror's when the engine is not asked or has none, as for an adapter.
+
+        Raises EngineDisagrees when it can be compared with the manifest and is another one.
+        """
         reported = None
         if mirrored.base is None and self._check_every and self._metrics.weights_applied % self._check_every == 0:
             try:
                 reported = await self._engine.weights_checksum()
             except EngineError as err:  # an engine that exited or hangs is noticed by `Engine.run`
                 log.warning("the engine did not report its checksum", error=str(err))
-        return reported or EngineChecksum(mirrored.checksum, _MIRROR)
+        if reported is not None and reported.is_of_files and reported.value != mirrored.checksum:
+            text = f"the engine of worker {self._announcements.worker_id} serves other weights than those of version {mirrored.version}"
+            await self._announcements.raise_alarm(text)
+            raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
+        return reported or EngineChecksum(mirrored.checksum, _MIRROR, is_of_files=True)

@@ -13,8 +13,8 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.errors import BusError, ConfigError
-from penstock.protocol.streams import StreamLimits
+from penstock.protocol.errors import BusError, ConfigError, MissingStream
+from penstock.protocol.streams import StreamLimits, StreamSpec
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -38,6 +38,25 @@ def test_limits_can_be_changed_later(bus: Bus, blobs: Blobs, run_id: str) -> Non
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=2, ack_wait_s=5.0))
     bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id, "p1"), msg_id="2").wait()
     assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 2
+
+
+def test_a_work_queue_takes_only_subjects_that_are_read(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """A message that no consumer would read is refused; those that an older stream took are removed, the others stay."""
+    wide = StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 100, 10_000_000)
+    bus.ensure_stream(wide).wait()
+    for split in ("train", "TRAIN", "other"):
+        bus.publish(subjects.tasks(run_id, split), make_task_issued(run_id), msg_id=split).wait()
+    bootstrap(bus, blobs, run_id)
+    assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
+    assert bus.consumer_state(streams.tasks_consumer(run_id, "train")).wait().num_pending == 1
+    refused = [
+        bus.publish(subject(run_id, split), make_task_issued(run_id), msg_id="n", deadline_s=5.0)
+        for subject in (subjects.tasks, subjects.generated, subjects.scored)
+        for split in ("other", "TRAIN", "train.x")
+    ]
+    for pending in refused:
+        with pytest.raises(MissingStream):
+            pending.wait()
 
 
 def test_a_deleted_run_is_gone_and_others_stay(bus: Bus, blobs: Blobs, run_id: str) -> None:

@@ -171,6 +171,8 @@ def requests_to_others(roles: NatsRoles, role: str) -> Iterator[str]:
     if roles.one_run:
         yield from (subject.replace(RUN, OTHER) for subject in WRITES[role] if RUN in subject)
     yield from (f"$KV.{RUN}-state.resent.1", f"$KV.{OTHER}-state.resent.1", "$O.penstock-files.C.x", "$O.x.M.y")
+    for stage, split in itertools.product(("tasks", "generated", "scored"), ("other", "TRAIN", "*", "train.x")):
+        yield f"penstock.{RUN}.{stage}.{split}"  # no consumer reads it
     yield from (f"penstock.{RUN}.stored.weights.published", f"penstock.{RUN}.stored.events.log", "penstock.x")
     yield from ("$SYS.REQ.SERVER.PING", "$SYS.REQ.ACCOUNT.PENSTOCK.JSZ", "$SYS.REQ.SERVER.x.RELOAD", "$SRV.PING")
     yield from ("$JS.EVENT.ADVISORY.STREAM.DELETED.x", "$JS.FC.x.y", "$JSC.x", "_R_.x", "_GR_.x", "$NRG.x", "x")

@@ -40,7 +40,7 @@ def _group(task: Task, completions: list[tuple[np.ndarray, np.ndarray]], version
         mask = np.arange(len(ids)) >= start
         padded = np.concatenate([np.zeros(start), logprobs]).astype(np.float32)
         run = VersionRun(version, start, len(ids))
-        trajectories.append(Trajectory(ids, mask, padded, (run,), "stop", "text", number == task.group_size))
+        trajectories.append(Trajectory(ids, mask, padded, (run,), "stop", "", number == task.group_size))
     return Group(
         group_id=task.group_id, split=task.split, attempt=task.attempt, issued_version=task.issued_version,
         prompt_text=task.prompt_text, num_prompt_tokens=start, reward=task.reward, trajectories=tuple(trajectories),

@@ -103,6 +103,11 @@ class ChatTokenizer:
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._checked(encoding.ids) for encoding in encoded]
 
+    def decode_many(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        """Return the texts of several lists of token ids."""
+        with _refusing_panics():
+            return self._tokenizer.decode_batch(list(rows), skip_special_tokens=skip_special_tokens)
+
     def _checked(self, ids: list[int]) -> list[int]:
         """Return token ids; raises MalformedData for one that the model has no embedding for."""
         if self._limit is not None and ids and max(ids) >= self._limit:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from penstock.protocol import blob_keys, streams, subjects
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, ReaderKilled
+from penstock.protocol.facts import BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup, Task
+from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
@@ -29,6 +31,7 @@ from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, 
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
+from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.task_packs import make_task, pack_tasks
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.settings import EvalSettings
@@ -46,6 +49,7 @@ class _Evaluation:
     step: int
     started: float
     waiting_for: set[str]
+    is_of_session: bool = True  # False: an earlier session issued its groups, perhaps with other settings
     is_issued: bool = False
     groups: dict[str, ScoredGroup] = field(default_factory=dict)
     packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
@@ -60,7 +64,7 @@ class _Evaluation:
 class Evaluator:
     """Issues and collects evaluations in a separate thread; use as a context manager."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts that it joins
         self,
         connections: Connections,
         *,
@@ -71,6 +75,7 @@ class Evaluator:
         deadline_s: float,
         on_end: Callable[[EvalResult | LostEvaluation], None],
         accounting: Accounting,
+        reader: PackReader | None = None,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -83,6 +88,7 @@ class Evaluator:
             deadline_s: Longest duration of an evaluation.
             on_end: Called with the result of an evaluation, on the evaluator's thread, or in `resume` when it is lost.
             accounting: Of all groups of the run.
+            reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._prompts = prompts
@@ -94,6 +100,7 @@ class Evaluator:
         self._deadline_s = deadline_s
         self._on_end = on_end
         self._accounting = accounting
+        self._reader = reader or PackReader(connections.blobs.get)
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
@@ -118,6 +125,8 @@ class Evaluator:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(30.0)
+        if not self._thread.is_alive():
+            self._reader.close()
 
     def start(self, version: PolicyVersion, step: int) -> None:
         """Start to evaluate a version that was submitted with ``must_publish``; return at once.
@@ -127,8 +136,10 @@ class Evaluator:
         ids = {_group_id(version, index) for index in range(self._num_prompts)}
         with self._changed:
             if version not in self._evaluations:
-                self._accounting.issue("eval", sorted(ids - self._accounting.in_flight("eval")))
-                self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids)
+                in_flight = self._accounting.in_flight("eval")
+                self._accounting.issue("eval", sorted(ids - in_flight))
+                is_new = ids.isdisjoint(in_flight)
+                self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids, is_of_session=is_new)
                 self._changed.notify_all()
 
     def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
@@ -241,18 +252,8 @@ class Evaluator:
         per_pack = max(1, _SAMPLES_PER_PACK // self._samples)
         published = []
         for first in range(0, self._num_prompts, per_pack):
-            tasks = [
-                make_task(
-                    self._prompts[index],
-                    _group_id(evaluation.version, index),
-                    sampling=self._sampling,
-                    group_size=self._samples,
-                    split="eval",
-                    issued_version=evaluation.version,
-                    pinned_version=evaluation.version,
-                ).model_copy(update=self._environment)
-                for index in range(first, min(first + per_pack, self._num_prompts))
-            ]
+            last = min(first + per_pack, self._num_prompts)
+            tasks = [self._task(evaluation.version, index) for index in range(first, last)]
             pack = pack_tasks(tasks)
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
@@ -263,27 +264,63 @@ class Evaluator:
             pending.wait()
         evaluation.is_issued = True
 
+    def _task(self, version: PolicyVersion, index: int) -> Task:
+        return make_task(
+            self._prompts[index],
+            _group_id(version, index),
+            sampling=self._sampling,
+            group_size=self._samples,
+            split="eval",
+            issued_version=version,
+            pinned_version=version,
+        ).model_copy(update=self._environment)
+
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
+        with self._changed:
+            wanted = {g.generated.group_id: found for g in delivery.fact.groups if (found := self._awaiting(g))}
+        try:
+            self._check(delivery.fact, wanted)
+        except (BlobMissing, BlobCorrupt, PackError, ReaderKilled) as err:
+            log.warning("pack of an evaluation is unreadable: dead-lettered", error=str(err))
+            with self._changed:
+                for group_id, evaluation in wanted.items():
+                    evaluation.failure = f"evaluation of version {evaluation.version}: group {group_id}: {err}"
+            delivery.dead_letter(type(err).__name__, str(err)).wait()
+            return
         with self._changed:
             self._held[delivery.sequence] = delivery
             for group in delivery.fact.groups:
                 self._accept(group, delivery.fact.pack)
 
+    def _awaiting(self, group: ScoredGroup) -> _Evaluation | None:
+        """Return the evaluation that waits for a group; None if none does."""
+        group_id = group.generated.group_id
+        return next((e for e in self._open() if group_id in e.waiting_for), None)
+
+    def _check(self, message: GroupScored, wanted: Mapping[str, _Evaluation]) -> None:
+        """Read the groups that evaluations wait for, and hold them against their tasks."""
+        groups = [group for group in message.groups if group.generated.group_id in wanted]
+        promises = []
+        for group in groups:
+            evaluation = wanted[group.generated.group_id]
+            task = self._task(evaluation.version, _index_of(group.generated.group_id))
+            promises.append(TaskPromise.of(task, same_settings=evaluation.is_of_session))
+        if groups:
+            self._reader.read(message.pack, groups, promises)
+
     def _accept(self, group: ScoredGroup, pack: BlobRef) -> None:
-        summary = group.generated
-        for evaluation in self._evaluations.values():
-            if summary.group_id in evaluation.waiting_for and not evaluation.is_closed:
-                if not summary.oldest_version == summary.newest_version == evaluation.version:
-                    evaluation.failure = (
-                        f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
-                        f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
-                    )
-                    return
-                evaluation.waiting_for.discard(summary.group_id)
-                evaluation.groups[summary.group_id] = group
-                evaluation.packs[summary.group_id] = pack
-                return
-        self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
+        summary, evaluation = group.generated, self._awaiting(group)
+        if evaluation is None:
+            self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
+        elif not summary.oldest_version == summary.newest_version == evaluation.version:
+            evaluation.failure = (
+                f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
+                f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
+            )
+        else:
+            evaluation.waiting_for.discard(summary.group_id)
+            evaluation.groups[summary.group_id] = group
+            evaluation.packs[summary.group_id] = pack
 
     def _finish(self, evaluation: _Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
@@ -334,6 +371,10 @@ class Evaluator:
 
 def _group_id(version: PolicyVersion, index: int) -> str:
     return f"eval.v{version}.p{index}"
+
+
+def _index_of(group_id: str) -> int:
+    return int(group_id.rsplit("p", 1)[1])
 
 
 def _version_of(group_id: str) -> PolicyVersion:

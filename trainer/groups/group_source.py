@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,13 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
+from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer
@@ -74,7 +75,7 @@ def open_generated(
     resumed: CheckpointState | None,
     *,
     prompts: PromptSet,
-    stop_token_ids: Sequence[int],
+    tokenizer: ChatTokenizer,
 ) -> GroupSource:
     """Return the group source of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
     rollout, algorithm = settings.rollout, settings.algorithm
@@ -82,7 +83,7 @@ def open_generated(
         prompts,
         order=DataOrder(len(prompts), settings.run.seed, settings.data.shuffle),
         rollout=rollout,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=tokenizer.eos_ids,
         with_baseline=algorithm.needs_baseline,
     )
     if resumed is not None:
@@ -104,13 +105,22 @@ def open_generated(
         deadline_s=settings.trainer.collect_deadline_s,
         max_dead=rollout.max_outstanding,
         letters_read=letters_read,
-        reader=PackReader(
-            connections.blobs.get,
-            vocab_size=_vocab_size(settings.model.path),
-            mark=ReadingMark(settings.run.folder),
-        ),
+        reader=open_reader(settings, connections, tokenizer, settings.run.folder),
     )
     return GroupSource(issuer, collector, (collector, issuer))
+
+
+def open_reader(
+    settings: TrainerSettings, connections: Connections, tokenizer: ChatTokenizer, folder: Path
+) -> PackReader:
+    """Return a reader of packs for one thread; what it reads is marked in ``folder``."""
+    rows = settings.trainer.check_texts
+    return PackReader(
+        connections.blobs.get,
+        vocab_size=_vocab_size(settings.model.path),
+        mark=ReadingMark(folder),
+        texts=CompletionTexts(tokenizer.decode_many, rows=rows) if rows else None,
+    )
 
 
 def _vocab_size(folder: Path) -> int | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from penstock.protocol.errors import ReaderKilled
+from penstock.protocol.errors import PackError, ReaderKilled, TextMismatch
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
+from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.reading_mark import ReadingMark
 from penstock.trainer.groups.stored_groups import read_groups
 
@@ -17,7 +18,12 @@ class PackReader:
     """Fetches, decodes and checks."""
 
     def __init__(
-        self, fetch: Callable[[BlobRef], bytes], *, vocab_size: int | None = None, mark: ReadingMark | None = None
+        self,
+        fetch: Callable[[BlobRef], bytes],
+        *,
+        vocab_size: int | None = None,
+        mark: ReadingMark | None = None,
+        texts: CompletionTexts | None = None,
     ) -> None:
         """Read objects with ``fetch``.
 
@@ -25,10 +31,12 @@ class PackReader:
             fetch: Returns the verified bytes of an object.
             vocab_size: Of the model; token ids beyond it are refused. None: not known.
             mark: Where the pack that is being read is marked; None: a pack that kills the trainer is not quarantined.
+            texts: Decodes completions again; None: texts are not compared with tokens.
         """
         self._fetch = fetch
         self._vocab_size = vocab_size
         self._mark = mark
+        self._texts = texts
 
     def read(self, pack: BlobRef, wanted: Sequence[ScoredGroup], promises: Sequence[TaskPromise]) -> list[Group]:
         """Return groups of one pack; ``promises`` are what their tasks asked for.
@@ -42,7 +50,22 @@ class PackReader:
                 "are issued again; keep the object and report it"
             )
         with self._mark.cleared_unless_fatal() if self._mark is not None else contextlib.nullcontext():
-            return read_groups(pack, wanted, self._marked_fetch, promises=promises, vocab_size=self._vocab_size)
+            groups = read_groups(pack, wanted, self._marked_fetch, promises=promises, vocab_size=self._vocab_size)
+            if self._texts is not None:
+                self._check_texts(pack, groups, promises)
+            return groups
+
+    def _check_texts(self, pack: BlobRef, groups: Sequence[Group], promises: Sequence[TaskPromise]) -> None:
+        assert self._texts is not None
+        decoded = [group for group, promise in zip(groups, promises, strict=True) if promise.is_one_completion]
+        try:
+            self._texts.check(decoded)
+        except TextMismatch as err:
+            raise TextMismatch(f"{pack.key}: {err}") from None
+        except Exception as err:  # noqa: BLE001  whatever the tokenizer raises: no pack may end its reader
+            raise PackError(
+                f"{pack.key}: its tokens cannot be decoded: {type(err).__name__}: {str(err)[:300]}"
+            ) from None
 
     def close(self) -> None:
         """Close the file of the mark."""

@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = frozenset(
     f"trainer.{key}"
     for key in (
         "kill_at", "lease_s", "resume", "checkpoint_every", "keep_checkpoints", "keep_versions", "collect_deadline_s",
-        "max_mismatch", "mismatch_patience",
+        "max_mismatch", "mismatch_patience", "check_texts",
     )
 )  # fmt: skip
 _SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step

@@ -18,6 +18,8 @@ from penstock.rollout_service.engines.completion import (
 )
 from penstock.rollout_service.errors import EngineAborted, ReplyRefused
 
+_EMBEDDED = [{"engine": "embedded"}]  # it reports the `weights_digest` of the files that it loaded
+
 
 def read_checksum(answer: Any) -> EngineChecksum | None:
     """Read the reply to ``/weights_checker``; None when it holds no checksum."""
@@ -28,7 +30,7 @@ def read_checksum(answer: Any) -> EngineChecksum | None:
         return None
     sharding = [rank.get("parallelism_info") for rank in ranks if isinstance(rank, dict)]
     digest = hashlib.sha256(json.dumps(sharding, sort_keys=True).encode()).hexdigest()
-    return EngineChecksum(value, f"{len(ranks)}-{digest[:12]}")
+    return EngineChecksum(value, f"{len(ranks)}-{digest[:12]}", is_of_files=sharding == _EMBEDDED)
 
 
 def read_completion(row: Any, *, num_prompt_tokens: int, max_new_tokens: int, interrupted: bool = False) -> Completion:

@@ -36,6 +36,8 @@ class FaultyEngine(JsonServer):
         self.status = 200  # /generate answers this
         self.rewrite: Rewrite = lambda rows: rows  # changes a valid reply before it is sent
         self.checksum = ""  # its weights checksum; empty: not supported
+        self.next_checksum = ""  # once it loads the version that it serves again; empty: the same
+        self.sharding: dict[str, Any] = {"tp_size": 1}
         self.adapters: dict[str, str] = {}  # name → folder, of those that are loaded
         self.refuse_adapters = ""  # why it takes none
         self.lose_adapters = False  # loads of adapters are confirmed but not done
@@ -101,7 +103,7 @@ class FaultyEngine(JsonServer):
                 self._drained.notify_all()
             return 200, {"status": "ok"}
         if path == "/weights_checker" and self.checksum:
-            ranks = [{"parallelism_info": {"tp_size": 1}}]
+            ranks = [{"parallelism_info": self.sharding}]
             return 200, {"success": True, "ranks": ranks, "per_engine_checksum": self.checksum}
         return 404, {"error": path}
 
@@ -134,6 +136,8 @@ class FaultyEngine(JsonServer):
                 if self.lose_loads:
                     self.lose_loads -= 1
                 else:
+                    if self.version == body["weight_version"]:
+                        self.checksum = self.next_checksum or self.checksum
                     self.version, self.folder = body["weight_version"], Path(body["model_path"])
                 answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
                 return 200, answer | self.says

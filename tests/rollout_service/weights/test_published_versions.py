@@ -31,6 +31,47 @@ def test_the_newest_version_is_the_highest_that_was_not_refused() -> None:
     assert published.manifest(V(5)) == manifest("answer")
 
 
+def test_an_announcement_waits_for_the_head() -> None:
+    """No version beyond the head is published, however often it is announced; those below it are."""
+    published = PublishedVersions()
+    assert published.announce(V(4), manifest("d"))
+    assert published.announce(V(9), manifest("forged"))
+    assert published.newest() is None
+    published.add(V(5), manifest("e"))
+    assert (published.newest(), len(published)) == (5, 2)
+    assert not published.announce(V(3), manifest("c"))
+    assert published.announce(V(6), manifest("f"))
+    assert (published.newest(), V(3) in published, V(6) in published) == (5, True, False)
+    published.add(V(9), manifest("i"))
+    assert published.newest() == 9
+    assert published.manifest(V(9)) == manifest("i")
+
+
+def test_no_announcement_replaces_a_manifest_that_the_head_named() -> None:
+    """Of a version that only announcements named the last one counts, as for a version that was published again."""
+    published = PublishedVersions()
+    published.add(V(5), manifest("named"))
+    published.add(V(7), manifest("newest"))
+    for version in (5, 7):
+        assert not published.announce(V(version), manifest("forged"))
+    assert (published.manifest(V(5)), published.manifest(V(7))) == (manifest("named"), manifest("newest"))
+    published.announce(V(6), manifest("corrupt"))
+    published.announce(V(6), manifest("again"))
+    assert published.manifest(V(6)) == manifest("again")
+
+
+def test_announcements_count_where_the_head_cannot_be_read() -> None:
+    """Its bytes may be damaged; workers go on."""
+    published = PublishedVersions()
+    published.announce(V(4), manifest("d"))
+    published.add_announced()
+    assert published.newest() == 4
+    for version in range(5, 5 + 2 * MAX_VERSIONS):
+        published.announce(V(version), manifest("forged"))
+    published.add_announced()
+    assert len(published) == MAX_VERSIONS
+
+
 def test_the_oldest_announcements_are_removed() -> None:
     """An evaluation may pin any of the last versions, and none before them."""
     published = PublishedVersions()

@@ -17,6 +17,7 @@ from tests.servers import wait_for
 from tests.system.rollout_and_reward import fill, small_disk
 
 from penstock.deploy.child import Child
+from penstock.protocol import subjects
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.protocol.weights.digest import tensor_digest, weights_digest
@@ -166,6 +167,25 @@ def test_a_missed_announcement_is_repaired_by_the_head(
     trainer_side.wait_applied("w0", 0)
     trainer_side.publish(1, announce=False)
     trainer_side.wait_applied("w0", 1)
+
+
+def test_what_is_announced_beyond_the_head_is_not_served(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """Nor another manifest of the version that the head names: the trainer that holds the run moves the head first."""
+    real = trainer_side.publish(0)
+    other = trainer_side.publish(1)
+    start_worker("w0", *attached(faulty_engine))
+    trainer_side.wait_applied("w0", 1)
+    trainer_side.announce(real.model_copy(update={"version": 7}))
+    trainer_side.announce(real.model_copy(update={"version": 1, "step": 3}))
+    trainer_side.publish(2)
+    trainer_side.wait_applied("w0", 2)
+    trainer_side.announce(other.model_copy(update={"version": 3}))
+    trainer_side.publish(3)
+    trainer_side.wait_applied("w0", 3)
+    assert trainer_side.refused == []
+    assert applied_by(trainer_side, "w0") == [1, 2, 3]
 
 
 def test_an_older_version_is_never_loaded(
@@ -343,10 +363,10 @@ def test_an_evaluation_sampled_by_another_version_is_not_announced(
 def test_an_engine_that_serves_other_weights_is_not_used(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """The worker of an engine whose checksum differs from the first one's raises an alarm and exits."""
+    """The worker of an engine whose checksum differs from the first one's, and from that of its files, raises an alarm and exits."""
     faulty_engine.checksum = "right"
     with FaultyEngine() as other:
-        other.checksum = "wrong"
+        other.checksum, other.next_checksum = "wrong", "right"
         trainer_side.publish(1)
         start_worker("w0", *attached(faulty_engine))
         trainer_side.wait_applied("w0", 1)
@@ -355,10 +375,44 @@ def test_an_engine_that_serves_other_weights_is_not_used(
         [event] = [event for event in trainer_side.events if event.kind == "alarm"]
         assert event.source == "w1"
         assert event.data["text"] == "the engine of worker w1 serves other weights than the others as version 1"
-        other.checksum = "right"
         start_worker("w1", *attached(other))  # the report of its former engine does not count
         trainer_side.publish(2)
         trainer_side.wait_applied("w1", 2)
+
+
+def test_an_engine_that_reports_other_weights_than_the_manifest_is_not_used(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """Where an engine's checksum is that of its files, it is compared with the manifest, without any other engine."""
+    faulty_engine.checksum, faulty_engine.sharding = "0" * 64, {"engine": "embedded"}
+    trainer_side.publish(1)
+    worker = start_worker("w0", *attached(faulty_engine))
+    assert worker.wait(60) == 1
+    assert (
+        "the engine of worker w0 serves other weights than those of version 1; this worker exits" in worker.log_tail()
+    )
+    assert not trainer_side.applied
+
+
+@pytest.mark.parametrize("layout", ["mirror", "engine"])
+def test_forged_checksums_stop_no_worker(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine, layout: str
+):
+    """However many workers are said to serve other weights, an engine that serves its verified files goes on."""
+    faulty_engine.checksum = "right" if layout == "engine" else ""
+    trainer_side.publish(1)
+    worker = start_worker("w0", *attached(faulty_engine))
+    trainer_side.wait_applied("w0", 1)
+    for name in ("x0", "x1", "w0"):
+        forged = trainer_side.applied[0].model_copy(update={"worker_id": name, "checksum": "forged"})
+        trainer_side.bus.publish(subjects.weights_applied(trainer_side.run_id), forged, msg_id=name).wait()
+    if layout == "engine":
+        wait_for(lambda: [version for version, _ in faulty_engine.loads] == ["1", "1"], "the files to be loaded again")
+        wait_for(lambda: "what is in its verified files; others differ" in worker.log_tail(), "the worker to log it")
+    trainer_side.publish(2)
+    trainer_side.wait_applied("w0", 2)
+    assert worker.alive
+    assert [version for version, _ in faulty_engine.loads] == (["1", "1", "2"] if layout == "engine" else ["1", "2"])
 
 
 def test_a_late_joiner_serves_the_head_after_one_swap(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.servers import wait_for
-from tests.trainer.producer import Answer, ScriptedProducer, recite
+from tests.trainer.producer import Answer, Author, ScriptedProducer, recite
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import blob_keys, subjects
@@ -115,6 +116,36 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     assert not scene.results
     assert [(lost.version, lost.step) for lost in scene.lost] == [(3, 3)]
     assert "ignored the pin" in scene.lost[0].reason
+
+
+def _easier(task: Task, version: PolicyVersion) -> Answer:
+    group, _ = recite(task, version)
+    return replace(group, reward=group.reward.model_copy(update={"ground_truth": '"1"'})), (1.0, 1.0)
+
+
+def _one_completion(task: Task, version: PolicyVersion) -> Answer:
+    group, _ = recite(task, version)
+    return replace(group, trajectories=group.trajectories[:1]), (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("author", "reason"),
+    [(_easier, "what it is to be scored by is not"), (_one_completion, "1 trajectories, its task")],
+)
+def test_an_answer_to_another_task_is_refused(scene: Scene, author: Author, reason: str) -> None:
+    """An evaluation fails by a pack that is not of its tasks, which is kept as a dead letter; no accuracy is reported."""
+    letters: list[DeadLetter] = []
+    connections = scene.connections
+    subject = subjects.dead(connections.run_id, "scored")
+    connections.bus.tail(f"{connections.run_id}-dead", subject, DeadLetter, letters.append).wait()
+    scene.producer.author = author
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    with pytest.raises(EvaluationFailed, match=reason):
+        scene.evaluator.wait(V3)
+    assert not scene.results
+    wait_for(lambda: letters, "the dead letter")
+    assert letters[0].reason == "PackError"
 
 
 def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scene: Scene) -> None:

@@ -37,6 +37,7 @@ from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.drops import MAX_CLAIMED_TOKENS, Drop, DropReason
@@ -443,6 +444,34 @@ def test_hostile_packs_are_dead_lettered_and_their_groups_trained_at_the_next_at
         totals = session.issuer.take_state().entries.account.totals["train"]
         assert (totals.issued, totals.used, sum(totals.dropped.values())) == (16, 4, 8)
         assert len(session.issuer.outstanding()) == 4
+
+
+def test_a_text_that_its_tokens_do_not_say_is_not_trained(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """It was scored instead of them: a dead letter with that reason, and the groups are issued again."""
+    letters: list[DeadLetter] = []
+    connections.bus.tail(
+        f"{connections.run_id}-dead", subjects.dead(connections.run_id), DeadLetter, letters.append
+    ).wait()
+    texts = CompletionTexts(lambda rows, _: ["said"] * len(rows), rows=1)
+    with Session(connections, prompts, reader=PackReader(connections.blobs.get, texts=texts)) as session:
+        session.issuer.advance(V0, 4)
+        for message, text in zip(manual.tasks(2), ("the right answer", "said"), strict=True):
+            answers = [recite(task, V0) for task in message.tasks]
+            told = [
+                (
+                    replace(group, trajectories=tuple(replace(t, completion_text=text) for t in group.trajectories)),
+                    rewards,
+                )
+                for group, rewards in answers
+            ]
+            manual._producer.announce(manual._producer.store(message, told, V0))
+        wait_for(lambda: letters, "the dead letter")
+        assert [letter.reason for letter in letters] == ["TextMismatch"]
+        assert session.counters.dropped_groups["unreadable"] == 2
+        manual.answer(manual.tasks(1)[0])
+        assert sorted(session.train(V0)) == ["e0.p0.a1", "e0.p1.a1", "e0.p2.a0", "e0.p3.a0"]
 
 
 def _with_token(row: Trajectory, token: int) -> Trajectory:

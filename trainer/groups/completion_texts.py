@@ -1,0 +1,78 @@
+"""Holds the text of a completion, which was scored, against its token ids, which are trained on.
+
+Only the trainer has both and the tokenizer. A row of each group, chosen at random, is decoded again: decoding all would cost
+as much as reading the pack. Engines decode piece by piece and differ in spaces and in characters that no token
+completes, so neither is compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from penstock.protocol.errors import TextMismatch
+from penstock.protocol.trajectory import Group, Trajectory
+
+_NO_CHARACTER = "\ufffd"  # what is decoded of bytes that are no character
+_RANDOM = random.SystemRandom()  # a writer of packs must not know which row is decoded
+
+Decode = Callable[[Sequence[Sequence[int]], bool], list[str]]  # token ids, whether special tokens are skipped
+
+
+class CompletionTexts:
+    """Decodes some completions of each group again."""
+
+    def __init__(self, decode: Decode, *, rows: int) -> None:
+        """Decode ``rows`` completions of a group with ``decode``."""
+        self._decode = decode
+        self._rows = rows
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise TextMismatch if a chosen completion has a text that its tokens do not say; an empty text says nothing."""
+        chosen = [
+            (group, number)
+            for group in groups
+            for number in _RANDOM.sample(range(len(group.trajectories)), min(self._rows, len(group.trajectories)))
+            if group.trajectories[number].completion_text
+        ]
+        if not chosen:
+            return
+        rows = [group.trajectories[number] for group, number in chosen]
+        for (group, number), row, text in zip(
+            chosen, rows, self._decode([_visible(row) for row in rows], True), strict=True
+        ):
+            if not any(_is_same(row, said) for said in (text, *self._others(row))):
+                raise TextMismatch(
+                    f"group {group.group_id}: completion {number} was scored as {row.completion_text[:200]!r}, and its tokens "
+                    f"say {text[:200]!r}; an engine whose texts are others by design needs trainer.check_texts=0"
+                )
+
+    def _others(self, row: Trajectory) -> list[str]:
+        """Return other texts that an engine may report: with its stop token, and with special tokens."""
+        sampled = _sampled(row)
+        return [
+            self._decode([ids], skip)[0] for ids, skip in ((sampled, True), (_visible(row), False), (sampled, False))
+        ]
+
+
+def _sampled(row: Trajectory) -> list[int]:
+    return row.token_ids[row.loss_mask].tolist()
+
+
+def _visible(row: Trajectory) -> list[int]:
+    """Return the tokens that engines decode: without the one that stopped it."""
+    sampled = _sampled(row)
+    return sampled[:-1] if row.finish_reason == "stop" else sampled
+
+
+def _is_same(row: Trajectory, decoded: str) -> bool:
+    text, decoded = "".join(row.completion_text.split()), "".join(decoded.split())
+    if text == decoded:
+        return True
+    if _NO_CHARACTER not in text and _NO_CHARACTER not in decoded and len(row.version_runs) == 1:
+        return False
+    return _ascii(text) == _ascii(decoded)  # a character was cut: by its end, or by an update of the weights
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "ignore").decode()
