@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.reward_service.hosting.served_reward import Hosted
 
 _MAX_REQUEST_BYTES = 256 * 1024 * 1024
+_MAX_REQUESTS_BYTES = 8 * _MAX_REQUEST_BYTES  # of all that are in progress; further ones get 503 and come again
 
 
 class Calls:
@@ -59,7 +60,7 @@ class Calls:
 def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
     """Return the endpoint's app; with ``secrets``, a request without a valid signature is refused with 401."""
     app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
-    app.add_middleware(BodyLimit, max_bytes=_MAX_REQUEST_BYTES)
+    app.add_middleware(BodyLimit, max_bytes=_MAX_REQUEST_BYTES, max_total_bytes=_MAX_REQUESTS_BYTES)
 
     async def signed(request: Request) -> None:
         if secrets and request.method == "POST":
