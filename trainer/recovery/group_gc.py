@@ -110,7 +110,10 @@ class GroupGc:
                 yield from _keys(message.data, kind)
         kinds = dict(_STAGES)
         for message in self._bus.read_stream(f"{self._run_id}-dead").wait():
-            letter = decode(message.data, DeadLetter)
+            try:
+                letter = decode(message.data, DeadLetter)
+            except WireError:
+                continue
             if letter.stage in kinds:
                 yield from _keys(letter.payload, kinds[letter.stage])
 

@@ -66,16 +66,19 @@ def announce(bus: Bus, run: str, pack: BlobRef) -> GroupGenerated:
 
 
 def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs: Blobs, run_streams: str) -> None:
-    """Trained, queued and dead-lettered packs are kept; a dropped group's pack and an old task list are deleted after a day."""
+    """Trained, queued and dead-lettered packs are kept; a dropped group's pack and an old task list are deleted after a day.
+
+    A message that is no dead letter lies among them.
+    """
     run, clock = run_streams, Clock()
     trained, queued, dead, dropped = (store(blobs, run, name) for name in ("trained", "queued", "dead", "dropped"))
     tasks = blobs.put(blob_keys.task_list(run, "p"), b"tasks")
     commit(bus, blobs, run, trained)
-    announce(bus, run, queued)
     letter = DeadLetter(
         run_id=run, stage="generated", subject="s", reason="r", detail="d", num_delivered=1,
         payload=encode(make_generated(run, [make_group()]).model_copy(update={"pack": dead})),
     )  # fmt: skip
+    bus.publish(subjects.dead(run, "generated"), announce(bus, run, queued), msg_id="no dead letter").wait()
     bus.publish(subjects.dead(run, "generated"), letter, msg_id="d").wait()
     group_gc = GroupGc(Connections(run, bus, blobs), RetentionSettings(), holder="t", clock=clock)
     assert group_gc.sweep() == []
