@@ -243,7 +243,7 @@ class Collector:
                 self._changed.notify_all()
 
     def _pipe_is_empty(self) -> bool:
-        has_question = self._dead.in_a_row or self._dead.stops_issue or self._missing()
+        has_question = self._dead.stops_issue or self._missing()
         if time.monotonic() - self._last_arrival < self._silent_s or not has_question:
             return False
         try:

@@ -539,16 +539,18 @@ def test_dead_letters_that_were_true_stop_the_issue_until_the_queues_are_empty(
     """A service that fails for most groups slows the run down and does not end it: some arrive, and issue goes on."""
     with Session(connections, prompts, max_dead=2, silent_s=0.3) as session:
         session.issuer.advance(V0, 8)
-        messages = manual.tasks(4)
-        for number, message in enumerate(messages[:3]):
-            dead_letter(connections, message, f"d{number}")
-        wait_for(lambda: session.counters.dropped_groups["dead"] == 6, "the dead letters")
+        first = manual.tasks(4)
+        dead_letter(connections, first[0], "d0")
+        messages = [*first[1:], *manual.tasks(1)]  # one pack in place of the first; then the issue stops
+        for number in (0, 1, 3):
+            dead_letter(connections, messages[number], f"later{number}")
+        wait_for(lambda: session.counters.dropped_groups["dead"] == 8, "the dead letters")
         assert session.issuer._paused
-        for message in (messages[3], *manual.tasks(1)):  # one pack was issued before the issue stopped
-            manual.answer(message)
-        for message in manual.tasks(2):  # in place of the others
+        manual.answer(messages[2])  # all others are dead: no further group is on its way
+        for message in manual.tasks(3):
             manual.answer(message)
         assert len(session.train(V0)) == 4
+        assert not session.issuer._paused
 
 
 def stop_after(seconds: float) -> Callable[[], bool]:
