@@ -38,6 +38,7 @@ chaos: $(STAMP)  ## kill processes at random (three seeds), then audit and repla
 	$(BIN)/python -m pytest -m chaos --timeout 900
 	$(BIN)/python -m benchmarks.chaos
 	$(BIN)/python -m benchmarks.chaos --without-ids --seeds 0 --steps 20 --kills 7 --points 4
+	$(BIN)/python -m benchmarks.chaos --without-guards --seeds 0 --steps 14 --kills 4 --points 3
 
 test-vllm: $(STAMP)  ## run the engine contract tests against a running vLLM server at URL (docs/vllm.md shows how to start one)
 	test -n "$(URL)" || { echo "usage: make test-vllm URL=http://127.0.0.1:8000"; exit 2; }

@@ -100,6 +100,9 @@ class _Issued:
     def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
         raise AssertionError(drops)
 
+    def pause(self, is_paused: bool) -> None:
+        assert not is_paused
+
 
 class SimulatedRun:
     """One run on a simulated clock."""

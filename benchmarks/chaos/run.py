@@ -3,6 +3,7 @@
     make chaos                                          # every crash point in turn, then seeds 0, 1, 2 and the control
     python -m benchmarks.chaos --seeds 0 --kills 30 --steps 60
     python -m benchmarks.chaos --without-ids            # the control: the same audit must fail
+    python -m benchmarks.chaos --without-guards         # likewise, without any guard of the trainer
 
 One run of the quickstart's services on its tiny model, with rewards from an HTTP endpoint in a separate process.
 Trainer, both workers, reward service, endpoint, nats-server and S3 server are killed with SIGKILL at moments that the
@@ -16,7 +17,8 @@ supervisor restarts them. At the end
 4. the exported model has the weights that the record states for the last step.
 
 The control takes the ids of trained groups out of the newest checkpoint before each start of the trainer. Then
-redelivered groups are trained again, and the same audit must report it. Exits with 1 if any check fails.
+redelivered groups are trained again, and the same audit must report it. The second control runs a trainer without ids and
+without every later guard (`unguarded_trainer.py`). Exits with 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos import unguarded_trainer
 from benchmarks.chaos.plan import POINTS, PlannedKill, plan_kills, plan_points
 from benchmarks.chaos.report import Kill, Outcome, late_ones, measure, notice_silence, show
 from benchmarks.chaos.watch import Observer, Seen
@@ -43,7 +46,7 @@ from penstock.console.live.panel import LivePanel
 from penstock.console.record.audit_checks import AuditResult, check_record
 from penstock.console.record.audit_inputs import gather
 from penstock.deploy import quickstart_task
-from penstock.deploy.child import DeployError, wait_until
+from penstock.deploy.child import Child, DeployError, wait_until
 from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, endpoint_name, worker_name
 from penstock.deploy.servers import NatsServer, S3Server
 from penstock.deploy.supervise import ProcessEvent, RestartRule
@@ -92,6 +95,19 @@ checkpoint_every = 2
 """
 
 
+class UnguardedRun(LocalRun):
+    """A run whose trainer has no guard against a group that comes twice."""
+
+    def _trainer(self) -> Child:
+        child = super()._trainer()
+        at = child.command.index("penstock.trainer")
+        if child.command[at + 1] != "train":
+            raise DeployError(f"expected the command of a trainer of one rank, got {child.command}")
+        # without -P: the benchmarks are imported from the working directory
+        child.command = [sys.executable, "-m", unguarded_trainer.__name__, *child.command[at + 2 :]]
+        return child
+
+
 class ChaosRun:
     """One run with kills; the local run gets the overrides of each trainer start from it."""
 
@@ -104,6 +120,7 @@ class ChaosRun:
         kills: Sequence[PlannedKill],
         points: int,
         without_ids: bool = False,
+        without_guards: bool = False,
         overrides: Sequence[str] = (),
     ) -> None:
         """Write model, data and run file in ``folder``."""
@@ -111,7 +128,8 @@ class ChaosRun:
         self.folder, self.seed, self.steps, self.without_ids = folder, seed, steps, without_ids
         self.run_id = f"chaos-{seed}"
         self.planned = list(kills)
-        self.points = [(CrashPoint.COMMITTED, 1)] * points if without_ids else plan_points(seed, points)
+        self.is_control, self.without_guards = without_ids or without_guards, without_guards
+        self.points = [(CrashPoint.COMMITTED, 1)] * points if self.is_control else plan_points(seed, points)
         self.kills: list[Kill] = []
         self.seen = Seen()
         self._armed: tuple[CrashPoint, int] | None = None
@@ -131,7 +149,7 @@ class ChaosRun:
     def go(self, deadline_s: float) -> Outcome:
         """Run to the end with kills and check the result."""
         outcome = Outcome(self.seed, self.steps)
-        run = LocalRun(
+        run = (UnguardedRun if self.without_guards else LocalRun)(
             [str(self.run_file), *self.overrides],
             reward_files=[REWARD_FILE],
             rule=_RULE,
@@ -160,7 +178,7 @@ class ChaosRun:
         measure(self.kills, events, self.seen)
         notice_silence(self.kills, [(i.at, i.text) for i in incidents if i.kind == "lost"])
         outcome.late = late_ones(self.kills)
-        if self.without_ids:
+        if self.is_control:
             outcome.failures = _control_failures(proof)
         else:
             outcome.replay = self._replay()
@@ -267,7 +285,9 @@ def _failures(run: ChaosRun, outcome: Outcome, proof: AuditResult) -> list[str]:
 def _control_failures(proof: AuditResult) -> list[str]:
     """Return no failure if the audit reports groups that were trained twice, as the control must."""
     kinds = Counter(breach.kind for breach in proof.breaches)
-    return [] if kinds["trained twice"] else [f"without ids the audit reports no group as trained twice: {dict(kinds)}"]
+    return (
+        [] if kinds["trained twice"] else [f"in a control the audit reports no group as trained twice: {dict(kinds)}"]
+    )
 
 
 def main() -> int:
@@ -279,6 +299,9 @@ def main() -> int:
         "--points", type=int, default=len(POINTS), help="number of additional crash points of the trainer"
     )
     parser.add_argument("--without-ids", action="store_true", help="the control: the audit must fail")
+    parser.add_argument(
+        "--without-guards", action="store_true", help="the control without ids and later guards: the audit must fail"
+    )
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="time limit for one run")
     parser.add_argument("--keep", type=Path, help="keep the runs' folders here")
@@ -292,7 +315,7 @@ def main() -> int:
             kills = plan_kills(seed, VICTIMS, num_kills=options.kills, steps=options.steps)
             run = ChaosRun(
                 folder, seed=seed, steps=options.steps, kills=kills, points=options.points,
-                without_ids=options.without_ids,
+                without_ids=options.without_ids, without_guards=options.without_guards,
             )  # fmt: skip
             outcome = run.go(options.deadline_s)
         print(show(outcome), flush=True)

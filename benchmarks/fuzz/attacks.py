@@ -47,7 +47,9 @@ DEFENDED = {
     "pack-schema": "packs of another Arrow schema",
     "pack-values": "packs of values that no engine reports or that no task asks for",
     "pack-bytes": "packs of damaged bytes",
+    "never-issued": "packs of real prompts under attempts and epochs that were not issued",
     "pack-bombs": "small packs that decode to much",
+    "dead-letters": "dead letters of real, outstanding groups",
     "task-lists": "objects of task lists, damaged or drawn from the model",
     "manifests": "manifests, patches and layouts, damaged, under real announcements",
     "heartbeats": "heartbeats, damaged and invented",
@@ -62,7 +64,6 @@ DEFENDED = {
 NOT_DEFENDED = {
     "plausible": "packs that only the model can tell from real ones",
     "rewards": "other rewards for real packs",
-    "dead-letters": "dead letters of real, outstanding groups",
     "acks": "acknowledgements of messages that other processes hold",
     "state": "head, lease, floor and checkpoint of the run",
 }
@@ -303,6 +304,16 @@ def _plausible(attacker: Attacker, rng: random.Random) -> Attack | None:
     if (found := attacker.rows(rng)) is None:
         return None
     name, groups = mutate_packs.plausible_of(rng, mutate_packs.read(found[1]))
+    return _announced(attacker, rng, name, found[0], mutate_packs.write_rows(groups), groups)
+
+
+def _never_issued(attacker: Attacker, rng: random.Random) -> Attack | None:
+    if (found := attacker.rows(rng)) is None or not found[0]["groups"][0]["group_id"].startswith("e"):
+        return None
+    try:
+        name, groups = mutate_packs.never_issued_of(rng, mutate_packs.read(found[1]))
+    except ValueError:  # a pack of an evaluation
+        return None
     return _announced(attacker, rng, name, found[0], mutate_packs.write_rows(groups), groups)
 
 
@@ -592,6 +603,7 @@ _MAKERS: tuple[tuple[str, float, Maker], ...] = (
     ("pack-schema", 4, _pack_schema),
     ("pack-values", 6, _pack_values),
     ("pack-bytes", 3, _pack_bytes),
+    ("never-issued", 3, _never_issued),
     ("pack-bombs", 0.15, _pack_bombs),
     ("task-lists", 1, _task_lists),
     ("manifests", 1.5, _manifests),

@@ -279,6 +279,21 @@ def plausible_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, list
     return name, groups
 
 
+def never_issued_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, list[list[Row]]]:
+    """Return rows of the same prompts under ids that were not issued: later attempts, and later epochs."""
+    name = rng.choice(("later-attempt", "later-epoch"))
+    later = rng.choice((1, 1, 2, 30))
+    for rows in groups:
+        epoch, prompt, attempt = (int(part[1:]) for part in rows[0]["group_id"].split("."))
+        if name == "later-attempt":
+            attempt += later
+        else:
+            epoch, attempt = epoch + later, 0
+        for row in rows:
+            row["group_id"], row["attempt"] = f"e{epoch}.p{prompt}.a{attempt}", attempt
+    return name, groups
+
+
 # ── size and bytes ────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -58,6 +58,9 @@ class _EveryGroup:
     def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
         raise AssertionError((drops, sequence))
 
+    def pause(self, is_paused: bool) -> None:
+        assert not is_paused
+
 
 def _promise(group: Group) -> TaskPromise:
     first = group.trajectories[0]

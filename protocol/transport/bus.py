@@ -131,13 +131,13 @@ class Bus:
 
         Messages that do not decode are logged and skipped, with a call of ``on_unreadable``; a tail acknowledges nothing.
         """
-        tail = Tail(self._connection, stream, subject, fact, lambda found, _: on_fact(found), on_unreadable)
+        tail = Tail(self._connection, stream, subject, fact, lambda found, *_: on_fact(found), on_unreadable)
         return self._connection.call(tail.start(after=0 if from_start else None), f"tail {subject}")
 
     def follow(
-        self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F, int], None], *, after: int
+        self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F, int, str], None], *, after: int
     ) -> Pending[None]:
-        """Like `tail`, from the first message after a sequence number; ``on_fact`` also gets each message's own number.
+        """Like `tail`, from the first message after a sequence number; ``on_fact`` also gets each message's number and subject.
 
         For a reader whose checkpoint holds the position.
         """

@@ -42,7 +42,7 @@ class Tail(Generic[F]):
         stream: str,
         subject: str,
         fact: type[F],
-        on_fact: Callable[[F, int], None],
+        on_fact: Callable[[F, int, str], None],
         on_unreadable: Callable[[WireError], None] = lambda _: None,
     ) -> None:
         """Use `Bus.tail` instead."""
@@ -130,6 +130,6 @@ class Tail(Generic[F]):
             self._on_unreadable(err)
             return
         try:
-            self._on_fact(fact, sequence)
+            self._on_fact(fact, sequence, subject)
         except Exception:  # a reader that cannot use one message still gets the others
             log.exception("a reader failed on a message; it gets the next ones", subject=subject, sequence=sequence)

@@ -4,11 +4,12 @@ A separate thread pulls `GroupScored`, asks the `DeliveryTracker` which groups a
 training thread takes whole batches. A message is acknowledged only after a checkpoint that holds the effect of all its
 groups: until then the broker delivers it again.
 
-| waits for                           | until                          | then                                         |
-|-------------------------------------|--------------------------------|----------------------------------------------|
-| a full fresh batch                  | `collect_deadline_s`           | CollectTimeout: queue depths, services alive |
-| groups that do not arrive           | all queues empty for 5 s       | dropped as `lost`, issued again              |
-| one group that is not dead-lettered | `max_dead` were, consecutively | TooManyDeadLetters with the last reason      |
+| waits for                           | until                             | then                                         |
+|-------------------------------------|-----------------------------------|----------------------------------------------|
+| a full fresh batch                  | `collect_deadline_s`              | CollectTimeout: queue depths, services alive |
+| groups that do not arrive           | all queues empty for 5 s          | dropped as `lost`, issued again              |
+| one group that is not dead-lettered | `max_dead` were, consecutively,   | TooManyDeadLetters with the last reason      |
+|                                     | and all queues are empty for 5 s  | (`dead_count.py`)                            |
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.dead_count import DeadCount
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker, IssuedGroups
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
@@ -71,7 +73,8 @@ class Collector:
             batcher: Chooses batches; only this collector may use it from now on.
             issued: The outstanding groups.
             deadline_s: Longest wait for a batch.
-            max_dead: Consecutive dead-lettered groups, without one that arrives, after which the run ends.
+            max_dead: Consecutive dead-lettered groups, without one that arrives, after which the run ends once all queues
+                are empty.
             letters_read: Sequence number of the last dead letter that the checkpoint includes.
             silent_s: Time for which all queues must be empty before outstanding groups count as lost.
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
@@ -85,15 +88,14 @@ class Collector:
         self._backoff = OvertakeBackoff()
         self._letters_read = letters_read
         self._deadline_s = deadline_s
-        self._max_dead = max_dead
+        self._dead = DeadCount(max_dead)
+        self._all_dead = False
         self._silent_s = silent_s
         self._reader = reader or PackReader(connections.blobs.get)
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closing = False
-        self._dead_in_a_row = 0
-        self._last_dead = ""
         self._last_arrival = time.monotonic()
         self._spec = streams.scored_consumer(connections.run_id, "train")
         connections.bus.reset_consumer(self._spec).wait()
@@ -128,8 +130,8 @@ class Collector:
         after waits without result (`OvertakeBackoff`): otherwise they would be dropped on arrival, and sampled again by
         workers that are late already.
 
-        Raises CollectTimeout after the deadline, TooManyDeadLetters when all groups are dead-lettered, and the exception
-        that ended the collecting thread.
+        Raises CollectTimeout after the deadline, TooManyDeadLetters when all groups are dead-lettered and nothing is in the
+        queues, and the exception that ended the collecting thread.
         """
         started = time.monotonic()
         full_since: float | None = None
@@ -145,15 +147,17 @@ class Collector:
                     return batch
                 num_ready = self._tracker.num_ready
                 self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
-            if self._dead_in_a_row >= self._max_dead:
+            if self._all_dead:
                 raise TooManyDeadLetters(
-                    f"{self._dead_in_a_row} groups in a row were dead-lettered and none arrived scored; the last one: "
-                    f"{self._last_dead}. Fix that service, then start the trainer again; `penstock dead-letters list` shows them"
+                    f"{self._dead.in_a_row} groups in a row were dead-lettered, none arrived scored, and all queues are empty; "
+                    f"the last one: {self._dead.last_reason}. Fix that service, then start the trainer again; "
+                    "`penstock dead-letters list` shows them"
                 )
             if time.monotonic() - started > self._deadline_s:
                 raise CollectTimeout(
                     f"no full batch within trainer.collect_deadline_s = {self._deadline_s:.0f} s: {num_ready} groups "
                     f"ready, {len(self._issued.outstanding())} outstanding. {waiting.describe(self._bus, self._run_id)}"
+                    f"{self._dead_lettered()}"
                 )
         return []
 
@@ -205,7 +209,7 @@ class Collector:
             elif silent_since is None:
                 silent_since = time.monotonic()
             elif time.monotonic() - silent_since > self._silent_s:
-                self._drop_lost()
+                self._settle_silence()
                 silent_since = None
 
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
@@ -233,11 +237,14 @@ class Collector:
         else:
             with self._changed:
                 self._tracker.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
-                self._dead_in_a_row = 0
+                self._dead.arrive(len(wanted))
+                self._all_dead = False
+                self._issued.pause(self._dead.stops_issue)
                 self._changed.notify_all()
 
     def _pipe_is_empty(self) -> bool:
-        if time.monotonic() - self._last_arrival < self._silent_s or not self._missing():
+        has_question = self._dead.stops_issue or self._missing()
+        if time.monotonic() - self._last_arrival < self._silent_s or not has_question:
             return False
         try:
             return waiting.read_pipe(self._bus, self._run_id).is_empty(self._inbox.num_held)
@@ -248,24 +255,42 @@ class Collector:
         with self._changed:
             return self._tracker.missing()
 
-    def _drop_lost(self) -> None:
+    def _settle_silence(self) -> None:
+        """End the run if the dead letters were true for all groups; drop what is missing as lost."""
         with self._changed:
-            missing = self._tracker.drop_missing()
-        log.warning("all queues are empty: missing groups are issued again", num_groups=len(missing), first=missing[:3])
+            self._all_dead = self._dead.settle()
+            missing = [] if self._all_dead else self._tracker.drop_missing()
+            self._issued.pause(self._dead.stops_issue)
+            self._changed.notify_all()
+        if missing:
+            log.warning(
+                "all queues are empty: missing groups are issued again", num_groups=len(missing), first=missing[:3]
+            )
+
+    def _dead_lettered(self) -> str:
+        num_dead = self._dead.in_a_row
+        return (
+            f" {num_dead} groups were dead-lettered since the last one arrived; the last one: {self._dead.last_reason}"
+            if num_dead
+            else ""
+        )
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 
-    def _on_dead_letter(self, letter: DeadLetter, sequence: int) -> None:
+    def _on_dead_letter(self, letter: DeadLetter, sequence: int, subject: str) -> None:
+        if subject != subjects.dead(self._run_id, letter.stage) or letter.run_id != self._run_id:
+            log.warning(
+                "dead letter of another stage or run than its subject: ignored", subject=subject, stage=letter.stage
+            )
+            letter = letter.model_copy(update={"group_ids": ()})
         with self._changed:
             try:
                 num_dead = self._tracker.dead_letter(letter, sequence)
+                if num_dead:
+                    self._dead.add(num_dead, f"{letter.stage}: {letter.reason}: {letter.detail}")
+                    self._issued.pause(self._dead.stops_issue)
             except Exception as err:  # noqa: BLE001  no later letter would be read; the training thread raises it
                 self._failure = err
-                num_dead = 0
-                self._changed.notify_all()
-            if num_dead:
-                self._dead_in_a_row += num_dead
-                self._last_dead = f"{letter.stage}: {letter.reason}: {letter.detail}"
                 self._changed.notify_all()
 
     # ── with the lock held ────────────────────────────────────────────────────────────────────

@@ -33,7 +33,7 @@ class IssuedGroups(Protocol):
         ...
 
     def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        """Record that a group arrived; return False if it must not be used. Raises ValueError for a foreign id."""
+        """Record that a group arrived; return False if it must not be used. Raises ValueError for one that was never issued."""
         ...
 
     def promise(self, group_id: str) -> TaskPromise:
@@ -49,11 +49,15 @@ class IssuedGroups(Protocol):
         ...
 
     def refuse(self, drop: Drop) -> None:
-        """Count a group that is not outstanding: delivered twice, or issued by an earlier session."""
+        """Count a group that is not outstanding: delivered twice, given up, or never issued."""
         ...
 
     def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
         """Drop the groups of a dead letter, and set the letters read to ``sequence``, in one atomic change."""
+        ...
+
+    def pause(self, is_paused: bool) -> None:
+        """Issue nothing while ``is_paused``."""
         ...
 
 

@@ -7,7 +7,8 @@
 
 Group ids are ``e<epoch>.p<prompt>.a<attempt>`` and follow from the data order alone; a pack's id follows from its
 groups. So a trainer that restarts from a checkpoint issues the same ids again, and the broker and the trainer recognise
-them. Groups issued after the checkpoint may arrive before they are issued again: `accept` counts them as issued, once.
+them. Groups issued after the checkpoint may arrive before they are issued again: `accept` counts them as issued, once, if
+the run's log has them (`issue_log.py`). Any other group was never issued, and is foreign.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.groups.task_packs import TaskPack, choose_groups_per_message, make_task, pack_tasks, task_bytes
 from penstock.trainer.settings import RolloutSettings
 
 _GROUP_ID = re.compile(r"e([0-9]{1,9})\.p([0-9]{1,12})\.a([0-9]{1,9})")
 _STATE_TAG = "dispatch_state.v1"
+_NOTHING = IssuedBefore()
 
 MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when their letters are sent again
 _SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
@@ -199,14 +202,19 @@ def _take(state: DispatchState, order: DataOrder, count: int) -> tuple[tuple[Gro
 
 
 def accept(
-    state: DispatchState, group_id: str, *, order: DataOrder, holds: Callable[[str], bool] = lambda _: False
+    state: DispatchState,
+    group_id: str,
+    *,
+    order: DataOrder,
+    before: IssuedBefore = _NOTHING,
+    holds: Callable[[str], bool] = lambda _: False,
 ) -> DispatchState | None:
-    """Return the state after a group arrived; None if it must not be used: a duplicate, or an attempt given up.
+    """Return the state after a group arrived; None if it must not be used: foreign, a duplicate, or an attempt given up.
 
-    A group that this session has not issued was issued by an earlier one, after the checkpoint: it counts as issued
-    from now on. If it is a later attempt, the earlier session had dropped the one before: that one is no longer
-    outstanding, unless ``holds`` returns True for it, since it can then be used itself. A group that was dead-lettered
-    and sent again is outstanding once more.
+    A group that this session has not issued was issued by an earlier one, after the checkpoint, if ``before`` has it: it
+    counts as issued from now on. If it is a later attempt, the earlier session had dropped the one before: that one is no
+    longer outstanding, unless ``holds`` returns True for it, since it can then be used itself. A group that was
+    dead-lettered is outstanding once more: its letter was sent again, or was not true.
     """
     key = GroupKey.parse(group_id)
     if key in state.outstanding:
@@ -214,7 +222,7 @@ def accept(
     if key in state.dead:
         left = tuple(k for k in state.dead if k != key)
         return replace(state, outstanding=state.outstanding | {key}, dead=left)
-    if key.prompt >= order.num_prompts:
+    if not _was_issued_before(key, order, before):
         return None
     replaced = frozenset(k for k in state.outstanding if k.place == key.place and k.attempt < key.attempt)
     queued = [k for k in state.again if k.place == key.place and k.attempt <= key.attempt]
@@ -236,6 +244,29 @@ def accept(
         ahead=state.ahead | {key.place},
         num_issued=state.num_issued + 1,
     )
+
+
+def was_issued(state: DispatchState, group_id: str, *, order: DataOrder, before: IssuedBefore = _NOTHING) -> bool:
+    """Return False for a group that no session of this run has issued.
+
+    Attempts of a prompt that is closed are not stored: each counts as issued.
+    """
+    key = GroupKey.parse(group_id)
+    if _was_issued_before(key, order, before):
+        return True
+    if key.prompt >= order.num_prompts:
+        return False
+    issued = max((k.attempt for k in state.outstanding if k.place == key.place), default=-1)
+    queued = min((k.attempt for k in state.again if k.place == key.place), default=0)
+    if issued >= 0 or queued > 0:
+        return key.attempt <= issued or key.attempt < queued
+    return key.place in state.ahead or order.position_of(key.place) < state.position
+
+
+def _was_issued_before(key: GroupKey, order: DataOrder, before: IssuedBefore) -> bool:
+    if key.prompt >= order.num_prompts:
+        return False
+    return str(key) in before.later if key.attempt else order.position_of(key.place) < before.position
 
 
 def settle(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
@@ -324,6 +355,7 @@ class Dispatch:
             stop_token_ids=tuple(stop_token_ids),
         )
         self.state = DispatchState(order_id(order, prompts.fingerprint))
+        self.issued_before = _NOTHING  # by earlier sessions; set from the run's log
         self._issued: dict[GroupKey, _Issued] = {}  # outstanding groups that this session issued
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
@@ -378,9 +410,26 @@ class Dispatch:
             if is_last_chance(trainer_version, issued.version, limit) and key in self.state.outstanding
         ]
 
+    def may_arrive(self, group_id: str) -> bool:
+        """Return True if a later attempt that an earlier session issued could still be used."""
+        try:
+            key = GroupKey.parse(group_id)
+        except ValueError:
+            return False
+        if key.prompt >= self.order.num_prompts:
+            return False
+        is_open = any(key.place == k.place for k in (*self.state.outstanding, *self.state.again))
+        return is_open or self.order.position_of(key.place) >= self.state.position
+
     def accept(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
-        """Record that a group arrived; return False if it must not be used: a duplicate, or an attempt given up."""
-        state = accept(self.state, group_id, order=self.order, holds=holds)
+        """Record that a group arrived; return False if it must not be used: a duplicate, or an attempt given up.
+
+        Raises ValueError for a foreign id, and for a group that was never issued.
+        """
+        before = self.issued_before
+        state = accept(self.state, group_id, order=self.order, before=before, holds=holds)
+        if state is None and not was_issued(self.state, group_id, order=self.order, before=before):
+            raise ValueError(f"group {group_id} was never issued by this run")
         self.state = refuse_attempt(self.state, group_id) if state is None else state
         return state is not None
 

@@ -22,6 +22,7 @@ from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
 from penstock.trainer.groups.pack_reader import PackReader
@@ -90,6 +91,7 @@ def open_generated(
         dispatch.resume(resumed.dispatch)
     unsent, letters_read = (resumed.unsent, resumed.letters_read) if resumed else ((), 0)
     issuer = Issuer(connections, dispatch, history.counters, history.accounting, unsent, letters_read)
+    issuer.keep_log(IssueLog(settings.run.folder, dispatch.state.order_id, may_arrive=dispatch.may_arrive))
     batcher = Batcher(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,

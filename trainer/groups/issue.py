@@ -25,6 +25,7 @@ from penstock.trainer.groups.accounting import Accounting, Entries
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.task_packs import TaskPack
 
 log = structlog.get_logger("trainer.groups.issue")
@@ -73,6 +74,8 @@ class Issuer:
         self._unsent = list(unsent)
         self._resends = bool(unsent)
         self._letters_read = letters_read
+        self._log: IssueLog | None = None
+        self._paused = False
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._version = PolicyVersion(0)  # the newest that workers can fetch
         self._trainer_version = PolicyVersion(0)  # the version that the next step starts from
@@ -91,6 +94,19 @@ class Issuer:
         """Stop issuing; groups that are issued stay outstanding."""
         self.stop()
         self._thread.join(30.0)
+        if self._log is not None and not self._thread.is_alive():
+            self._log.close()
+
+    def keep_log(self, log: IssueLog) -> None:
+        """Record in ``log`` what is issued, and accept only what it has of earlier sessions; call it before the start."""
+        self._log = log
+        self._dispatch.issued_before = log.before
+
+    def pause(self, is_paused: bool) -> None:
+        """Issue nothing while ``is_paused``."""
+        with self._changed:
+            self._paused = is_paused
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Issue nothing more."""
@@ -202,6 +218,8 @@ class Issuer:
                     return []
                 self._resends = False
                 return [self._dispatch.pack_again(ids, self._version) for ids in self._unsent]
+            if self._paused:
+                return []
             packs = self._dispatch.next_packs(
                 self._version, self._most_outstanding, trainer_version=self._trainer_version
             )
@@ -209,6 +227,13 @@ class Issuer:
             for ids in self._unsent:
                 self._accounting.issue("train", ids)
             return packs
+
+    def log_issue(self, packs: Sequence[TaskPack]) -> None:
+        """Record packs of `next_packs`, before they are published; raises CheckpointError."""
+        if self._log is not None:
+            with self._changed:
+                position = self._dispatch.state.position
+            self._log.append(position, [task.group_id for pack in packs for task in pack.tasks])
 
     def mark_sent(self) -> None:
         """Record that all packs of `next_packs` are on the stream."""
@@ -262,6 +287,7 @@ class Issuer:
                         return
                     self._changed.wait()
                     continue
+            self.log_issue(packs)
             for pending in [self._publish(pack) for pack in packs]:
                 pending.wait()
             self.mark_sent()

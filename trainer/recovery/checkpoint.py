@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from pydantic import ValidationError
+
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.record.checkpoint_state import (
     PARTIAL,
@@ -54,7 +56,7 @@ def commit(
 
     Raises:
         LeaseLost: A checkpoint of a newer epoch exists.
-        CheckpointError: It could not be written; the previous one is unchanged.
+        CheckpointError: It could not be written, or could not be read again; the previous one is unchanged.
     """
     partial, final = partial_of(root, state), root / folder_name(state.step)
     if final.exists() and _is_ours(found := read_state(final), state, final):
@@ -125,7 +127,18 @@ def _raise_not_written(partial: Path, err: Exception) -> NoReturn:
 
 
 def _to_json(state: CheckpointState, files: Mapping[str, str]) -> bytes:
-    return state.model_copy(update={"files": dict(files)}).model_dump_json(indent=1).encode()
+    """Return ``state.json``; raises CheckpointError for a state that no later trainer could read."""
+    data = state.model_copy(update={"files": dict(files)}).model_dump_json(indent=1).encode()
+    try:
+        CheckpointState.model_validate_json(data)
+    except ValidationError as err:
+        first = err.errors()[0]
+        raise CheckpointError(
+            f"the state after step {state.step} is not valid and is not written: {'.'.join(map(str, first['loc']))} = "
+            f"{str(first['input'])[:80]}: {first['msg']}. The checkpoint before it is unchanged; report this internal error, "
+            "and start the trainer again"
+        ) from None
+    return data
 
 
 def _is_ours(found: CheckpointState, state: CheckpointState, folder: Path) -> bool:

@@ -660,7 +660,9 @@ def test_a_tail_reads_more_than_one_answer_holds(bus: Bus, run_streams: str) -> 
         publication.wait()
     seen: list[int] = []
     stream = f"{run_streams}-events"
-    bus.follow(stream, subjects.events(run_streams), RunEvent, lambda _, number: seen.append(number), after=10).wait()
+    bus.follow(
+        stream, subjects.events(run_streams), RunEvent, lambda _, number, __: seen.append(number), after=10
+    ).wait()
     wait_for(lambda: len(seen) >= 590, "the stored events", 8.0)
     assert seen == list(range(11, 601))
 

@@ -27,6 +27,7 @@ from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
@@ -42,6 +43,7 @@ from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.drops import MAX_CLAIMED_TOKENS, Drop, DropReason
 from penstock.trainer.groups.issue import Issuer, IssuerState
+from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
@@ -79,7 +81,7 @@ class Session:
     """One session of the trainer's group handling: issuer, collector, and what they share."""
 
     def __init__(self, connections: Connections, prompts: PromptSet, ledger: Ledger | None = None, saved: IssuerState | None = None,
-        *, uses: int = 1, **options: Any,
+        *, uses: int = 1, log: Path | None = None, **options: Any,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         self.ledger = ledger or Ledger()
@@ -92,6 +94,8 @@ class Session:
         self.issuer = Issuer(
             connections, self.dispatch, self.counters, accounting, saved.unsent if saved else (), letters_read
         )
+        if log is not None:
+            self.issuer.keep_log(IssueLog(log, self.dispatch.state.order_id, may_arrive=self.dispatch.may_arrive))
         batcher = Batcher(
             groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger,
             reuse=Reuse(uses),
@@ -521,8 +525,8 @@ def test_groups_that_never_arrive_are_issued_again(
 def test_dead_lettered_groups_are_replaced_and_too_many_end_the_run(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
-    """Dead-lettered groups are no longer outstanding; when no other arrives, the error gives the last reason."""
-    with Session(connections, prompts, max_dead=4) as session:
+    """Dead-lettered groups are no longer outstanding; when no other is on its way, the error gives the last reason."""
+    with Session(connections, prompts, max_dead=4, silent_s=0.5) as session:
         session.issuer.advance(V0, 100)
         messages = manual.tasks(4)
         for number, message in enumerate(messages[:2]):
@@ -531,10 +535,113 @@ def test_dead_lettered_groups_are_replaced_and_too_many_end_the_run(
                 detail="endpoint answered 500", group_ids=tuple(t.group_id for t in message.tasks), num_delivered=5,
             )  # fmt: skip
             connections.bus.publish(subjects.dead(connections.run_id, "generated"), letter, msg_id=f"d{number}").wait()
+        wait_for(lambda: session.counters.dropped_groups["dead"] == 4, "the dead letters")
+        manual.tasks(2)  # new prompts are issued in their place
         with pytest.raises(TooManyDeadLetters, match="RewardFailed: endpoint answered 500"):
             session.collector.collect(V0)
-        assert session.counters.dropped_groups["dead"] == 4
-        manual.tasks(2)  # new prompts are issued in their place
+
+
+def test_untrue_dead_letters_end_no_run_while_groups_arrive(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """Letters name every group that is issued: no more than twice the bound is issued, and each group that arrives is trained."""
+    held: list[Delivery[TaskIssued]] = []  # a worker is at them: they are not acknowledged
+
+    def receives(num_packs: int) -> Callable[[], bool]:
+        def is_received() -> bool:
+            held.extend(manual._inbox.fetch(8, 0.05).wait())
+            return len(held) >= num_packs
+
+        return is_received
+
+    with Session(connections, prompts, max_dead=8, silent_s=0.3) as session:
+        session.issuer.advance(V0, 100)
+        for number in range(8):  # the issue stops when more than 8 groups are dead
+            wait_for(receives(number + 1), "another task pack")
+            dead_letter(connections, held[number].fact, f"forged{number}")
+        wait_for(lambda: session.counters.dropped_groups["dead"] == 16, "the forged letters")
+        assert session.collector.collect(V0, stop_after(1.2)) == []  # four times as long as empty queues would take
+        held.extend(manual._inbox.fetch(8, 0.2).wait())
+        assert len(held) == 8
+        for delivery in held:
+            manual.answer(delivery.fact)
+            delivery.ack().wait()
+        assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        wait_for(lambda: session.counters.dropped_groups["dead"] == 0, "the late groups")
+        assert session.counters.groups_scored == 16
+        assert not session.issuer._paused
+
+
+def test_dead_letters_that_were_true_stop_the_issue_until_the_queues_are_empty(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """A service that fails for most groups slows the run down and does not end it: some arrive, and issue goes on."""
+    with Session(connections, prompts, max_dead=2, silent_s=0.3) as session:
+        session.issuer.advance(V0, 8)
+        first = manual.tasks(4)
+        dead_letter(connections, first[0], "d0")
+        messages = [*first[1:], *manual.tasks(1)]  # one pack in place of the first; then the issue stops
+        for number in (0, 1, 3):
+            dead_letter(connections, messages[number], f"later{number}")
+        wait_for(lambda: session.counters.dropped_groups["dead"] == 8, "the dead letters")
+        assert session.issuer._paused
+        manual.answer(messages[2])  # all others are dead: no further group is on its way
+        for message in manual.tasks(3):
+            manual.answer(message)
+        assert len(session.train(V0)) == 4
+        assert not session.issuer._paused
+
+
+def stop_after(seconds: float) -> Callable[[], bool]:
+    """Return a condition that is true after a time."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+def test_a_dead_letter_of_another_stage_or_run_closes_nothing(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """A login may write letters of its own stage only; one that states the trainer's would have its groups issued again."""
+    with Session(connections, prompts) as session:
+        session.issuer.advance(V0, 4)
+        messages = manual.tasks(2)
+        ids = tuple(task.group_id for message in messages for task in message.tasks)
+        true = DeadLetter(
+            run_id=connections.run_id, stage="scored", subject="x", reason="PackError", detail="", group_ids=ids,
+            num_delivered=1,
+        )  # fmt: skip
+        of_other_run = true.model_copy(update={"stage": "tasks", "run_id": "other"})
+        last = true.model_copy(update={"stage": "tasks", "group_ids": ids[:1]})
+        for number, letter in enumerate((true, of_other_run, last)):
+            connections.bus.publish(subjects.dead(connections.run_id, "tasks"), letter, msg_id=f"d{number}").wait()
+        wait_for(lambda: session.counters.dropped_groups["dead"] == 1, "the letter that may be true")
+        assert session.issuer.take_state().letters_read == 3
+        assert not session.counters.dropped_groups["unreadable"]
+        assert len(session.issuer.outstanding()) == 4
+
+
+def test_groups_that_a_killed_session_issued_are_used_and_others_are_foreign(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers, tmp_path: Path
+) -> None:
+    """The checkpoint is of the time before; what is in the log is trained, and what no session issued is refused."""
+    with Session(connections, prompts, log=tmp_path) as session:
+        saved = session.issuer.take_state()  # the checkpoint; then groups are issued; then the crash
+        session.issuer.advance(V0, 4)
+        messages = manual.tasks(2)
+    with Session(connections, prompts, saved=saved, log=tmp_path) as resumed:
+        forged = [manual.scored(message) for message in messages]
+        for number, scored in enumerate(forged):
+            renamed = tuple(
+                g.model_copy(update={"generated": g.generated.model_copy(update={"group_id": f"e0.p{n}.a{number}"})})
+                for n, g in enumerate(scored.groups, start=9 - 7 * number)
+            )  # e0.p9.a0 and e0.p10.a0, then e0.p2.a1 and e0.p3.a1
+            manual._producer.announce(scored.model_copy(update={"groups": renamed}), msg_id=f"forged{number}")
+        wait_for(lambda: resumed.counters.dropped_groups["foreign"] == 4, "the refusal")
+        for message in messages:
+            manual.answer(message)
+        assert resumed.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        totals = resumed.issuer.take_state().entries.account.totals["train"]
+        assert (totals.issued, totals.used, totals.refused) == (4, 4, {"foreign": 4})
 
 
 def dead_letter(connections: Connections, message: TaskIssued, msg_id: str) -> None:

@@ -31,7 +31,9 @@ from penstock.trainer.groups.dispatch import (
     refuse_attempt,
     send_back,
     settle,
+    was_issued,
 )
+from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.groups.task_packs import choose_groups_per_message, make_task, pack_tasks, task_bytes
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
@@ -60,6 +62,7 @@ class DispatchMachine(RuleBasedStateMachine):
         self.order = DataOrder(num_prompts, seed=1)
         self.state = START
         self.saved = (START, [])
+        self.log, self.before = IssuedBefore(), IssuedBefore()  # all that was issued; what earlier sessions issued
         self.done: list[str] = []  # trained or dropped at the last attempt, since the run began; rolled back by a crash
         self.issued_this_session: list[str] = []
 
@@ -71,6 +74,8 @@ class DispatchMachine(RuleBasedStateMachine):
         before = len(self.state.outstanding)
         packs, self.state = self._plan()
         ids = [str(key) for pack in packs for key in pack]
+        later = {i for i in ids if not i.endswith(".a0")}
+        self.log = IssuedBefore(max(self.log.position, self.state.position), self.log.later | later)
         assert all(0 < len(pack) <= self.groups_per_message for pack in packs)
         assert not set(ids) & set(self.issued_this_session)
         assert not set(ids) & set(self.done)
@@ -81,7 +86,8 @@ class DispatchMachine(RuleBasedStateMachine):
 
     @rule(group_id=consumes(in_flight), stale=st.booleans())
     def arrive(self, group_id: str, stale: bool):
-        accepted = accept(self.state, group_id, order=self.order)
+        accepted = accept(self.state, group_id, order=self.order, before=self.before)
+        assert was_issued(self.state, group_id, order=self.order, before=self.before)
         if accepted is None:
             same_prompt = {GroupKey.parse(done).place for done in self.done} | {
                 key.place for key in (*self.state.outstanding, *self.state.again)
@@ -107,6 +113,7 @@ class DispatchMachine(RuleBasedStateMachine):
         document = json.loads(json.dumps(state.to_document()))
         lost = [group_id for group_id in self.done if group_id not in done]
         self.state = DispatchState.from_document(document, order_id="order")
+        self.before = self.log
         assert self.state == state
         self.done = list(done)
         self.issued_this_session = []
@@ -231,15 +238,33 @@ def test_a_group_of_an_earlier_session_counts_once():
     """A group issued after the checkpoint is used when it arrives, and its prompt is not issued again."""
     limits = rollout(groups_per_step=2, max_staleness=0)
     order = DataOrder(4, seed=0, shuffle=False)
-    state = accept(START, "e0.p1.a0", order=order)
+    before = IssuedBefore(position=2)
+    state = accept(START, "e0.p1.a0", order=order, before=before)
     assert state is not None
-    assert accept(settle(state, ["e0.p1.a0"]), "e0.p1.a0", order=order) is None
-    assert accept(START, "e0.p9.a0", order=order) is None  # no such prompt
+    assert accept(settle(state, ["e0.p1.a0"]), "e0.p1.a0", order=order, before=before) is None
+    assert accept(START, "e0.p9.a0", order=order, before=before) is None  # no such prompt
     state = settle(state, ["e0.p1.a0"])
     packs, state = plan(state, order=order, rollout=limits, groups_per_message=2)
     assert [str(key) for pack in packs for key in pack] == ["e0.p0.a0", "e0.p2.a0"]
     assert not state.ahead
-    assert accept(state, "e0.p1.a0", order=order) is None
+    assert accept(state, "e0.p1.a0", order=order, before=before) is None
+
+
+def test_a_group_that_was_never_issued_is_foreign():
+    """Beyond what any session reached, and a later attempt that none issued: neither is used, and neither has an effect."""
+    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
+    order = DataOrder(8, seed=0, shuffle=False)
+    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
+    state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)
+    before = IssuedBefore(position=4, later=frozenset({"e0.p2.a1"}))
+    for group_id in ("e0.p4.a0", "e1.p0.a0", "e0.p0.a1", "e0.p1.a1", "e0.p1.a2", "e0.p3.a1", "e0.p8.a0"):
+        assert accept(state, group_id, order=order, before=before) is None
+        assert not was_issued(state, group_id, order=order, before=before)
+    for group_id in ("e0.p2.a0", "e0.p3.a0", "e0.p2.a1"):
+        assert accept(state, group_id, order=order, before=before) is not None
+        assert accept(state, group_id, order=order) is None
+    assert was_issued(state, "e0.p1.a0", order=order)
+    assert was_issued(settle(state, ["e0.p0.a0"]), "e0.p0.a0", order=order)
 
 
 def test_state_of_other_data_is_refused():
@@ -390,13 +415,15 @@ def test_the_next_attempt_from_an_earlier_session_supersedes_the_older():
     limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
     order = DataOrder(10, seed=0, shuffle=False)
     _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
-    newer = accept(state, "e0.p1.a1", order=order)
+    before = IssuedBefore(position=2, later=frozenset({"e0.p1.a1"}))
+    newer = accept(state, "e0.p1.a1", order=order, before=before)
     assert newer is not None
     assert newer.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
-    assert accept(newer, "e0.p1.a0", order=order) is None
-    assert accept(state, "e0.p1.a1", order=order, holds=lambda group_id: group_id == "e0.p1.a0") is None
+    assert accept(newer, "e0.p1.a0", order=order, before=before) is None
+    holds_older = {"holds": lambda group_id: group_id == "e0.p1.a0"}
+    assert accept(state, "e0.p1.a1", order=order, before=before, **holds_older) is None
     state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)  # queued, when its next attempt arrives unasked
-    ahead = accept(state, "e0.p1.a1", order=order)
+    ahead = accept(state, "e0.p1.a1", order=order, before=before)
     assert ahead is not None
     assert ahead.again == ()
     assert ahead.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
@@ -410,6 +437,22 @@ def test_a_group_has_one_id(group_id: str) -> None:
     """Another spelling of an id is foreign: it would be a second group, trained beside the first."""
     with pytest.raises(ValueError, match="is not the id of a training group"):
         GroupKey.parse(group_id)
+
+
+def test_a_refused_forged_attempt_takes_no_attempt_from_its_prompt() -> None:
+    """A later attempt that was never issued is foreign, and the next attempt keeps its number."""
+    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(8)]
+    dispatch = Dispatch(
+        _Prompts(prompts), order=DataOrder(8, seed=0, shuffle=False), rollout=rollout(), stop_token_ids=(2,)  # type: ignore[arg-type]
+    )  # fmt: skip
+    dispatch.next_packs(PolicyVersion(0))
+    for forged in ("e0.p0.a1", "e0.p0.a7", "e3.p0.a0"):
+        with pytest.raises(ValueError, match=f"{forged} was never issued by this run"):
+            dispatch.accept(forged, lambda _: True)
+    assert dispatch.send_back(["e0.p0.a0"]) == ()
+    assert dispatch.state.again == (GroupKey(0, 0, 1),)
+    assert dispatch.may_arrive("e0.p0.a1")
+    assert not dispatch.may_arrive("e0.p9.a1")
 
 
 class _Prompts(list[Prompt]):

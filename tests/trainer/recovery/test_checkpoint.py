@@ -13,7 +13,7 @@ import torch
 
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
-from penstock.protocol.record.lineage import AccountState
+from penstock.protocol.record.lineage import AccountState, SplitTotals
 from penstock.trainer.errors import CheckpointError, LeaseLost
 from penstock.trainer.recovery import checkpoint
 
@@ -47,6 +47,22 @@ def test_the_newest_checkpoint_is_read_back(tmp_path: Path) -> None:
     assert found[1] == stored(state(12))
     assert (found[0] / "engine" / "weights.bin").read_bytes() == b"weights"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step00000004", "step00000012"]
+
+
+def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    """A total beyond the range of a count is named, for a new step and for the same one; the previous checkpoint stays."""
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+    too_many = AccountState().model_copy(
+        update={"totals": {"train": SplitTotals().model_copy(update={"issued": 2**60})}}
+    )
+    for attempt in (state(2, chapter=2), state(4)):
+        with pytest.raises(
+            CheckpointError, match=rf"after step {attempt.step} is not valid .* account\.totals\.train\.issued"
+        ):
+            checkpoint.commit(tmp_path, attempt.model_copy(update={"account": too_many}), write, keep=2)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1] == stored(state(2))
 
 
 def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> None:

@@ -159,7 +159,10 @@ def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, 
 
 @pytest.mark.parametrize("point", [CrashPoint.WRITTEN, pytest.param(CrashPoint.COMMITTED, marks=pytest.mark.chaos)])
 def test_one_kill_changes_no_weight(scene: Scene, run_id: str, sessions: list[Command], point: CrashPoint) -> None:
-    """Before or after the rename: the steps equal the undisturbed run's, and so does every version's hash."""
+    """Before or after the rename: the steps equal the undisturbed run's, and so does every version's hash.
+
+    Groups that the killed session issued after its checkpoint are known from the log: none is refused as foreign.
+    """
     run_file = scene.run_file(run_id)
     with scene.producer(run_id):
         sessions.append(start(run_file, f"trainer.kill_at={point}:2"))
@@ -168,6 +171,7 @@ def test_one_kill_changes_no_weight(scene: Scene, run_id: str, sessions: list[Co
         sessions[-1].wait()
     assert_whole(scene, run_id)
     assert steps_of(scene, run_id) == steps_of(scene, "undisturbed")
+    assert "foreign" not in scene.state(run_id).account.totals["train"].refused
     delete_run(scene.bus, run_id)
 
 

@@ -16,6 +16,7 @@ from penstock.protocol.record.lineage import AccountState
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.issue import Issuer, IssuerState
+from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.groups.ledger import Ledger
 
 # Many examples: which of them come first depends on all modules that are loaded, and a search ends when the bug is found.
@@ -82,8 +83,31 @@ class StepPassedOver(TrainerMachine):
     issuing = RefusalsForgotten.SkipsCheckpoints
 
 
+class Anything(frozenset[str]):
+    """A set that contains every id."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+class NeverIssuedAccepted(TrainerMachine):
+    """A trainer that takes any group that it does not know for one that an earlier session issued."""
+
+    def start(self, ledger, accounting, counters, document):
+        super().start(ledger, accounting, counters, document)
+        self.dispatch.issued_before = IssuedBefore(10**9, Anything())
+
+
 @pytest.mark.parametrize(
-    "broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly, StepPassedOver, RefusalsForgotten]
+    "broken",
+    [
+        LedgerForgotten,
+        PositionForgotten,
+        AcknowledgedTooEarly,
+        StepPassedOver,
+        RefusalsForgotten,
+        NeverIssuedAccepted,
+    ],
 )
 def test_the_machine_finds_a_planted_bug(broken: type[TrainerMachine]) -> None:
     """A trainer that omits state from its checkpoint, or acknowledges before the commit, fails the machine."""

@@ -38,6 +38,7 @@ from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.dispatch import Dispatch, GroupKey
 from penstock.trainer.groups.issue import Issuer, IssuerState
+from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
@@ -153,6 +154,8 @@ class TrainerMachine(RuleBasedStateMachine):
         self.letters: list[tuple[DeadLetter, Any]] = []
         self.num_letters_read = 0
         self.lost: set[str] = set()  # by the broker, not by the trainer
+        self.published: set[str] = set()  # every group that any session issued
+        self.log: IssueLog | None = None
         self.record = Record()
         self.version = self.head = PolicyVersion(0)
         self.effect: list[tuple[str, int]] = []  # group, and the version it was trained at
@@ -170,6 +173,10 @@ class TrainerMachine(RuleBasedStateMachine):
         self.num_letters_read = document["letters_read"] if document else 0
         self.ledger, self.counters, self.dispatch = ledger, counters, dispatch
         self.issuer = self.issuing(CLOSED, dispatch, counters, accounting, unsent, self.num_letters_read)
+        if self.log is not None:
+            self.log.close()  # as the kernel does when a process is killed
+        self.log = IssueLog(self.commits.folder, dispatch.state.order_id, may_arrive=dispatch.may_arrive)
+        self.issuer.keep_log(self.log)
         batcher = Batcher(
             groups_per_step=self.rollout.groups_per_step, max_staleness=self.rollout.max_staleness, ledger=ledger,
             reuse=Reuse(self.uses),
@@ -191,6 +198,8 @@ class TrainerMachine(RuleBasedStateMachine):
             lag = staleness(self.version, self.head)
             bound = (self.rollout.max_staleness + 1 - lag) * self.rollout.groups_per_step
             assert len(self.issuer.outstanding()) <= bound, "more is issued than the staleness bound admits"
+        self.issuer.log_issue(packs)
+        self.published.update(task.group_id for pack in packs for task in pack.tasks)
         for pack in packs[: None if sends else len(packs) // 2]:
             self.tasks.publish(tuple(task.group_id for task in pack.tasks), pack.pack_id)
         if sends:
@@ -204,7 +213,9 @@ class TrainerMachine(RuleBasedStateMachine):
         """A scored message is delivered; its pack is not fetched yet."""
         sequence, groups = self.scored.pick(pick)
         self.scored.held[sequence] = self.scored.waiting.pop(sequence)
-        self.fetching[sequence] = self.tracker.receive(sequence, groups)
+        self.fetching[sequence] = wanted = self.tracker.receive(sequence, groups)
+        foreign = {s.generated.group_id for s in wanted} - self.published
+        assert not foreign, f"never issued, and accepted: {foreign}"
 
     @precondition(lambda self: self.fetching)
     @rule(pick=PICK, readable=st.sampled_from([True, True, True, False]))
@@ -361,6 +372,21 @@ class TrainerMachine(RuleBasedStateMachine):
         if stage == "generated":
             message = [scored(group_id, self.head) for group_id in ids]
         self._dead_letter(stage, list(ids), message)
+
+    @rule(epoch=st.integers(0, 2), prompt=st.integers(0, 6), attempt=st.integers(0, 3), age=st.integers(0, 2))
+    def forge_group(self, epoch, prompt, attempt, age):
+        """Anybody with the reward service's login announces a group that was not issued."""
+        group_id = str(GroupKey(epoch, prompt, attempt))
+        if group_id not in self.published:
+            self.scored.publish([scored(group_id, max(0, self.head - age))], f"forged{self.scored.sequence}")
+
+    @precondition(lambda self: self.issuer.outstanding())
+    @rule(pick=PICK)
+    def forge_letter(self, pick):
+        """A dead letter names a group that is well and on its way."""
+        outstanding = self.issuer.outstanding()
+        group_id = outstanding[pick % len(outstanding)]
+        self._dead_letter("tasks", [group_id], (group_id,))
 
     @precondition(lambda self: self.letters)
     @rule(pick=PICK)

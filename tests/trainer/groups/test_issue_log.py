@@ -1,0 +1,58 @@
+"""What any session of a run issued is known to the next one, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog
+
+
+def test_the_next_session_knows_what_was_issued(tmp_path: Path) -> None:
+    """Positions only grow, later attempts add up over sessions, and those that cannot be used any more are removed."""
+    first = IssueLog(tmp_path / "run", "order")
+    assert first.before == IssuedBefore()
+    first.append(2, ["e0.p0.a0", "e0.p1.a0"])
+    first.append(3, ["e0.p1.a1", "e0.p2.a0"])
+    first.close()
+    second = IssueLog(tmp_path / "run", "order")
+    assert second.before == IssuedBefore(3, frozenset({"e0.p1.a1"}))
+    second.append(2, ["e0.p0.a1"])  # it resumed an older checkpoint
+    second.close()
+    third = IssueLog(tmp_path / "run", "order", may_arrive=lambda group_id: group_id == "e0.p0.a1")
+    assert third.before == IssuedBefore(3, frozenset({"e0.p0.a1"}))
+    assert (tmp_path / "run" / "issued.log").read_text() == "order 3 e0.p0.a1 \n"
+
+
+@pytest.mark.parametrize(
+    "torn", [b"order 9", b"order 9 e0.p1.", b"order 9 e0.p1.a1", b"order 9x \n", b"\xff\n", b"\n", b"order\n"]
+)
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path, torn: bytes) -> None:
+    """Only whole lines count; what follows is written on a line of its own."""
+    log = IssueLog(tmp_path, "order")
+    log.append(4, ["e0.p0.a1"])
+    with (tmp_path / "issued.log").open("ab") as file:
+        file.write(torn)
+    found = IssueLog(tmp_path, "order")
+    found.append(5, [])
+    assert IssueLog(tmp_path, "order").before == IssuedBefore(5, frozenset({"e0.p0.a1"}))
+    assert found.before == IssuedBefore(4, frozenset({"e0.p0.a1"}))
+
+
+def test_what_was_issued_of_other_data_does_not_count(tmp_path: Path) -> None:
+    """Positions of another order name other prompts."""
+    IssueLog(tmp_path, "order").append(4, ["e0.p0.a1"])
+    assert IssueLog(tmp_path, "another").before == IssuedBefore()
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """The error has the path and the fix; a group that is not recorded is not published."""
+    (tmp_path / "run").write_text("a file in place of the folder")
+    with pytest.raises(CheckpointError, match=r"run/issued\.log: .* Free disk space below run\.dir"):
+        IssueLog(tmp_path / "run", "order")
+    log = IssueLog(tmp_path, "order")
+    log.close()
+    with pytest.raises(CheckpointError, match="Bad file descriptor"):
+        log.append(1, [])
