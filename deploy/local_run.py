@@ -102,6 +102,7 @@ class LocalRun:
         trainer = load(TrainerSettings, files=files, overrides=overrides, environ=self._environ).settings
         reward = load(RewardSettings, files=files, overrides=overrides, environ=self._environ)
         rollout = load(RolloutSettings, files=files, overrides=overrides, environ=self._environ).settings
+        self.settings = trainer
         self.run_id = trainer.run.id
         self.total_steps = trainer.trainer.steps
         self.folder = trainer.run.folder.absolute()
