@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -139,7 +139,7 @@ def check_rewards(
         offers = current_offers(bucket.entries().wait(), run_id=connections.run_id, now=clock())
         problem = _problem(wanted, offers)
         if not problem:
-            _check_success(success, wanted, offers)
+            check_success(success, {*wanted.names, *wanted.sources, *wanted.digests}, offers)
             return offers
         if time.monotonic() > deadline:
             raise UnknownReward(f"{problem} (waited {deadline_s:.0f} s)")
@@ -174,8 +174,8 @@ def _sources(prompts: PromptSet, rewards: set[str]) -> set[str]:
     return {request.data_source for request in requests if request.name in rewards}
 
 
-def _check_success(names: Iterable[str], wanted: _Wanted, offers: list[RewardsOffered]) -> None:
-    known = {*wanted.names, *wanted.sources, *wanted.digests}
+def check_success(names: Iterable[str], known: Collection[str], offers: list[RewardsOffered]) -> None:
+    """Refuse a rule of success for a reward that no row asks for (``known``) and no service offers; raises ConfigError."""
     unknown = [name for name in names if name not in known and names_not_offered([name], offers)]
     if unknown:
         raise ConfigError(

@@ -130,14 +130,14 @@ def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, text: str):
 def test_a_worker_that_was_stopped_is_not_lost():
     """A last heartbeat that says so makes a worker stopped, not lost; its totals are in it, and a restart is named."""
     view = RunView(recorded.RUN)
-    view.fold_heartbeats([worker(START, 100)], START)
+    view.fold_heartbeats([worker(START, 2100)], START)
     view.fold_event(recorded.step(1, START + 1))
-    view.fold_heartbeats([worker(START + 2, 300, state=heartbeats.EXITED)], START + 2)  # type: ignore[arg-type]
+    view.fold_heartbeats([worker(START + 2, 2300, state=heartbeats.EXITED)], START + 2)  # type: ignore[arg-type]
     (line,) = view.snapshot(START + 30).services
     assert (line.alive, line.has_exited) == (False, True)
     view.fold_heartbeats([], START + 30)
     assert [i.text for i in view.incidents] == ["rollout w0 was stopped"]
-    assert view.summary().tokens_generated == 300
+    assert view.summary().tokens_generated == 2300
     view.fold_heartbeats([worker(START + 40, 1)], START + 40)
     (line,) = view.snapshot(START + 40).services
     assert (line.alive, line.has_exited, line.num_starts) == (True, False, 2)

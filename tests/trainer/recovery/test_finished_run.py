@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,25 @@ def test_more_steps_or_no_resume_start_it(tmp_path: Path):
     """With more steps the run continues; with trainer.resume = false its refusal comes from the trainer."""
     assert notice(tmp_path, COMPLETE, steps=21) is None
     assert notice(tmp_path, COMPLETE, resume=False) is None
+
+
+@pytest.mark.parametrize("command", ["penstock.trainer", "penstock.deploy.train_local"])
+def test_starting_a_finished_run_changes_nothing(tmp_path: Path, command: str):
+    """Both commands say so within a second, start no process, need no server, and exit with 0; the folder stays as it was."""
+    notice(tmp_path, COMPLETE)
+    report = tmp_path / "r" / "report.json"
+    report.write_text('{"run_id": "r", "steps": 20, "tokens_generated": 7}')
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nid = "r"\ndir = "{tmp_path}"\n[model]\npath = "{tmp_path}"\n[trainer]\nsteps = 20\n'
+    )
+    before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*")}
+    words = [command, "train"] if command == "penstock.trainer" else [command, "--json"]
+    answer = subprocess.run(
+        [sys.executable, "-P", "-m", *words, str(tmp_path / "run.toml")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert "run r is finished: 20 of 20 steps" in answer.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*")} == before
+    if "--json" in words:
+        assert json.loads(answer.stdout)["tokens_generated"] == 7
