@@ -73,6 +73,23 @@ def test_totals_are_those_of_all_sessions(tmp_path: Path):
     assert not any("back" in text or "lost" in text for text in summary.incidents)
 
 
+def test_a_third_session_adds_to_both_before(tmp_path: Path):
+    """The sums of every session before are kept, not only those of the last one."""
+    first = RunView(recorded.RUN)
+    first_session(first)
+    watched_totals.save(tmp_path, first.totals())
+    watched_totals.save(tmp_path, resumed(tmp_path).totals())
+    totals = watched_totals.load(tmp_path)
+    assert totals is not None
+    third = RunView(recorded.RUN)
+    third.restore(totals)
+    beat = recorded.beat("rollout", "w0", START + 3000, busy_s=0.0, idle_s=0.0, cpu_s=0.5, tokens_generated=500)
+    third.fold_heartbeats([beat], START + 3000)
+    summary = third.summary()
+    assert summary.tokens_generated == 11_000 + 11_000 + 500
+    assert summary.cpu_s == pytest.approx(2.1 + 2.0 + 0.5)
+
+
 def test_a_process_that_continues_is_not_counted_twice(tmp_path: Path):
     """A worker that kept running while the trainer was resumed continues its own totals."""
     first = RunView(recorded.RUN)

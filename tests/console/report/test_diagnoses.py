@@ -41,6 +41,7 @@ CASES: list[tuple[str, RunFigures, list[str], str]] = [
         ["constant_reward"],
         "the prompts are too easy",
     ),
+    ("two steps, cut", RunFigures(steps(2, truncated_share=0.9)), [], ""),
     ("one reward among zeros", RunFigures([*steps(39, reward_mean=0.0, reward_std=0.0), SOUND]), [], ""),
     ("a mean of 0 with rewards of -1 and 1", RunFigures(steps(reward_mean=0.0, reward_std=1.0)), [], ""),
     ("half without signal", RunFigures(steps(zero_signal_groups=0.5)), ["no_signal"], "50% of the groups of the last 20"),

@@ -144,6 +144,9 @@ def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Pa
     text = report.write(tmp_path, view.summary()).read_text()
     assert "**Held-out mean reward 3.500 → 5.250** on the same 128 held-out prompts" in text
     assert "There is no accuracy" in text
+    assert "![reward, held-out mean reward, staleness](curve.png)" in text
+    assert view.snapshot(recorded.START).held_out == curves.read(tmp_path).held_out
+    assert curves.read(tmp_path).held_out.points == ((0, 3.5), (30, 4.0), (60, 5.25))
     document = json.loads((tmp_path / "report.json").read_text())
     assert (document["accuracy_before"], document["accuracy_after"]) == (None, None)
     assert (document["eval_reward_before"], document["eval_reward_after"]) == (3.5, 5.25)
