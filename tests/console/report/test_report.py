@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_is_counted():
 def test_a_reward_without_a_rule_of_success_is_reported_by_its_mean(tmp_path: Path):
     """Headline, plot, curve and JSON show the held-out mean reward under its name, and no accuracy."""
     view = RunView(recorded.RUN)
-    rows = []
+    rows = [json.dumps({"kind": "step", "step": 1, "at": recorded.START, "reward_mean": 3.6})]
     for number, reward in ((0, 3.5), (30, 4.0), (60, 5.25)):
         one = recorded.evaluation(number, 0.0, recorded.START + number, split="eval")
         one = one.model_copy(update={"data": {**one.data, "accuracy": None, "reward_mean": reward, "success": ""}})
