@@ -79,6 +79,7 @@ class RunView:
         """Continue with what was watched in earlier sessions, before anything else is folded."""
         self._restored = totals
         self._paused_s = totals.paused_s
+        self._first_at = totals.since
         self._fleet.restore(totals)
         self._note([Incident(i.at, i.text, i.kind) for i in totals.incidents])
 
@@ -86,6 +87,7 @@ class RunView:
         """Return what a later session needs of this one."""
         return WatchedTotals(
             until=self._last_at,
+            since=self._first_at,
             paused_s=self._paused_s,
             both_working_s=self._fleet.both_working_s,
             services=self._fleet.totals(),

@@ -23,6 +23,7 @@ def worker(at: float, tokens: int, **more: float) -> Heartbeat:
 
 
 def first_session(view: RunView) -> None:
+    view.fold_heartbeats([worker(START - 5, 0)], START - 5)  # no event tells of the start of the services
     view.fold_event(recorded.event("state", START, text="starting", total_steps=20))
     for number in range(1, 11):
         view.fold_heartbeats([worker(START + number, 1100 * number)], START + number)
@@ -67,7 +68,7 @@ def test_totals_are_those_of_all_sessions(tmp_path: Path):
     assert summary.tokens_trained == 20_000
     assert summary.tokens_generated == 11_000 + 11_000
     assert summary.cpu_s == pytest.approx(1.0 + 1.1 + 2.0)
-    assert summary.wall_s == 10.0 + 10.0
+    assert summary.wall_s == 5.0 + 10.0 + 10.0
     assert summary.workers == {}
     assert "killed w0 on purpose" in " ".join(summary.incidents)
     assert not any("back" in text or "lost" in text for text in summary.incidents)
