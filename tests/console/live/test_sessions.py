@@ -18,7 +18,14 @@ START = recorded.START
 
 def worker(at: float, tokens: int, **more: float) -> Heartbeat:
     return recorded.beat(
-        "rollout", "w0", at, busy_s=at - START, idle_s=0.0, cpu_s=1.0 + tokens / 1e4, tokens_generated=tokens, **more
+        "rollout",
+        "w0",
+        at,
+        busy_s=max(at - START, 0.0),
+        idle_s=0.0,
+        cpu_s=1.0 + tokens / 1e4,
+        tokens_generated=tokens,
+        **more,
     )
 
 
