@@ -103,6 +103,7 @@ class LocalRun:
         trainer = load(TrainerSettings, files=files, overrides=overrides, environ=self._environ).settings
         reward = load(RewardSettings, files=files, overrides=overrides, environ=self._environ)
         rollout = load(RolloutSettings, files=files, overrides=overrides, environ=self._environ).settings
+        self.settings = trainer
         self.run_id = trainer.run.id
         self.total_steps = trainer.trainer.steps
         self.algorithm = summary_line(trainer.algorithm, max_staleness=trainer.rollout.max_staleness)

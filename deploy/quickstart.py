@@ -156,7 +156,11 @@ def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> 
             return None, RunSummary(run_id=options.run_id), 0.0
         with Bus.connect(run.nats, name="quickstart") as bus:
             panel = LivePanel(
-                options.run_id, bus, total_steps=options.steps, mode="quiet" if options.as_json else "auto"
+                options.run_id,
+                bus,
+                total_steps=options.steps,
+                mode="quiet" if options.as_json else "auto",
+                folder=options.folder,
             )
             with panel:
                 run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
@@ -268,10 +272,12 @@ def _wait_until_all_hold_work(run_id: str, bus: Bus, num_workers: int) -> None:
 
 
 def _print_result(show: _Progress, summary: RunSummary, path: Path, following: Sequence[str]) -> None:
-    before, after = summary.accuracy_before, summary.accuracy_after
+    name, before, after = "accuracy", summary.accuracy_before, summary.accuracy_after
+    if after is None:
+        name, before, after = "reward", summary.eval_reward_before, summary.eval_reward_after
     show("")
     if before is not None and after is not None:
-        show(f"accuracy  {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
+        show(f"{name:<9} {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
     dropped = sum(summary.groups.dropped.values())
     show(f"groups    {summary.groups.issued:,} issued, {summary.groups.trained:,} trained, {dropped} dropped")
     show(f"report    {path}")

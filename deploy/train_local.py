@@ -19,6 +19,7 @@ from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer.recovery import finished_run
 
 _POLL_S = 0.2
 _STOPPED_ON_REQUEST = 130
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop_requested = stop_on_signals()
     try:
         with LocalRun(rest, num_workers=options.workers, reward_files=options.serve) as run:
+            if finished := finished_run.notice(run.settings):
+                return _say_finished(run.folder, finished, as_json=options.json)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()
@@ -73,6 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _say_finished(folder: Path, notice: str, *, as_json: bool) -> int:
+    """Print that the run has nothing to do, and with ``as_json`` the summary in its report; returns 0."""
+    print(f"penstock train: {notice}", file=sys.stderr)
+    if as_json and (summary := report.stored_summary(folder)):
+        print(summary.to_line())
+    return 0
+
+
 def next_steps(folder: Path) -> list[str]:
     """Return the commands to run next, for the place of the run's folder."""
     if folder.parent == Path("runs").absolute():
@@ -83,7 +94,9 @@ def next_steps(folder: Path) -> list[str]:
 def _watch(run: LocalRun, stop_requested: threading.Event, *, quiet: bool) -> tuple[int | None, RunSummary]:
     """Start the trainer and show the run until it exits; the code is None when a stop was requested."""
     with Bus.connect(run.nats, name="local-run") as bus:
-        panel = LivePanel(run.run_id, bus, total_steps=run.total_steps, mode="quiet" if quiet else "auto")
+        panel = LivePanel(
+            run.run_id, bus, total_steps=run.total_steps, mode="quiet" if quiet else "auto", folder=run.folder
+        )
         with panel:
             run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
             run.start_trainer()

@@ -6,6 +6,7 @@ A heartbeat announces its own period, and readers decide by it. All workers of a
 | after the last heartbeat                     | then                                                     |
 |----------------------------------------------|----------------------------------------------------------|
 | `lost_after_s`: 4 periods                    | a reader that watches reports the service as lost         |
+| state `EXITED`                               | it exited regularly: it is not lost                      |
 | `expires_after_s`: 6 periods, 10 s or more   | its key expires: the service no longer counts as running  |
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from penstock.protocol.facts import Heartbeat
 
+EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
+EXITED_TTL_S = 5.0  # of that heartbeat: readers that poll once a second get its totals
 PERIOD_S = 1.0  # unless there are many workers
 TOTAL_PER_S = 100.0
 LIVE_TTL_S = 60.0  # of the bucket: the longest that a key may last

@@ -31,7 +31,8 @@ class RewardsOffered(Fact):
 
     ``by_source`` maps a data set's name (``openai/gsm8k``) to its reward, which scores the rows whose
     reward name is ``auto``. ``definitions`` holds the digest of
-    every reward that the replica's run file defines by parts (`reward_settings.RewardDefinition.digest`).
+    every reward that the replica's run file defines by parts (`reward_settings.RewardDefinition.digest`). ``success`` holds
+    the least value of a correct completion, for rewards that have one.
     """
 
     schema_tag = "rewards_offered.v1"
@@ -41,6 +42,7 @@ class RewardsOffered(Fact):
     names: tuple[str, ...]
     by_source: dict[str, str] = Field(default_factory=dict)
     definitions: dict[str, str] = Field(default_factory=dict)
+    success: dict[str, Finite] = Field(default_factory=dict)
 
 
 class _Entry(Protocol):

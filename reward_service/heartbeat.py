@@ -94,5 +94,6 @@ class HeartbeatWriter:
             names=self.reward_registry.names(),
             by_source=self.reward_registry.by_source(),
             definitions={name: one.digest for name, one in self.reward_registry.definitions.items()},
+            success=self.reward_registry.success(),
         )
         await self.offers.put(rewards_offered.key(self.replica), encode(offer))

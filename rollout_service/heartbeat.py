@@ -6,6 +6,7 @@ Each second in a small run; the more workers there are, the less often (`protoco
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -25,6 +26,7 @@ from penstock.rollout_service.metrics import WorkerMetrics
 log = structlog.get_logger("rollout.heartbeat")
 
 _ENGINE_PERIOD_S = 5.0
+_EXIT_DEADLINE_S = 2.0
 _COUNT_EVERY = 10  # heartbeats: how often the services are counted
 
 
@@ -80,6 +82,15 @@ class HeartbeatWriter:
                 log.debug("heartbeat not written", error=str(err))
             # not all of them at once; the announced period is the longest
             await asyncio.sleep(self.period_s * random.uniform(0.8, 1.0))  # noqa: S311  keeps no secret
+
+    async def say_exited(self) -> None:
+        """Write the last heartbeat of a worker that was asked to stop, with its totals; without NATS, nothing."""
+        beat = self._heartbeat().model_copy(update={"state": heartbeats.EXITED})
+        key = streams.heartbeat_key("rollout", self._worker_id)
+        with contextlib.suppress(BusUnreachable, MissingStream, TimeoutError):
+            async with asyncio.timeout(_EXIT_DEADLINE_S):
+                live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
+                await live.put(key, encode(beat), ttl_s=heartbeats.EXITED_TTL_S)
 
     def _heartbeat(self) -> Heartbeat:
         busy_s, idle_s = self._activity.totals()

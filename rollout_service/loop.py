@@ -55,6 +55,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> None:
         await asyncio.wait([working], timeout=0.0 if worker.engine.version is None else worker.finish_s)
         working.cancel()
         heartbeat.cancel()
+    await worker.heartbeat.say_exited()
     await worker.tasks.close()
 
 

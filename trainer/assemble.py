@@ -33,6 +33,7 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_log import EvaluationLog
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
+from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
 from penstock.trainer.learner.build_rank_group import build_rank_group
@@ -48,6 +49,7 @@ from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.checkpoint_files import verify_files
+from penstock.trainer.recovery.finished_run import SUMMARY_FILE
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
@@ -155,8 +157,13 @@ def _run(session: _Session, ranks: Ranks) -> None:
     publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets)
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     coordinator = PublishCoordinator(publisher, channels)
+    success = SuccessRules()
     if session.data.sets:
-        check_rewards(connections, session.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
+        given = settings.reward.success
+        offers = check_rewards(
+            connections, session.data.sets, define=settings.reward.define, success=given, clock=_EVENT_CLOCK
+        )
+        success = SuccessRules.make(given, offers)
     resumed = found[1] if found else None
     record_writer = RunRecordWriter(connections, session.pointer, epoch=session.lease.epoch, resumed=resumed)
     if found is not None:
@@ -164,14 +171,16 @@ def _run(session: _Session, ranks: Ranks) -> None:
         log.info("resumed", checkpoint=str(found[0]), step=rank_group.policy.steps_done)
         # The trainer may have been killed between the rename that commits a checkpoint and its key in NATS.
         record_writer.mark_committed(found[1], state_json)
-    with _training(session, rank_group, coordinator, record_writer, resumed) as (training, evaluation_log):
-        started = time.monotonic()
+    with _training(session, rank_group, coordinator, record_writer, resumed, success) as (training, evaluation_log):
+        started, is_complete = time.monotonic(), False
         process_memory.end_start()
         try:
             loop.run(training)
+            is_complete = not session.stop.is_set()
         finally:
             if training.lease.is_held:
-                _write_summary(training, evaluation_log, wall_s=time.monotonic() - started)
+                wall_s = time.monotonic() - started
+                _write_summary(training, evaluation_log, is_complete=is_complete, wall_s=wall_s)
     rank_group.dismiss()
 
 
@@ -209,6 +218,7 @@ def _training(
     coordinator: PublishCoordinator,
     record_writer: RunRecordWriter,
     resumed: CheckpointState | None,
+    success: SuccessRules,
 ) -> Iterator[tuple[Training, EvaluationLog]]:
     """Build the parts, resume them, start their threads, and stop these at the end."""
     settings, connections, data = session.settings, session.connections, session.data
@@ -232,7 +242,7 @@ def _training(
     evaluation_log = EvaluationLog(events)
     evaluator = None
     if data.eval is not None:
-        evaluator = _evaluator(session, data.eval, publisher, evaluation_log, history.accounting)
+        evaluator = _evaluator(session, data.eval, publisher, evaluation_log, history.accounting, success)
     planner = Planner(settings, rank_group, resumed.algorithm if resumed else {})
     training = Training(
         settings=settings,
@@ -284,11 +294,16 @@ def _training(
 
 
 def _evaluator(
-    session: _Session, prompts: PromptSet, publisher: Publisher, results: EvaluationLog, accounting: Accounting
+    session: _Session,
+    prompts: PromptSet,
+    publisher: Publisher,
+    results: EvaluationLog,
+    accounting: Accounting,
+    success: SuccessRules,
 ) -> Evaluator:
     settings = session.settings
     environment = settings.eval.environment or settings.rollout.environment
-    return Evaluator(
+    evaluator = Evaluator(
         session.connections,
         prompts=prompts,
         settings=settings.eval.model_copy(update={"environment": environment}),
@@ -303,15 +318,21 @@ def _evaluator(
         accounting=accounting,
         reader=open_reader(settings, session.connections, session.data.tokenizer, settings.run.folder / _EVAL_MARK),
     )
+    evaluator.success = success
+    return evaluator
 
 
-def _write_summary(training: Training, results: EvaluationLog, *, wall_s: float) -> None:
-    """Write ``trainer.json``: the outcome of the run as far as the trainer measures it."""
+def _write_summary(training: Training, results: EvaluationLog, *, is_complete: bool, wall_s: float) -> None:
+    """Write ``trainer.json``: the outcome of the run as far as the trainer measures it.
+
+    ``complete`` is True once nothing is left to do: all steps, the export of the model and the last evaluation.
+    """
     busy_s, idle_s = training.activity.totals()
     totals = training.issuer.totals()
     document: dict[str, Any] = {
         "run_id": training.settings.run.id,
         "finished": training.num_steps_done >= training.settings.trainer.steps,
+        "complete": is_complete,
         "steps": training.num_steps_done,
         "version": training.version,
         "groups": training.issuer.groups(),
@@ -326,5 +347,5 @@ def _write_summary(training: Training, results: EvaluationLog, *, wall_s: float)
         "wall_s": wall_s,
         "cpu_s": cpu_seconds(),
     }
-    path = training.settings.run.folder / "trainer.json"
+    path = training.settings.run.folder / SUMMARY_FILE
     path.write_text(json.dumps(document, indent=1) + "\n")

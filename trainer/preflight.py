@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -118,15 +118,17 @@ def check_rewards(
     prompt_sets: Iterable[PromptSet],
     *,
     define: Mapping[str, RewardDefinition] = MappingProxyType({}),
+    success: Iterable[str] = (),
     clock: Callable[[], float],
     deadline_s: float = _REWARD_DEADLINE_S,
-) -> None:
-    """Wait until reward services offer every reward that the data ask for; raises UnknownReward.
+) -> list[RewardsOffered]:
+    """Wait until reward services offer every reward that the data ask for; returns their offers. Raises UnknownReward.
 
     Args:
         connections: The run and NATS.
         prompt_sets: The prompts of the run.
         define: The rewards that the run file composes of parts; the services must compose them the same way.
+        success: The rewards for which the run file says what counts as correct; raises ConfigError for an unknown one.
         clock: Seconds since 1970.
         deadline_s: Longest wait for a reward service to start and to find all its endpoints.
     """
@@ -137,7 +139,8 @@ def check_rewards(
         offers = current_offers(bucket.entries().wait(), run_id=connections.run_id, now=clock())
         problem = _problem(wanted, offers)
         if not problem:
-            return
+            check_success(success, {*wanted.names, *wanted.sources, *wanted.digests}, offers)
+            return offers
         if time.monotonic() > deadline:
             raise UnknownReward(f"{problem} (waited {deadline_s:.0f} s)")
         time.sleep(_POLL_S)
@@ -169,6 +172,16 @@ def _sources(prompts: PromptSet, rewards: set[str]) -> set[str]:
     stride = max(1, len(prompts) // _SAMPLED_ROWS)
     requests = [prompts[index].reward for index in range(0, len(prompts), stride)]
     return {request.data_source for request in requests if request.name in rewards}
+
+
+def check_success(names: Iterable[str], known: Collection[str], offers: list[RewardsOffered]) -> None:
+    """Refuse a rule of success for a reward that no row asks for (``known``) and no service offers; raises ConfigError."""
+    unknown = [name for name in names if name not in known and names_not_offered([name], offers)]
+    if unknown:
+        raise ConfigError(
+            f"reward.success.{unknown[0]}: no row asks for a reward {unknown[0]}{_near(unknown[0], offers)}, and no service "
+            f"offers one; the rows ask for {', '.join(sorted(known))}; correct the name or remove it"
+        )
 
 
 def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:

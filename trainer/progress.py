@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import structlog
 
@@ -19,12 +20,15 @@ class ProgressLine:
         self._job = job
         self._num_steps = num_steps
         self._rewrites = sys.stderr.isatty()
+        self._started = time.monotonic()
 
     def show(self, step: int, **figures: float | str) -> None:
         """Show that ``step`` steps are done, and the ``figures`` by name."""
         last = step == self._num_steps
         if self._rewrites:
-            text = " ".join(f"{name} {_short(value)}" for name, value in figures.items())
+            left_s = (time.monotonic() - self._started) / max(step, 1) * (self._num_steps - step)
+            shown = figures if last else {**figures, "eta": f"{left_s:.0f} s"}
+            text = " ".join(f"{name} {_short(value)}" for name, value in shown.items())
             sys.stderr.write(f"\r\x1b[K{self._job} {step}/{self._num_steps} {text}" + ("\n" if last else ""))
             sys.stderr.flush()
         elif last or step % max(1, self._num_steps // _LINES_PER_JOB) == 0:

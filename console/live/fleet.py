@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.console.live.run_snapshot import Incident, ServiceLine, service_name
 from penstock.console.live.service_history import ServiceHistory, Span
+from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
 from penstock.protocol import heartbeats
 from penstock.protocol.facts import Heartbeat
 
@@ -18,7 +19,7 @@ _Key = tuple[str, str]  # role, service id
 
 
 class Fleet:
-    """All services of one run, including those that have exited."""
+    """All services of one run, including those that have exited, and those of earlier sessions."""
 
     def __init__(self) -> None:
         """Start without services."""
@@ -27,6 +28,18 @@ class Fleet:
         self._polled_at: float | None = None
         self._window_open = False
         self._final_shares: dict[str, float] | None = None
+        self._restored_until = float("-inf")  # steps up to then belong to earlier sessions
+
+    def restore(self, totals: WatchedTotals) -> None:
+        """Continue with the totals of earlier sessions, before anything else is folded."""
+        self.both_working_s = totals.both_working_s
+        self._restored_until = totals.until
+        for one in totals.services:
+            self._services[one.beat.role, one.beat.service_id] = ServiceHistory.restore(one)
+
+    def totals(self) -> tuple[ServiceTotals, ...]:
+        """Return the totals of every service, for a later session."""
+        return tuple(history.totals() for history in self._services.values())
 
     def fold(self, beats: Sequence[Heartbeat], now: float) -> list[Incident]:
         """Take all heartbeats of the live bucket; return incidents for services that were lost, came back or joined.
@@ -45,9 +58,18 @@ class Fleet:
                 if self._window_open:
                     incidents.append(Incident(now, f"{service_name(*key)} joined", "back"))
                 continue
-            num_starts, was_alive = history.num_starts, history.alive
+            num_starts, was_alive, was_known = history.num_starts, history.alive, history.is_of_this_session
             spans[key] = history.fold(beat, now)
             history.alive = was_alive or history.seen_at == now
+            if history.seen_at == now:
+                history.has_exited = beat.state == heartbeats.EXITED
+            if history.has_exited:
+                history.alive = False
+                if was_alive and self._window_open and self._final_shares is None:
+                    incidents.append(Incident(now, f"{service_name(*key)} was stopped", "note"))
+                continue
+            if not was_known:  # the run was resumed
+                continue
             if history.num_starts > num_starts or (history.alive and not was_alive):
                 incidents.append(Incident(now, f"{service_name(*key)} is back", "back"))
         incidents += self._find_lost({(b.role, b.service_id) for b in beats}, now)
@@ -55,8 +77,10 @@ class Fleet:
             self._add_overlap(spans)
         return incidents
 
-    def open_window(self) -> None:
-        """Count busy and idle seconds from now on; reopens a closed window. Called at the first optimizer step."""
+    def open_window(self, at: float) -> None:
+        """Count busy and idle seconds from now on; reopens a closed window. Called at every optimizer step, made ``at``."""
+        if at <= self._restored_until:
+            return
         self._final_shares = None
         if self._window_open:
             return
@@ -78,6 +102,10 @@ class Fleet:
         """Return a counter summed over all services and all their starts."""
         return sum(history.count(figure) for history in self._services.values())
 
+    def has(self, role: str) -> bool:
+        """Return True if a service of this role was ever seen."""
+        return any(known == role for known, _ in self._services)
+
     def num_starts(self, role: str, service_id: str) -> int:
         """Return how often a service was started, as far as its heartbeats show."""
         history = self._services.get((role, service_id))
@@ -94,6 +122,8 @@ class Fleet:
         """Return one line per service, workers first."""
         lines = []
         for (role, service_id), history in self._services.items():
+            if not history.is_of_this_session:
+                continue
             whole = history.busy_s + history.idle_s
             lines.append(
                 ServiceLine(
@@ -106,6 +136,7 @@ class Fleet:
                     tokens_per_s=history.tokens_per_s,
                     idle_share=history.idle_s / whole if whole > 0 else None,
                     num_starts=history.num_starts,
+                    has_exited=history.has_exited,
                 )
             )
         return tuple(sorted(lines, key=lambda s: (ROLES.index(s.role), s.service_id)))
@@ -139,6 +170,7 @@ class Fleet:
             lost_after_s = heartbeats.lost_after_s(history.beat)
             if key not in present and silent_s < lost_after_s:
                 history.alive = False  # it deleted its key: a regular exit
+                history.has_exited = True
             elif silent_s >= lost_after_s:
                 history.alive = False
                 if self._final_shares is None:  # after the last step services may exit

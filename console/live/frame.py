@@ -1,6 +1,14 @@
-"""Draw one frame of the terminal panel: a snapshot in, a rich renderable out."""
+"""Draw one frame of the terminal panel: a snapshot in, a rich renderable out that fits the terminal.
+
+What matters most is always there: progress, reward, problems, services. A low terminal gets a lower curve and fewer details,
+a narrow one a narrower curve and no histogram of staleness.
+"""
 
 from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -10,34 +18,65 @@ from rich.text import Text
 
 from penstock.console.braille import curve
 from penstock.console.durations import clock
+from penstock.console.live.frame_layout import FULL, Layout, Wanted, fit
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
 from penstock.console.printable import printable
 from penstock.console.report import learning
 
-_CURVE_WIDTH = 46
-_CURVE_HEIGHT = 7
+_MAX_WIDTH = 110
+_WIDE = 88  # columns inside the border from which on the histogram stands beside the curve
+_STALENESS_WIDTH = 38
 _BAR_WIDTH = 14
-_NUM_INCIDENTS = 4
+_MAX_INCIDENTS = 4
 _STAGES = {"tasks": "to generate", "generated": "to score", "scored": "to train"}
 
 
-def render(snapshot: Snapshot) -> RenderableType:
-    """Draw the panel."""
-    parts: list[RenderableType] = [_progress(snapshot), Text(), _curve(snapshot), Text(), _figures(snapshot)]
-    if snapshot.services:
-        parts += [Text(), _services(snapshot)]
-    if snapshot.incidents:
-        parts += [Text(), _incidents(snapshot)]
+def render(snapshot: Snapshot, width: int = 96, height: int | None = None) -> RenderableType:
+    """Draw the panel for a terminal of this size; without a height, everything is shown."""
+    width = max(min(width, _MAX_WIDTH), 20)
+    inside = width - 4
+    details = _details(snapshot, is_wide=inside >= _WIDE)
+    problems = [line for one in snapshot.diagnoses for line in _problem(one.what, one.cause, one.cure, inside)]
+    layout = FULL
+    if height is not None:
+        layout = fit(
+            height,
+            Wanted(
+                figures=len(_figures(snapshot)),
+                details=len(details),
+                services=len(snapshot.services),
+                problems=len(problems),
+                incidents=min(len(snapshot.incidents), _MAX_INCIDENTS),
+                is_disconnected=snapshot.disconnected_s > 0,
+            ),
+        )
+    parts = [
+        [_progress(snapshot, inside)],
+        [_curve(snapshot, inside, layout.curve)] if layout.curve else [],
+        [*_figures(snapshot), *details[: layout.details]],
+        problems[: layout.problems],
+        [_services(snapshot, layout.services)] if snapshot.services and layout.services else [],
+        _incidents(snapshot, layout.incidents),
+    ]
     if snapshot.disconnected_s > 0:
-        parts.append(Text(f"NATS unreachable for {snapshot.disconnected_s:.0f} s; reconnecting", style="bold red"))
+        parts.append([Text(f"NATS unreachable for {snapshot.disconnected_s:.0f} s; reconnecting", style="bold red")])
     return Panel(
-        Group(*parts),
+        Group(*_joined(parts, layout)),
         title=f"[bold]penstock[/] · {snapshot.run_id}",
-        subtitle=Text(printable(snapshot.state)),
+        subtitle=Text(" · ".join(filter(None, (printable(snapshot.state), snapshot.waiting_for)))),
         border_style="green" if snapshot.finished else "cyan",
         padding=(0, 1),
-        width=96,
+        width=width,
     )
+
+
+def _joined(parts: Sequence[Sequence[RenderableType]], layout: Layout) -> list[RenderableType]:
+    joined: list[RenderableType] = []
+    for part in parts:
+        if part and joined and layout.has_gaps:
+            joined.append(Text())
+        joined += part
+    return joined
 
 
 def rate(per_s: float) -> str:
@@ -55,35 +94,43 @@ def figure(value: float | None, signed: bool = False) -> str:
     return "–" if value is None else f"{value:{'+' if signed else ''}.2f}"
 
 
-def _progress(s: Snapshot) -> RenderableType:
-    row = Table.grid(padding=(0, 1))
+def _progress(s: Snapshot, inside: int) -> RenderableType:
     steps = f"step {s.step}/{s.total_steps}" if s.total_steps else f"step {s.step}"
     eta = f"eta {clock(s.eta_s)}" if s.eta_s is not None and not s.finished else ""
+    texts = [steps, clock(s.elapsed_s), *([eta] if eta else [])]
     cells: list[RenderableType] = [Text(steps, style="bold")]
     if s.total_steps:
-        cells += [ProgressBar(total=s.total_steps, completed=s.step, width=48), share(s.step / s.total_steps)]
-    row.add_row(*cells, clock(s.elapsed_s), eta)
+        part = share(s.step / s.total_steps)
+        bar = inside - sum(len(text) + 1 for text in (*texts, part)) - 1
+        cells += [ProgressBar(total=s.total_steps, completed=s.step, width=max(bar, 1)), part]
+    row = Table.grid(padding=(0, 1))
+    row.add_row(*cells, *texts[1:])
     return row
 
 
-def _curve(s: Snapshot) -> RenderableType:
+def _curve(s: Snapshot, inside: int, height: int) -> RenderableType:
+    is_wide = inside >= _WIDE
+    width = inside - 9 - (_STALENESS_WIDTH if is_wide else 0)
     low, high = min((*s.rewards, 0.0)), max((*s.rewards, 1.0))
-    lines = curve(s.rewards, width=_CURVE_WIDTH, height=_CURVE_HEIGHT, low=low, high=high)
+    rows = max(height - 1, 1)  # the last line is the caption
     left = Table.grid(padding=(0, 1))
-    for number, line in enumerate(lines):
-        label = high - (high - low) * number / (_CURVE_HEIGHT - 1)
-        left.add_row(Text(f"{label:5.2f} ┤" if number % 3 == 0 else "      │", style="dim"), Text(line, style="green"))
-    left.add_row("", Text("reward of the training groups, by step", style="dim"))
+    for number, line in enumerate(curve(s.rewards, width=max(width, 1), height=rows, low=low, high=high)):
+        label = high - (high - low) * number / max(rows - 1, 1)
+        has_label = number % 3 == 0 or number == rows - 1
+        left.add_row(Text(f"{label:5.2f} ┤" if has_label else "      │", style="dim"), Text(line, style="green"))
+    left.add_row("", Text("mean reward of the training groups, by step", style="dim", no_wrap=True))
+    if not is_wide:
+        return left
     both = Table.grid(padding=(0, 2))
-    both.add_row(left, _staleness(s))
+    both.add_row(left, _staleness(s, rows))
     return both
 
 
-def _staleness(s: Snapshot) -> RenderableType:
+def _staleness(s: Snapshot, rows: int) -> RenderableType:
     box = Table.grid(padding=(0, 1))
     box.add_row(Text("staleness", style="dim"), Text("of trained tokens", style="dim"), "")
     whole = sum(s.staleness_tokens.values())
-    for versions, tokens in list(s.staleness_tokens.items())[: _CURVE_HEIGHT - 2]:
+    for versions, tokens in list(s.staleness_tokens.items())[: max(rows - 1, 1)]:
         part = tokens / whole if whole else 0.0
         box.add_row(
             Text(f"{versions} behind", justify="right"),
@@ -95,63 +142,107 @@ def _staleness(s: Snapshot) -> RenderableType:
     return box
 
 
-def _figures(s: Snapshot) -> RenderableType:
+def _figures(s: Snapshot) -> list[RenderableType]:
     gain = s.reward_now - s.reward_first if s.reward_now is not None and s.reward_first is not None else None
     groups = f"{s.groups_trained} trained"
     if s.no_signal_share:
         groups += f", {share(s.no_signal_share)} without signal"
-    off_policy, engine = learning.panel_lines(s.learning)
-    pairs = (
-        ("reward", Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})")),
-        ("held-out", Text.assemble(f"{figure(s.accuracy_before)} → ", (figure(s.accuracy_now), "bold"))),
+    reward = Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})")
+    before, now = figure(s.held_out.before), figure(s.held_out.now)
+    held_out = Text.assemble(f"{before} → ", (now, "bold"), " mean reward" if s.held_out.measure == "reward" else "")
+    pairs = [
+        ("reward", reward),
+        ("held-out", held_out),
         ("tokens/s", Text(f"{rate(s.generated_per_s)} generated, {rate(s.trained_per_s)} trained")),
         ("weights", Text(f"v{s.newest_version}, {s.versions_published} published")),
         ("groups", Text(groups)),
         ("dropped", Text(printable(", ".join(f"{n} {reason}" for reason, n in s.dropped.items())) or "none")),
-    )
-    narrow = Table.grid(padding=(0, 2))
-    for left, right in zip(pairs[::2], pairs[1::2], strict=True):
-        narrow.add_row(Text(left[0], style="dim"), left[1], Text(right[0], style="dim"), right[1])
+    ]
+    left = max(len(value) for _, value in pairs[::2])
+    return [
+        _line(Text.assemble((f"{a:<11}", "dim"), one, " " * (left - len(one) + 2), (f"{b:<11}", "dim"), other))
+        for (a, one), (b, other) in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
+
+
+def _details(s: Snapshot, *, is_wide: bool) -> list[RenderableType]:
+    """Return the further lines, the most important first."""
+    off_policy, engine = learning.panel_lines(s.learning)
     queues = ", ".join(
         f"{s.queues.waiting[stage]}+{s.queues.held.get(stage, 0)} {words}"
         for stage, words in _STAGES.items()
         if stage in s.queues.waiting
     )
     idle = ", ".join(f"{role} {share(value)}" for role, value in s.idle_share.items())
-    wide = Table.grid(padding=(0, 2))
-    wide.add_row(Text("queues  ", style="dim"), Text(queues or "–"))
-    if parts := learning.reward_parts(s.learning):
-        wide.add_row(Text("reward of", style="dim"), Text(printable(parts)))
-    wide.add_row(Text("off-policy", style="dim"), Text(off_policy))
-    wide.add_row(Text("engine gap", style="dim"), Text(engine))
-    wide.add_row(Text("waiting", style="dim"), Text(f"{idle or '–'}   {s.waiting_for}", no_wrap=True))
-    return Group(narrow, wide)
+    rows = [
+        ("waiting", idle or "–"),
+        ("queues", queues or "–"),
+        ("learning", learning.panel_learning(s.learning)),
+        (
+            "staleness",
+            "" if is_wide or s.staleness_mean is None else f"mean {s.staleness_mean:.2f}, max {s.staleness_max}",
+        ),
+        ("off-policy", off_policy),
+        ("reward of", learning.reward_parts(s.learning)),
+        ("engine gap", engine),
+    ]
+    return [_line(Text.assemble((f"{name:<11}", "dim"), printable(text))) for name, text in rows if text]
 
 
-def _services(s: Snapshot) -> RenderableType:
+def _line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _problem(what: str, cause: str, cure: str, inside: int) -> list[RenderableType]:
+    """Return the lines of one diagnosis: what was seen first, then cause and cure."""
+    lines = [Text(line, style="bold yellow") for line in textwrap.wrap(f"! {printable(what)}", inside)]
+    rest = textwrap.wrap(f"{printable(cause)} {printable(cure)}", max(inside - 2, 1))
+    return [*lines, *(Text(f"  {line}", style="yellow") for line in rest)]
+
+
+def _services(s: Snapshot, rows: int) -> RenderableType:
+    """Return the table of services in at most ``rows`` lines with its head; services that are lost come first then."""
+    shown = list(s.services)
+    if len(shown) + 1 > rows:
+        shown = sorted(shown, key=lambda line: line.alive or line.has_exited)[: max(rows - 2, 0)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for name in ("service", "version", "tok/s", "waiting", "state"):
         table.add_column(name, no_wrap=True)
-    for line in s.services:
-        table.add_row(*_service(line, s.newest_version))
-    return table
+    for line in shown:
+        table.add_row(*_service(line, s))
+    others = [line for line in s.services if line not in shown]
+    if not others:
+        return table
+    counts = Counter("working" if line.alive else "stopped" if line.has_exited else "lost" for line in others)
+    text = f"and {len(others)} more: {', '.join(f'{n} {what}' for what, n in counts.items())}"
+    return Group(table, Text(text, style="red" if counts["lost"] else "dim"))
 
 
-def _service(line: ServiceLine, newest_version: int) -> tuple[Text, ...]:
-    behind = "" if line.version is None or line.role != "rollout" else f" ({line.version - newest_version:+d})"
-    version = "" if line.version is None else f"v{line.version}{behind if line.version != newest_version else ''}"
+def _service(line: ServiceLine, s: Snapshot) -> tuple[Text, ...]:
+    behind = "" if line.version is None or line.role != "rollout" else f" ({line.version - s.newest_version:+d})"
+    version = "" if line.version is None else f"v{line.version}{behind if line.version != s.newest_version else ''}"
     starts = f" (start {line.num_starts})" if line.num_starts > 1 else ""
-    style = "" if line.alive else "red"
-    state = line.state if line.alive else f"lost, no heartbeat for {clock(line.silent_s)}"
+    state, style = _state(line, s)
     speed = rate(line.tokens_per_s) if line.role == "rollout" else ""
     cells = (line.name + starts, version, speed, share(line.idle_share), state)
     return tuple(Text(printable(cell), style=style, overflow="ellipsis") for cell in cells)
 
 
-def _incidents(s: Snapshot) -> RenderableType:
+def _state(line: ServiceLine, s: Snapshot) -> tuple[str, str]:
+    """Return the state of a service in words, and its style: red only for one that should be there."""
+    if line.alive:
+        return line.state, ""
+    if s.finished:
+        return "finished" if line.role == "trainer" else "stopped", "dim"
+    if line.has_exited:
+        return "stopped", "dim"
+    return f"lost, no heartbeat for {clock(line.silent_s)}", "red"
+
+
+def _incidents(s: Snapshot, rows: int) -> list[RenderableType]:
     styles = {"lost": "red", "back": "green", "dead_letter": "red", "note": "yellow"}
-    table = Table.grid(padding=(0, 1))
-    for incident in s.incidents[-_NUM_INCIDENTS:]:
-        when = clock(incident.at - s.started_at)
-        table.add_row(Text(when, style="dim"), Text(printable(incident.text), style=styles[incident.kind]))
-    return table
+    return [
+        _line(Text.assemble((f"{clock(one.at - s.started_at)} ", "dim"), (printable(one.text), styles[one.kind])))
+        for one in s.incidents[len(s.incidents) - min(rows, _MAX_INCIDENTS, len(s.incidents)) :]
+    ]

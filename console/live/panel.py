@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, TextIO
 
@@ -22,11 +23,13 @@ from rich.console import Console
 from rich.live import Live
 
 from penstock.console.durations import clock
+from penstock.console.live import watched_totals
 from penstock.console.live.frame import figure, rate, render
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.printable import printable
+from penstock.console.report import curves
 from penstock.console.report.run_summary import RunSummary
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
@@ -34,6 +37,7 @@ from penstock.protocol.transport.bus import Bus
 Mode = Literal["auto", "rich", "plain", "quiet"]
 _TICK_S = 0.25
 _FRAME_S = 1.0
+_KEEP_S = 10.0  # between two writes of the totals
 _FRAME_SHARE = 0.01  # of a core: slower frames are drawn less often
 
 
@@ -49,8 +53,12 @@ class LivePanel:
         mode: Mode = "auto",
         stream: TextIO | None = None,
         lines_every: int = 10,
+        folder: Path | None = None,
     ) -> None:
         """Prepare; watching starts when the block is entered.
+
+        ``folder`` is the run's, of the one program that will write its report: what heartbeats showed in earlier sessions is
+        read from it and kept there, so that a resumed run's totals are those of all sessions.
 
         ``mode`` auto draws the panel on a terminal and writes a line every ``lines_every`` steps
         elsewhere; quiet only watches. ``stream`` is where it is written, stdout by default.
@@ -67,6 +75,9 @@ class LivePanel:
         self._live: Live | None = None
         self._watcher: Watcher | None = None
         self._problem = ""  # the last one shown
+        self._folder = folder
+        if folder is not None and (earlier := watched_totals.load(folder)) is not None:
+            self._view.restore(earlier)
 
     def __enter__(self) -> LivePanel:
         """Start watching; raises MissingStream when the run was never bootstrapped."""
@@ -87,6 +98,9 @@ class LivePanel:
             self._thread.join(30.0)
         if self._watcher is not None and kind is None:
             self._watcher.catch_up()
+        if self._folder is not None:
+            self._view.add_recorded(curves.rows(self._folder))
+            self._keep(self._folder)
         self._show(last=True)
         if self._live is not None:
             self._live.stop()
@@ -114,8 +128,17 @@ class LivePanel:
             self._ending.wait(_TICK_S)
         return True
 
+    def _keep(self, folder: Path) -> None:
+        try:
+            watched_totals.save(folder, self._view.totals())
+        except OSError as err:
+            problem = f"the totals of this session are not kept for the next: {err}"
+            if problem != self._problem:
+                self._problem = problem
+                self.note(problem)
+
     def _run(self) -> None:
-        next_frame = 0.0
+        next_frame, next_keep = 0.0, time.monotonic() + _KEEP_S
         while not self._ending.wait(_TICK_S):
             try:
                 with self._lock:
@@ -125,6 +148,10 @@ class LivePanel:
                 if problem != self._problem:
                     self._problem = problem
                     self.note(f"the panel could not read the run: {problem}")
+            if self._folder is not None and time.monotonic() >= next_keep:
+                next_keep = time.monotonic() + _KEEP_S
+                with self._lock:
+                    self._keep(self._folder)
             if time.monotonic() >= next_frame:
                 before_s = time.thread_time()
                 self._show()
@@ -144,7 +171,7 @@ class LivePanel:
             self._fold_notes()
             snapshot = self._view.snapshot(time.time())
         if self._live is not None:
-            self._live.update(render(snapshot), refresh=True)
+            self._live.update(render(snapshot, *self._live.console.size), refresh=True)
         elif self._mode == "plain":
             self._lines.show(snapshot, last=last)
 
@@ -161,7 +188,8 @@ class PlainLines:
         self._every = every
         self._next_step = 1
         self._num_incidents = 0
-        self._accuracies: set[tuple[int, float]] = set()
+        self._held_out: set[tuple[int, float]] = set()
+        self._diagnoses: set[str] = set()  # keys
         self._state = ""
 
     def show(self, s: Snapshot, *, last: bool = False) -> None:
@@ -173,10 +201,14 @@ class PlainLines:
         for incident in s.incidents[max(len(s.incidents) - num_new, 0) :]:
             self._write(f"{clock(incident.at - s.started_at)} {incident.text}")
         self._num_incidents = s.num_incidents
-        for step, accuracy in s.accuracies:
-            if (step, accuracy) not in self._accuracies:
-                self._accuracies.add((step, accuracy))
-                self._write(f"{clock(s.elapsed_s)} held-out accuracy {accuracy:.3f} after step {step}")
+        for step, value in s.held_out.points:
+            if (step, value) not in self._held_out:
+                self._held_out.add((step, value))
+                self._write(f"{clock(s.elapsed_s)} {s.held_out.name} {value:.3f} after step {step}")
+        for one in s.diagnoses:
+            if one.key not in self._diagnoses:
+                self._diagnoses.add(one.key)
+                self._write(f"{clock(s.elapsed_s)} problem: {one.what} {one.cause} {one.cure}")
         if s.step >= self._next_step or (last and s.step > self._next_step - self._every):
             self._write(line(s))
             self._next_step = (s.step // self._every + 1) * self._every

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.console.report.measures import HeldOut
+from penstock.console.report.run_summary import Diagnosis
+
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
@@ -30,8 +33,10 @@ class EvalPoint:
     at: float
     version: int
     split: str
-    accuracy: float
+    accuracy: float | None  # None: nothing says which completions are correct
+    reward: float | None = None
     num_prompts: int = 0
+    success: str = ""  # what counts as correct
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class ServiceLine:
     tokens_per_s: float
     idle_share: float | None
     num_starts: int
+    has_exited: bool = False  # regularly: it said so, or removed its heartbeat
 
     @property
     def name(self) -> str:
@@ -91,9 +97,7 @@ class Snapshot:
     rewards: tuple[float, ...]
     reward_now: float | None
     reward_first: float | None
-    accuracies: tuple[tuple[int, float], ...]  # (step, accuracy) of the primary split
-    accuracy_before: float | None
-    accuracy_now: float | None
+    held_out: HeldOut  # of the primary split
     generated_per_s: float
     trained_per_s: float
     staleness_tokens: dict[int, int]
@@ -108,6 +112,7 @@ class Snapshot:
     groups_trained: int
     no_signal_share: float | None
     learning: dict[str, float]  # of the last step, by the names of `console/report/learning.py`
+    diagnoses: tuple[Diagnosis, ...]  # what keeps the run from learning
     incidents: tuple[Incident, ...]  # the newest
     num_incidents: int  # of the whole run
     disconnected_s: float  # since the connection to NATS was lost; 0.0 while connected

@@ -6,6 +6,7 @@ takes again replaces the first instead of being counted twice.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from penstock.console.durations import clock
 from penstock.console.live.fleet import Fleet
 from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint
+from penstock.console.live.watched_totals import NotedIncident, WatchedTotals
 from penstock.console.live.weights_view import WeightsView
-from penstock.console.report import event_fields, learning
+from penstock.console.report import diagnoses, event_fields, learning
 from penstock.console.report.event_fields import (
     EvalFields,
     GroupFields,
@@ -24,10 +26,19 @@ from penstock.console.report.event_fields import (
     StepFields,
     UnreadableEvent,
 )
-from penstock.console.report.run_summary import GroupCounts, Overlap, RunSummary, ScorerShare, WorkerWeights
+from penstock.console.report.measures import Evaluation, held_out, recent_reward
+from penstock.console.report.run_summary import (
+    Diagnosis,
+    GroupCounts,
+    Overlap,
+    RunSummary,
+    ScorerShare,
+    WorkerWeights,
+)
 from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps
+_SESSION_STARTS = "starting"  # the text of the trainer's first event
 _NUM_INCIDENTS = 200  # newest kept; a worker that restarts every minute must not fill the memory
 
 
@@ -58,6 +69,54 @@ class RunView:
         self._applied: dict[str, list[WeightsApplied]] = {}
         self._first_at: float | None = None
         self._last_at = 0.0
+        self._restored: WatchedTotals | None = None
+        self._paused_s = 0.0  # between sessions
+        self._noted: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)  # incidents that no stored event repeats
+
+    # ── earlier sessions ──────────────────────────────────────────────────────────────────────
+
+    def restore(self, totals: WatchedTotals) -> None:
+        """Continue with what was watched in earlier sessions, before anything else is folded."""
+        self._restored = totals
+        self._paused_s = totals.paused_s
+        self._first_at = totals.since
+        self._fleet.restore(totals)
+        self._note([Incident(i.at, i.text, i.kind) for i in totals.incidents])
+
+    def totals(self) -> WatchedTotals:
+        """Return what a later session needs of this one."""
+        return WatchedTotals(
+            until=self._last_at,
+            since=self._first_at,
+            paused_s=self._paused_s,
+            both_working_s=self._fleet.both_working_s,
+            services=self._fleet.totals(),
+            incidents=tuple(NotedIncident(at=i.at, text=i.text, kind=i.kind) for i in self._noted),
+        )
+
+    def add_recorded(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add the steps and evaluations of metrics.jsonl whose events are no longer on the stream."""
+        missing = RunView(self.run_id)
+        for row in rows:
+            at = event_fields.number(row.get("at"))
+            kind = row.get("kind")
+            if at is None or kind not in {"step", "eval"}:
+                continue
+            with contextlib.suppress(ValueError):  # counted by the reader of the file
+                missing.fold_event(RunEvent(run_id=self.run_id, source="trainer", kind=kind, at=at, data=dict(row)))
+        self._merge(missing)
+
+    def _merge(self, other: RunView) -> None:
+        added = {number: point for number, point in other.steps.items() if number not in self.steps}
+        if other.steps and next(reversed(other.steps)) > next(reversed(self.steps), -1):
+            self._groups = other._groups
+        for point in added.values():
+            self._staleness.update(point.staleness_tokens)
+        self.steps = dict(sorted({**self.steps, **added}.items()))
+        known = {(e.version, e.split) for e in self.evals}
+        self.evals = sorted([*self.evals, *(e for e in other.evals if (e.version, e.split) not in known)], key=_by_step)
+        for point in (*added.values(), *other.evals):
+            self._saw(point.at)
 
     # ── input ─────────────────────────────────────────────────────────────────────────────────
 
@@ -81,7 +140,7 @@ class RunView:
         elif event.kind == "eval":
             self._fold_eval(event.at, event.data)
         elif event.kind == "state":
-            self._fold_state(event.source, event.data)
+            self._fold_state(event.at, event.source, event.data)
         elif event.kind == "reward_error":
             self._fold_reward_error(event.at, event.data)
         elif event.kind == "weights":
@@ -90,7 +149,7 @@ class RunView:
             text = event_fields.read(NoteFields, event.data).text
             self._remember([Incident(event.at, text or event.kind, "lost")])
         elif event.kind == "log" and (text := event_fields.read(NoteFields, event.data).text):
-            self.note(event.at, text)
+            self._remember([Incident(event.at, text, "note")])
         self._saw(event.at)
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
@@ -98,7 +157,7 @@ class RunView:
         if not self.finished:  # after the run services only wait
             for beat in beats:
                 self._saw(beat.at)
-        self._remember(self._fleet.fold(beats, now))
+        self._note(self._fleet.fold(beats, now))
 
     def fold_published(self, fact: WeightsPublished) -> None:
         """Take the announcement of a version."""
@@ -126,7 +185,7 @@ class RunView:
     def note(self, at: float, text: str) -> None:
         """Add a note of the script that drives the run."""
         self._saw(at)
-        self._remember([Incident(at, text, "note")])
+        self._note([Incident(at, text, "note")])
 
     # ── output ────────────────────────────────────────────────────────────────────────────────
 
@@ -134,23 +193,20 @@ class RunView:
         """Return the state of the run at ``now``."""
         points = self.points()
         rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
-        primary = self._primary_evals()
         staleness = self._staleness_tokens()
         step = points[-1].step if points else 0
         return Snapshot(
             run_id=self.run_id,
             started_at=self._first_at if self._first_at is not None else now,
-            elapsed_s=max((self._last_at if self.finished else now) - (self._first_at or now), 0.0),
+            elapsed_s=max((self._last_at if self.finished else now) - (self._first_at or now) - self._paused_s, 0.0),
             state=self.state,
             step=step,
             total_steps=self.total_steps,
             eta_s=self._eta_s(points),
             rewards=rewards,
-            reward_now=_mean(rewards[-5:]),
+            reward_now=recent_reward(rewards),
             reward_first=_mean(rewards[:5]),
-            accuracies=tuple((e.step, e.accuracy) for e in primary),
-            accuracy_before=primary[0].accuracy if primary else None,
-            accuracy_now=primary[-1].accuracy if primary else None,
+            held_out=held_out([Evaluation(e.step, e.accuracy, e.reward) for e in self._primary_evals()]),
             generated_per_s=self._fleet.tokens_per_s,
             trained_per_s=_trained_per_s(points[-_SPEED_STEPS:]),
             staleness_tokens=staleness,
@@ -165,6 +221,7 @@ class RunView:
             groups_trained=self._groups.trained,
             no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
             learning=points[-1].learning if points else {},
+            diagnoses=self._diagnoses(points),
             incidents=tuple(self.incidents),
             num_incidents=self._num_incidents,
             disconnected_s=self.disconnected_s,
@@ -184,6 +241,9 @@ class RunView:
             steps=points[-1].step if points else 0,
             accuracy_before=primary[0].accuracy if primary else None,
             accuracy_after=primary[-1].accuracy if primary else None,
+            eval_reward_before=primary[0].reward if primary else None,
+            eval_reward_after=primary[-1].reward if primary else None,
+            success=primary[-1].success if primary else "",
             eval_prompts=primary[-1].num_prompts if primary else 0,
             reward_first=_mean(rewards[:tenth]),
             reward_last=_mean(rewards[-tenth:]),
@@ -205,13 +265,15 @@ class RunView:
             versions_published=len(self.published),
             workers=self._worker_weights(),
             weights=self.weights.summary(),
-            tokens_generated=self._fleet.count("tokens_generated"),
+            tokens_generated=self._tokens_generated(points),
             tokens_trained=sum(p.tokens_trained for p in points),
             idle_share=self._fleet.idle_shares(),
             overlap=self._overlap(points, staleness),
             unreadable=dict(self._unreadable),
+            diagnoses=self._diagnoses(points),
+            packs_given_back=self._fleet.count("packs_given_back"),
             incidents=tuple(f"{clock(i.at - (self._first_at or i.at))} {i.text}" for i in self.incidents),
-            wall_s=max(self._last_at - self._first_at, 0.0) if self._first_at is not None else 0.0,
+            wall_s=max(self._last_at - self._first_at - self._paused_s, 0.0) if self._first_at is not None else 0.0,
             cpu_s=sum(cpu.values()),
             cpu_s_per_role=cpu,
         )
@@ -250,14 +312,14 @@ class RunView:
         self._groups = fields.groups or self._groups
         self.state = "training"
         self.finished = False  # a run that had ended was resumed with more steps
-        self._fleet.open_window()
+        self._fleet.open_window(at)
         if self.total_steps and step >= self.total_steps:
             self._fleet.close_window()
 
     def _fold_eval(self, at: float, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(EvalFields, data)
         self._num_eval_groups += fields.num_prompts
-        if fields.accuracy is None:
+        if fields.accuracy is None and fields.reward_mean is None:
             return
         point = EvalPoint(
             step=fields.step,
@@ -265,10 +327,12 @@ class RunView:
             version=fields.version,
             split=fields.split or fields.name or "eval",
             accuracy=fields.accuracy,
+            reward=fields.reward_mean,
             num_prompts=fields.num_prompts,
+            success=fields.success,
         )
         others = [e for e in self.evals if (e.version, e.split) != (point.version, point.split)]
-        self.evals = sorted([*others, point], key=lambda e: e.step)
+        self.evals = sorted([*others, point], key=_by_step)
 
     def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
         reason = event_fields.read(RewardErrorFields, data).reason or "unknown"
@@ -276,9 +340,12 @@ class RunView:
             self._remember([Incident(at, f"rewards fail ({reason}); their groups are retried", "dead_letter")])
         self._reward_errors[reason] += 1
 
-    def _fold_state(self, source: str, data: Mapping[str, Any]) -> None:
+    def _fold_state(self, at: float, source: str, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(StateFields, data)
         text = fields.text or fields.state
+        if text == _SESSION_STARTS and self._restored is not None and at > self._restored.until:
+            self._paused_s += at - self._restored.until
+            self._restored = None  # once: later starts of the trainer are in this session
         if text and source.startswith("trainer"):
             self.state = text
         if fields.total_steps:
@@ -300,6 +367,18 @@ class RunView:
         """Return the generated groups of the training split, at least those scored: a killed worker's last heartbeat is old."""
         by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
         return max(by_heartbeats, self._groups.scored)
+
+    def _tokens_generated(self, points: Sequence[StepPoint]) -> int:
+        """Return the sampled tokens, at least those trained: of a session that nobody watched there are no heartbeats."""
+        by_heartbeats = self._fleet.count("tokens_generated")
+        is_generated = self._fleet.has("rollout")  # else the groups are those of another run
+        if not is_generated or self._groups.reused:
+            return by_heartbeats
+        return max(by_heartbeats, sum(p.tokens_trained for p in points))
+
+    def _diagnoses(self, points: Sequence[StepPoint]) -> tuple[Diagnosis, ...]:
+        steps = [point.learning for point in points]
+        return diagnoses.diagnose(diagnoses.RunFigures(steps, self._groups.issued, self._dropped()))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         found = {}
@@ -333,6 +412,10 @@ class RunView:
         self._first_at = at if self._first_at is None else min(self._first_at, at)
         self._last_at = max(self._last_at, at)
 
+    def _note(self, incidents: Sequence[Incident]) -> None:
+        self._noted.extend(incidents)
+        self._remember(incidents)
+
     def _remember(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:
             self.incidents.append(incident)
@@ -356,6 +439,10 @@ def _scorers(points: Sequence[StepPoint]) -> dict[str, ScorerShare]:
             before = found.get(scorer, ScorerShare(first_step=point.step, last_step=point.step))
             found[scorer] = before.model_copy(update={"groups": before.groups + groups, "last_step": point.step})
     return found
+
+
+def _by_step(point: EvalPoint) -> int:
+    return point.step
 
 
 def _mean(values: Sequence[float]) -> float | None:

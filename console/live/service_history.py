@@ -1,4 +1,4 @@
-"""The totals of one service over all its starts, folded from its heartbeats.
+"""The totals of one service over all its starts and all sessions of the run, folded from its heartbeats.
 
 A heartbeat carries totals since its process started. A service that is restarted under the same name
 starts at zero, so the last totals of each earlier process are added: what a killed worker generated
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from penstock.console.live.watched_totals import ServiceTotals
 from penstock.protocol.facts import Heartbeat
 
 # Totals that never decrease within one process; a decrease means a restart.
@@ -42,13 +43,41 @@ class ServiceHistory:
         self.beat = first
         self.seen_at = seen_at
         self.alive = True
+        self.has_exited = False  # regularly
+        self.is_of_this_session = True  # False: known only from the totals of an earlier one
         self.num_starts = 1
         self._earlier_cpu_s = 0.0
         self._earlier_busy_s = 0.0
         self._earlier_idle_s = 0.0
         self._earlier: dict[str, float] = {}
+        self._restored = _Marks()  # inside the windows of earlier sessions
         self._origin = _Marks() if in_window else _Marks(first.busy_s, first.idle_s)
         self._rates: deque[tuple[float, float]] = deque([(first.at, self.count("tokens_generated"))])
+
+    @classmethod
+    def restore(cls, totals: ServiceTotals) -> ServiceHistory:
+        """Continue after an earlier session; the service is not alive until its next heartbeat."""
+        history = cls(totals.beat, totals.beat.at, in_window=False)
+        history.alive = history.is_of_this_session = False
+        history.num_starts = totals.num_starts
+        history._earlier_cpu_s = totals.earlier_cpu_s
+        history._earlier = dict(totals.earlier)
+        history._restored = _Marks(totals.busy_s, totals.idle_s)
+        history._earlier_busy_s, history._earlier_idle_s = totals.busy_s, totals.idle_s
+        history._rates.clear()
+        history._rates.append((totals.beat.at, history.count("tokens_generated")))
+        return history
+
+    def totals(self) -> ServiceTotals:
+        """Return what `restore` needs."""
+        return ServiceTotals(
+            beat=self.beat,
+            num_starts=self.num_starts,
+            earlier_cpu_s=self._earlier_cpu_s,
+            earlier=self._earlier,
+            busy_s=self.busy_s,
+            idle_s=self.idle_s,
+        )
 
     def fold(self, beat: Heartbeat, seen_at: float) -> Span | None:
         """Take the next heartbeat; returns what was done since the last, None across a restart or a repeat."""
@@ -65,14 +94,15 @@ class ServiceHistory:
                 self._origin = _Marks()
         self.beat = beat
         self.seen_at = seen_at
+        self.is_of_this_session = True
         self._rates.append((beat.at, self.count("tokens_generated")))
         while len(self._rates) > 2 and beat.at - self._rates[0][0] > _RATE_WINDOW_S:
             self._rates.popleft()
         return span
 
     def open_window(self) -> None:
-        """Count busy and idle seconds from now on."""
-        self._earlier_busy_s = self._earlier_idle_s = 0.0
+        """Count busy and idle seconds from now on; those of earlier sessions remain."""
+        self._earlier_busy_s, self._earlier_idle_s = self._restored.busy_s, self._restored.idle_s
         self._origin = _Marks(self.beat.busy_s, self.beat.idle_s)
 
     def count(self, figure: str) -> int:

@@ -1,4 +1,4 @@
-"""Plot reward, held-out accuracy and staleness of a run; the only file that imports matplotlib."""
+"""Plot reward, held-out accuracy or reward, and staleness of a run; the only file that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ def _curves(axes: Axes, summary: RunSummary, curves: Curves) -> None:
     for (name, points), style in zip(drawn.items(), _PART_STYLES, strict=False):
         steps, means = zip(*points, strict=True)
         axes.plot(steps, _smooth(means), color=_GREY, linewidth=1, linestyle=style, label=f"part {name}")
-    if curves.accuracies:
-        steps, values = zip(*curves.accuracies, strict=True)
-        axes.plot(steps, values, color=_ORANGE, linewidth=1.5, marker="o", markersize=5, label="held-out accuracy")
+    held_out = curves.held_out
+    if held_out.points:
+        steps, values = zip(*held_out.points, strict=True)
+        axes.plot(steps, values, color=_ORANGE, linewidth=1.5, marker="o", markersize=5, label=held_out.name)
         for step, value, height in ((steps[0], values[0], -17), (steps[-1], values[-1], 9)):
             axes.annotate(
                 f"{value:.2f}", (step, value), (0, height), textcoords="offset points", ha="center", color=_ORANGE
             )
-    values_drawn = [value for _, value in (*curves.rewards, *curves.accuracies, *chain(*drawn.values()))]
+    values_drawn = [value for _, value in (*curves.rewards, *held_out.points, *chain(*drawn.values()))]
     if values_drawn and min(values_drawn) >= 0.0 and max(values_drawn) <= 1.0:
         axes.set_ylim(0.0, 1.08)
     axes.set_xlabel("optimizer step")

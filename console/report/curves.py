@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console.report.event_fields import number
+from penstock.console.report.measures import Evaluation, HeldOut, held_out, recent_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,30 +18,55 @@ class Curves:
 
     rewards: tuple[tuple[int, float], ...] = ()
     accuracies: tuple[tuple[int, float], ...] = ()
+    eval_rewards: tuple[tuple[int, float], ...] = ()  # held-out mean reward
     parts: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # of the reward, by name
+    last_step: int | None = None
+
+    @property
+    def held_out(self) -> HeldOut:
+        """The evaluations by the measure that suits the reward."""
+        accuracies, rewards = dict(self.accuracies), dict(self.eval_rewards)
+        steps = sorted(accuracies.keys() | rewards.keys())
+        return held_out([Evaluation(step, accuracies.get(step), rewards.get(step)) for step in steps])
+
+    @property
+    def recent_reward(self) -> float | None:
+        """The mean training reward of the last steps."""
+        return recent_reward([value for _, value in self.rewards])
 
 
 def read(folder: Path) -> Curves:
     """Return the curves of a run folder; a step repeated after a resume counts once, with its last values."""
     rewards: dict[int, float] = {}
-    accuracies: dict[int, float] = {}
     parts: dict[int, dict[str, float]] = {}
+    evaluations: dict[int, Evaluation] = {}
     split: str | None = None
+    last_step: int | None = None
     for row in rows(folder):
         step = row.get("step")
         if not isinstance(step, int):
             continue
+        if row.get("kind") != "eval":
+            last_step = step
         reward, accuracy = number(row.get("reward_mean")), number(row.get("accuracy"))
         if row.get("kind") == "step" and reward is not None:
-            rewards = {s: v for s, v in rewards.items() if s < step}
-            parts = {s: v for s, v in parts.items() if s < step}
+            if rewards and step <= next(reversed(rewards)):  # a resumed trainer makes these steps again
+                rewards = {s: v for s, v in rewards.items() if s < step}
+                parts = {s: v for s, v in parts.items() if s < step}
             rewards[step] = reward
             parts[step] = _finite(row.get("reward_parts"))
-        elif row.get("kind") == "eval" and accuracy is not None:
+        elif row.get("kind") == "eval" and (accuracy is not None or reward is not None):
             split = split or row.get("split")
             if row.get("split") == split:
-                accuracies[step] = accuracy
-    return Curves(tuple(sorted(rewards.items())), tuple(sorted(accuracies.items())), _by_part(parts))
+                evaluations[step] = Evaluation(step, accuracy, reward)
+    ordered = [evaluations[step] for step in sorted(evaluations)]
+    return Curves(
+        rewards=tuple(sorted(rewards.items())),
+        accuracies=tuple((e.step, e.accuracy) for e in ordered if e.accuracy is not None),
+        eval_rewards=tuple((e.step, e.reward) for e in ordered if e.reward is not None),
+        parts=_by_part(parts),
+        last_step=last_step,
+    )
 
 
 def _finite(parts: Any) -> dict[str, float]:

@@ -40,6 +40,7 @@ class GroupFields(EventFields):
     scored: _Count = 0
     trained: _Count = 0
     outstanding: _Count = 0
+    reused: _Count = 0
     dropped: _Counts = {}
 
 
@@ -67,6 +68,8 @@ class EvalFields(EventFields):
     version: _Count = 0
     num_prompts: _Count = 0
     accuracy: _Figure = None
+    reward_mean: _Figure = None
+    success: _Text = ""
     split: _Text = ""
     name: _Text = ""
 

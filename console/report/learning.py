@@ -1,4 +1,4 @@
-"""Off-policy and mismatch metrics of a run, read from its step events; pure."""
+"""Metrics of learning, of the data and of the mismatch with the engine, read from step events; pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.console.report.event_fields import number
+from penstock.console.report.measures import mean
 from penstock.console.report.run_summary import Spread
 
 # Key of a step event -> label in the report.
 LABELS: dict[str, str] = {
+    "reward_mean": "reward, mean of the step",
+    "loss": "loss",
+    "loss_not_finite": "steps whose loss is not a finite number",
+    "lr_set": "learning rate set by the schedule",
+    "lr": "learning rate used",
+    "entropy": "entropy per sampled token, nats",
+    "policy_entropy": "entropy of the policy, exact, nats",
+    "reward_std": "standard deviation of the reward",
+    "zero_signal_groups": "groups without signal (all rewards equal)",
+    "completion_tokens_mean": "completion length, tokens",
+    "truncated_share": "completions cut at rollout.max_new_tokens",
     "engine_gap": "engine vs trainer, same version: mean difference of log-probabilities",
     "engine_gap_max": "engine vs trainer: largest difference",
     "engine_kl": "engine vs trainer: KL per token (k3)",
@@ -47,6 +59,9 @@ def read(data: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, Any] = {name: data.get(name) for name in LABELS if name not in _NESTED}
     for name, (outer, inner) in _NESTED.items():
         values[name] = _section(data, outer).get(inner)
+    loss = data.get("loss")
+    if isinstance(loss, float) and number(loss) is None:
+        values["loss_not_finite"] = 1.0
     values |= {f"rejected by {rule}": share for rule, share in _section(data, "rejected_by").items()}
     values |= {f"{_PART}{part}": mean for part, mean in _section(data, "reward_parts").items()}
     return {name: found for name, value in values.items() if (found := number(value)) is not None}
@@ -63,7 +78,18 @@ def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     for step in steps:
         for name, value in step.items():
             found.setdefault(name, []).append(value)
-    return {n: Spread(mean=sum(v) / len(v), smallest=min(v), largest=max(v)) for n, v in found.items()}
+    return {name: _spread(values) for name, values in found.items()}
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    tenth = max(len(values) // 10, 1)
+    return Spread(
+        mean=mean(values),
+        smallest=min(values),
+        largest=max(values),
+        first=mean(values[:tenth]),
+        last=mean(values[-tenth:]),
+    )
 
 
 def rows(metrics: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
@@ -74,6 +100,7 @@ def rows(metrics: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
             yield (
                 LABELS.get(name, name if name.startswith(_PART) else f"tokens {name}"),
                 *(f"{v:.4g}" for v in (one.mean, one.smallest, one.largest)),
+                *("–" if v is None else f"{v:.4g}" for v in (one.first, one.last)),
             )
 
 
@@ -83,12 +110,26 @@ def reward_parts(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {mean:.2f}" for name, mean in parts.items() if "." not in name)
 
 
+def panel_learning(metrics: Mapping[str, float]) -> str:
+    """Return what the panel shows of one step's learning: loss, learning rates, lengths."""
+    lr, lr_set = metrics.get("lr"), metrics.get("lr_set")
+    parts = [f"loss {metrics['loss']:.3g}"] if "loss" in metrics else []
+    if lr is not None:
+        is_scaled = lr_set is not None and abs(lr - lr_set) > 0.01 * lr_set
+        parts.append(f"lr {lr:.2g}" + (f" (set {lr_set:.2g})" if is_scaled else ""))
+    if "completion_tokens_mean" in metrics:
+        parts.append(f"{metrics['completion_tokens_mean']:.0f} tokens a completion")
+    if metrics.get("truncated_share"):
+        parts.append(f"{metrics['truncated_share']:.0%} cut")
+    return ", ".join(parts) or "–"
+
+
 def panel_lines(metrics: Mapping[str, float]) -> tuple[str, str]:
     """Return what the panel shows of one step: how off-policy it was, and how far the engine is off."""
     parts = [
         f"{word} {metrics[name]:{form}}"
         for word, name, form in (
-            ("KL", "kl_behaviour", ".2g"), ("ESS", "ess_share", ".0%"), ("clipped", "clip_fraction", ".1%"),
+            ("entropy", "entropy", ".2g"), ("KL", "kl_behaviour", ".2g"), ("ESS", "ess_share", ".0%"), ("clipped", "clip_fraction", ".1%"),
             ("rejected", "rejected_fraction", ".1%"), ("explained variance", "explained_variance", ".0%"),
         )
         if name in metrics and not (word == "rejected" and metrics[name] == 0.0)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from penstock.console import braille
 from penstock.console.durations import clock
-from penstock.console.report import curves, learning
+from penstock.console.report import curves, drop_reasons, learning
 from penstock.console.report.curves import Curves
+from penstock.console.report.measures import HeldOut
 from penstock.console.report.run_summary import RunSummary
 
 _WIDTH, _HEIGHT = 60, 8
+_JSON = "report.json"
 
 
 def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) -> Path:
@@ -31,25 +33,36 @@ def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) 
 
         curve_plot.draw(folder / "curve.png", summary, points)
     document = {**summary.model_dump(), "curves": asdict(points)}
-    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / _JSON).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     path = folder / "report.md"
     path.write_text(markdown(summary, points, next_steps=next_steps, has_plot=has_plot), encoding="utf-8")
     return path
 
 
+def stored_summary(folder: Path) -> RunSummary | None:
+    """Return the summary in a run folder's report; None without a report that can be read."""
+    try:
+        document = json.loads((folder / _JSON).read_text(encoding="utf-8"))
+        return RunSummary.model_validate({name: value for name, value in document.items() if name != "curves"})
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+
+
 def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_plot: bool) -> str:
     """Return the report as Markdown."""
     sections = [
-        _headline(summary),
+        _headline(summary, points.held_out),
+        _diagnoses(summary),
         _reward_curve(points, has_plot=has_plot),
         _table("Summary", ("metric", "value"), _totals(summary)),
         _staleness(summary),
         _table(
-            "Data and policy, over the steps",
-            ("metric", "mean", "smallest", "largest"),
+            "Learning, data and policy, over the steps",
+            ("metric", "mean", "smallest", "largest", "first tenth", "last tenth"),
             list(learning.rows(summary.learning)),
         ),
         _table("Groups", ("groups", "number"), _groups(summary)),
+        _bullets("Why groups were dropped or generated twice", list(_explanations(summary))),
         _table("Rewards of the trained groups", ("reward", "groups", "steps"), _scorers(summary)),
         _table("Waiting", ("role", "waiting", "CPU s"), _roles(summary)),
         _table("Weights by worker", ("worker", "applied", "newest", "pause", "fetch", "starts"), _workers(summary)),
@@ -59,15 +72,33 @@ def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], 
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _headline(s: RunSummary) -> str:
+def _headline(s: RunSummary, held_out: HeldOut) -> str:
     title = f"# Run {s.run_id}"
-    if s.accuracy_before is None or s.accuracy_after is None:
+    before, after = s.accuracy_before, s.accuracy_after
+    name = "Accuracy"
+    if after is None:
+        before, after, name = s.eval_reward_before, s.eval_reward_after, "Held-out mean reward"
+    elif before is None:
+        before = held_out.before
+    if before is None or after is None:
         return f"{title}\n\n{s.steps} steps in {clock(s.wall_s)} ({s.wall_s:.1f} s)."
     prompts = f"on the same {s.eval_prompts} held-out prompts" if s.eval_prompts else "on the same held-out prompts"
     return (
-        f"{title}\n\n**Accuracy {s.accuracy_before:.3f} → {s.accuracy_after:.3f}** {prompts}, "
-        f"after {s.steps} steps in {clock(s.wall_s)} ({s.wall_s:.1f} s)."
+        f"{title}\n\n**{name} {before:.3f} → {after:.3f}** {prompts}, "
+        f"after {s.steps} steps in {clock(s.wall_s)} ({s.wall_s:.1f} s).{_success(s)}"
     )
+
+
+def _success(s: RunSummary) -> str:
+    if s.accuracy_after is not None:
+        return f" A completion is correct from {s.success} on." if s.success else ""
+    if s.success:
+        return f" What counts as correct is {s.success}."
+    return " There is no accuracy: nothing says from which reward on a completion is correct (`reward.success`)."
+
+
+def _diagnoses(s: RunSummary) -> str:
+    return _bullets("What keeps it from learning", [f"**{d.what}** {d.cause} {d.cure}" for d in s.diagnoses])
 
 
 def _reward_curve(points: Curves, *, has_plot: bool) -> str:
@@ -78,7 +109,7 @@ def _reward_curve(points: Curves, *, has_plot: bool) -> str:
     lines = braille.curve(values, width=_WIDTH, height=_HEIGHT, low=low, high=high)
     labels = [f"{high:5.2f} ┤"] + ["      │"] * (_HEIGHT - 2) + [f"{low:5.2f} ┤"]
     drawn = "\n".join(label + text for label, text in zip(labels, lines, strict=True))
-    plot = "![reward, held-out accuracy, staleness](curve.png)" if has_plot else _NO_PLOT
+    plot = f"![reward, {points.held_out.name}, staleness](curve.png)" if has_plot else _NO_PLOT
     return f"## Reward by step\n\n{plot}\n\n```\n{drawn}\n```"
 
 
@@ -137,6 +168,15 @@ def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
         yield f"trajectories filtered out: {reason}", str(number)
     for reason, number in s.groups.dead_lettered.items():
         yield f"dead letters: {reason}", str(number)
+
+
+def _explanations(s: RunSummary) -> Iterator[str]:
+    for reason in s.groups.dropped:
+        yield f"{reason}: {drop_reasons.MEANINGS.get(reason, 'a reason of another build')}."
+    twice = s.groups.generated - s.groups.issued
+    if twice > 0:
+        failed = f" Engines failed {s.packs_given_back} messages." if s.packs_given_back else ""
+        yield f"{twice} groups were generated {drop_reasons.REPEATS}.{failed}"
 
 
 def _scorers(s: RunSummary) -> Iterator[tuple[str, ...]]:

@@ -43,6 +43,17 @@ class Spread(_Frozen):
     mean: float
     smallest: float
     largest: float
+    first: float | None = Field(default=None, description="Mean over the first steps, a tenth of them.")
+    last: float | None = Field(default=None, description="Mean over the last steps, a tenth of them.")
+
+
+class Diagnosis(_Frozen):
+    """Something that keeps a run from learning."""
+
+    key: str = Field(description="Which rule found it; the names are those of `console/report/diagnoses.py`.")
+    what: str = Field(description="What was seen, with its figures.")
+    cause: str = Field(description="The usual cause.")
+    cure: str = Field(description="What to do about it.")
 
 
 class ScorerShare(_Frozen):
@@ -85,8 +96,13 @@ class RunSummary(_Frozen):
 
     run_id: str
     steps: int = Field(default=0, description="Optimizer steps taken.")
-    accuracy_before: float | None = Field(default=None, description="Held-out accuracy of version 0.")
+    accuracy_before: float | None = Field(
+        default=None, description="Held-out accuracy of version 0; none: the reward does not say what is correct."
+    )
     accuracy_after: float | None = Field(default=None, description="Held-out accuracy of the last evaluated version.")
+    eval_reward_before: float | None = Field(default=None, description="Held-out mean reward of version 0.")
+    eval_reward_after: float | None = Field(default=None, description="The same of the last evaluated version.")
+    success: str = Field(default="", description="What counts as correct; empty: of a reward without such a rule.")
     eval_prompts: int = Field(default=0, description="Held-out prompts; the same ones every time.")
     reward_first: float | None = Field(
         default=None, description="Mean training reward of the first steps (a tenth of them)."
@@ -117,11 +133,15 @@ class RunSummary(_Frozen):
         default={}, description="Share of the training time each role waited for others."
     )
     overlap: Overlap = Overlap()
+    diagnoses: tuple[Diagnosis, ...] = Field(default=(), description="What keeps the run from learning, gravest first.")
+    packs_given_back: int = Field(default=0, description="Messages that engines failed; they were generated again.")
     incidents: tuple[str, ...] = Field(default=(), description="Failures and recoveries, with their time in the run.")
     unreadable: dict[str, int] = Field(
         default={}, description="Messages that could not be read and were skipped, by kind."
     )
-    wall_s: float = Field(default=0.0, description="Seconds from the first event of the run to its last.")
+    wall_s: float = Field(
+        default=0.0, description="Seconds from first event to last, pauses between sessions excluded."
+    )
     cpu_s: float = Field(default=0.0, description="CPU seconds of all services, including killed ones.")
     cpu_s_per_role: dict[str, float] = Field(default={}, description="The same by role.")
 

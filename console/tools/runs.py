@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -18,7 +17,6 @@ from rich.table import Table
 from penstock.console import connections
 from penstock.console.printable import printable
 from penstock.console.report import curves
-from penstock.console.report.event_fields import number
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.subjects import RUN_ID, check_run_id
@@ -44,6 +42,7 @@ class RunLine:
     reward: float | None = None
     when: str = ""
     folder: str = ""
+    eval_reward: float | None = None  # held-out mean reward: what is shown where there is no accuracy
 
 
 def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
@@ -120,21 +119,22 @@ def list_broker(bus: Bus) -> list[RunLine]:
 
 def describe(folder: Path) -> RunLine:
     """Describe one run folder by its files."""
-    step = accuracy = reward = None
-    for row in curves.rows(folder):
-        if row.get("kind") == "eval":
-            accuracy = _known(row.get("accuracy"), accuracy)
-        else:
-            step = row["step"] if isinstance(row.get("step"), int) else step
-            reward = _known(row.get("reward_mean"), reward)
+    found = curves.read(folder)
+    held_out = found.held_out
+    accuracy = held_out.now if held_out.measure == "accuracy" else None
+    eval_reward = found.eval_rewards[-1][1] if found.eval_rewards else None
     times = [p.stat().st_mtime for p in (folder / mark for mark in _MARKS[:4]) if p.exists()]
     when = datetime.fromtimestamp(max(times, default=folder.stat().st_mtime), UTC)
-    return RunLine(folder.name, _state(folder), step, accuracy, reward, when.isoformat(timespec="seconds"), str(folder))
-
-
-def _known(value: Any, before: float | None) -> float | None:
-    found = number(value)
-    return before if found is None else found
+    return RunLine(
+        run=folder.name,
+        state=_state(folder),
+        step=found.last_step,
+        accuracy=accuracy,
+        reward=found.recent_reward,
+        when=when.isoformat(timespec="seconds"),
+        folder=str(folder),
+        eval_reward=eval_reward,
+    )
 
 
 def _state(folder: Path) -> str:
@@ -155,6 +155,12 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def _held_out(line: RunLine) -> str:
+    if line.accuracy is not None:
+        return f"{line.accuracy:.3f}"
+    return "–" if line.eval_reward is None else f"reward {line.eval_reward:.2f}"
+
+
 def _table(lines: Sequence[RunLine]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("run", "state", "step", "held-out", "reward", "when"):
@@ -163,7 +169,7 @@ def _table(lines: Sequence[RunLine]) -> Table:
         when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
         numbers = (
             "–" if line.step is None else str(line.step),
-            "–" if line.accuracy is None else f"{line.accuracy:.3f}",
+            _held_out(line),
             "–" if line.reward is None else f"{line.reward:.2f}",
         )
         style = {"running": "green", "stopped": "yellow"}.get(line.state, "")

@@ -25,6 +25,7 @@ MAX_PARTS = 16
 
 PartName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 _Weight = Annotated[Finite, Field(ge=-1e6, le=1e6)]
+SuccessThreshold = Finite | dict[PartName, Finite]
 
 
 class RewardPart(Section):
@@ -133,6 +134,12 @@ class RewardSettings(Section):
     by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
     define: dict[Identifier, RewardDefinition] = Field(
         default={}, description="Rewards made of parts with weights, gates and parameters, by name (docs/graders.md)."
+    )
+    success: dict[Identifier, SuccessThreshold] = Field(
+        default={},
+        description="From which reward on a held-out completion counts as correct, by reward: my_reward = 0.5, or from which "
+        "scores of its parts on: my_reward = {correct = 1.0}. Built-in graders of 0 and 1: 1. Without any: no accuracy, only "
+        "the mean reward.",
     )
 
     @model_validator(mode="after")

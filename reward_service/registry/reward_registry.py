@@ -12,7 +12,7 @@ from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.errors import RewardUnavailable, SandboxUnavailable, UnknownReward
-from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE
+from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE
 from penstock.reward_service.registry.composed import ComposedReward
 from penstock.reward_service.scores import Scorer
 
@@ -67,6 +67,11 @@ class RewardRegistry:
         """Return which reward scores the rows of which data set, when they leave it to us (``auto``)."""
         claimed = {source: e.name for e in self._registry.in_service().values() for source in e.data_sources}
         return {**{source: name for source, name in BY_SOURCE.items() if name in self._built_ins}, **claimed}
+
+    def success(self) -> dict[str, float]:
+        """Return the value from which on a completion counts as correct, of the built-in rewards that have one."""
+        found = {name: BUILT_INS[name].success for name in self._built_ins if name in BUILT_INS}
+        return {name: least for name, least in found.items() if least is not None}
 
     def _can_give(self, reward: ComposedReward, single: set[str]) -> bool:
         return all(name in reward.own or part.reward in single for name, part in reward.definition.parts.items())

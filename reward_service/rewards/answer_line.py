@@ -55,4 +55,5 @@ REWARD = GradedReward(
     ),
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",
+    success=1.0,
 )

@@ -77,4 +77,5 @@ REWARD = PureReward(
     parts=("has_answer",),
     notes="an answer with several letters chooses none; a ground truth that is a number is refused, because it may count "
     "from 0 or from 1",
+    success=1.0,
 )

@@ -86,4 +86,5 @@ REWARD = PureReward(
     data_sources=("classification",),
     parts=("has_answer", "ambiguous"),
     notes='without `labels` the whole answer is compared; a label after "not", "no" or "non-" does not count',
+    success=1.0,
 )

@@ -70,4 +70,5 @@ REWARD = SandboxedReward(
     ),
     parts=("passed", "tests", "has_code", "failed_<reason>"),
     notes="set with `reward_service.code_*`; see `reward_service/sandbox/README.md`",
+    success=1.0,
 )

@@ -30,4 +30,5 @@ REWARD = PureReward(
     judge=judge,
     data_sources=("sort_digits", "exact_match", "spell_backward"),
     notes="case counts",
+    success=1.0,
 )

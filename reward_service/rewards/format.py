@@ -48,6 +48,7 @@ REWARD = PureReward(
     name=NAME,
     description="1 when the completion is <think>...</think> then <answer>...</answer> and nothing else",
     judge=judge,
+    success=1.0,
 )
 
 THINK_REWARD = PureReward(
@@ -55,4 +56,5 @@ THINK_REWARD = PureReward(
     description="1 when the completion begins with its only <think> and closes it (TRL)",
     judge=judge_think,
     notes="what follows is not checked",
+    success=1.0,
 )

@@ -87,6 +87,7 @@ REWARD = PureReward(
     data_sources=("gsm8k", "openai/gsm8k", "gsm8k_main"),
     parts=("has_answer",),
     notes="a completion without #### is wrong",
+    success=1.0,
 )
 
 FLEXIBLE_REWARD = PureReward(
@@ -95,4 +96,5 @@ FLEXIBLE_REWARD = PureReward(
     judge=judge_flexible,
     parts=("has_answer",),
     notes="a number mentioned last counts as the answer",
+    success=1.0,
 )

@@ -149,4 +149,5 @@ REWARD = GradedReward(
     parts=("parses", "timeout", "too_long"),
     notes="without a schema in the run file, the ground truth is the schema; references to other documents are not fetched; "
     "JSON that is nested too deeply for Python does not parse",
+    success=1.0,
 )

@@ -134,6 +134,7 @@ REWARD = GradedReward(
     ),
     parts=("boxed", "timeout"),
     notes=f"an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
+    success=1.0,
 )
 
 FLEXIBLE_REWARD = GradedReward(
@@ -144,4 +145,5 @@ FLEXIBLE_REWARD = GradedReward(
     data_sources=("math_reasoning",),
     parts=("has_answer", "timeout"),
     notes="compared as `math` compares",
+    success=1.0,
 )

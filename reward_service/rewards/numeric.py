@@ -117,4 +117,5 @@ REWARD = PureReward(
     parts=("has_answer",),
     notes="compared exactly, as fractions; reads thousands, mixed and vulgar fractions, `3 × 10⁸`, `%` and currency; hedging "
     '(`42 or 43`), ranges, decimal commas and powers are not numbers; with `percent = "either"` 50 % is 50 and 0.5',
+    success=1.0,
 )

@@ -92,4 +92,5 @@ REWARD = GradedReward(
     grader="pattern",
     parts=("timeout", "too_long"),
     notes=f"without `pattern` the ground truth is the expression; an answer longer than {MAX_CHARS} characters is wrong",
+    success=1.0,
 )

@@ -111,6 +111,7 @@ EXACT_REWARD = PureReward(
         "searchR1_bamboogle",
     ),
     parts=("has_answer",),
+    success=1.0,
 )
 
 INSIDE_REWARD = PureReward(
@@ -120,6 +121,7 @@ INSIDE_REWARD = PureReward(
     parameters=Parameters,
     parts=("has_answer",),
     notes="a long answer that lists many candidates passes",
+    success=1.0,
 )
 
 F1_REWARD = PureReward(

@@ -6,7 +6,7 @@ set, how it is scored, and the data sets it fits. `registry/built_in.py` finds i
     def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
         return [Verdict(float(text.isupper())) for text in completions]
 
-    REWARD = PureReward(name="upper_case", description="1 when every letter is a capital", judge=judge)
+    REWARD = PureReward(name="upper_case", description="1 when every letter is a capital", judge=judge, success=1.0)
 
 `judge` returns one `Verdict` for each completion, in order. It raises BadGroundTruth when the row's ground truth does not
 fit; any other exception is an error of the group. A reward with a ``parameters`` class gets its instance as the first argument.
@@ -40,6 +40,7 @@ class Reward:
         data_sources: Values of ``data_source`` whose rows it scores when their reward is ``auto``.
         parts: Names of the parts of its verdicts.
         notes: Cost and pitfalls, for the table in docs/graders.md.
+        success: The reward from which on a completion counts as correct; None: its rewards have no such value.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Reward:
     data_sources: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     notes: str = ""
+    success: float | None = None
 
     @property
     def default(self) -> Section | None:

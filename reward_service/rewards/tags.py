@@ -82,4 +82,5 @@ REWARD = PureReward(
     judge=judge,
     parameters=Parameters,
     notes="an empty last element is wrong",
+    success=1.0,
 )

@@ -128,7 +128,7 @@ class ScriptedProducer:
         registry = self._bus.key_value(streams.registry_bucket().bucket).wait()
         offer = RewardsOffered(
             run_id=self._run_id, replica=f"{self._run_id}-r", at=time.time(), names=("auto", "exact_match"),
-            by_source={"sort_digits": "exact_match"},
+            by_source={"sort_digits": "exact_match"}, success={"exact_match": 1.0},
         )  # fmt: skip
         registry.put(rewards_offered.key(offer.replica), encode(offer)).wait()
 

@@ -17,6 +17,7 @@ from penstock.protocol.config.run_file import Loaded, config_document, load, spl
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.recovery import finished_run
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
 from penstock.trainer.settings import TrainerSettings
 
@@ -26,11 +27,15 @@ ERROR = 2  # exit code of an error that is explained on stderr
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train; returns 0, 130 or 143 after a signal, 2 for an error that is explained on stderr."""
+    """Train; returns 0, also for a run that is finished already, 130 or 143 after a signal, 2 for an error explained on stderr."""
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     settings = loaded.settings
     logs.configure("trainer")
+    if finished := finished_run.notice(settings):
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{finished}\n")
+        return 0
     if os.environ.get("RANK", "0") != "0":  # rank 0 holds the lease
         return _train(loaded, lambda: None)
     with LeaseWatch(lambda: Bus.connect(settings.nats, name="trainer-lease"), settings.run.id) as watch:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.facts import ScoredGroup
-
-CORRECT = 1.0 - 1e-6  # a completion counts as correct from this reward on
+from penstock.trainer.evaluation import success
+from penstock.trainer.evaluation.success import SuccessRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,15 @@ class EvalResult:
     version: int
     num_prompts: int
     num_samples: int  # completions of each prompt
-    accuracy: float  # share of completions with the full reward of 1
+    accuracy: float | None  # share of correct completions; None: nothing says when one is (`success`)
     reward_mean: float
-    pass_at: dict[int, float]  # k -> share of prompts solved by k samples, unbiased; empty for one sample
+    pass_at: dict[
+        int, float
+    ]  # k -> share of prompts solved by k samples, unbiased; empty for one sample or no accuracy
     completion_tokens_mean: float
     truncated_share: float  # completions cut off at max_new_tokens
     eval_s: float
+    success: str = ""  # what counts as correct, as people read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +44,27 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def summarise(groups: Sequence[ScoredGroup], *, step: int, version: int, eval_s: float) -> EvalResult:
-    """Reduce scored groups, one per prompt, to an evaluation's result; pure."""
+def summarise(
+    groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None], *, step: int, version: int, eval_s: float
+) -> EvalResult:
+    """Reduce scored groups, one per prompt, to an evaluation's result; pure. ``rules`` are by group id."""
     rewards = [reward for group in groups for reward in group.rewards]
     tokens = [count for group in groups for count in group.generated.completion_tokens]
     finishes = [reason for group in groups for reason in group.generated.finish_reasons]
     num_samples = min(len(group.rewards) for group in groups)
-    correct = [sum(reward >= CORRECT for reward in group.rewards) for group in groups]
+    correct = success.count(groups, rules)
+    by_group = correct.by_group
     ks = [2**i for i in range(num_samples.bit_length())] if num_samples > 1 else []
     return EvalResult(
         step=step,
         version=version,
         num_prompts=len(groups),
         num_samples=num_samples,
-        accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
+        accuracy=None if by_group is None else sum(by_group) / len(rewards),
         reward_mean=sum(rewards) / len(rewards),
-        pass_at={k: sum(pass_at_k(num_samples, c, k) for c in correct) / len(groups) for k in ks},
+        pass_at={k: sum(pass_at_k(num_samples, c, k) for c in by_group) / len(groups) for k in ks} if by_group else {},
         completion_tokens_mean=sum(tokens) / len(tokens),
         truncated_share=finishes.count("length") / len(finishes),
         eval_s=eval_s,
+        success=correct.text,
     )

@@ -28,6 +28,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
+from penstock.trainer.evaluation.success import SuccessRule, SuccessRules
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
@@ -51,6 +52,7 @@ class _Evaluation:
     waiting_for: set[str]
     is_of_session: bool = True  # False: an earlier session issued its groups, perhaps with other settings
     is_issued: bool = False
+    rules: dict[str, SuccessRule | None] = field(default_factory=dict)  # what counts as correct, by group id
     groups: dict[str, ScoredGroup] = field(default_factory=dict)
     packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
     failure: str = ""
@@ -101,6 +103,7 @@ class Evaluator:
         self._on_end = on_end
         self._accounting = accounting
         self._reader = reader or PackReader(connections.blobs.get)
+        self.success = SuccessRules()  # which completions are correct; set before the first evaluation
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
@@ -254,6 +257,7 @@ class Evaluator:
         for first in range(0, self._num_prompts, per_pack):
             last = min(first + per_pack, self._num_prompts)
             tasks = [self._task(evaluation.version, index) for index in range(first, last)]
+            evaluation.rules |= {task.group_id: self.success.rule(task.reward) for task in tasks}
             pack = pack_tasks(tasks)
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
@@ -339,7 +343,10 @@ class Evaluator:
             self._on_end(LostEvaluation(evaluation.version, evaluation.step, evaluation.failure))
         else:
             groups = list(evaluation.groups.values())
-            self._on_end(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
+            for group_id in evaluation.groups.keys() - evaluation.rules.keys():  # issued by an earlier session
+                evaluation.rules[group_id] = self.success.rule(self._prompts[_index_of(group_id)].reward)
+            step, version = evaluation.step, evaluation.version
+            self._on_end(summarise(groups, evaluation.rules, step=step, version=version, eval_s=elapsed_s))
             tokens = {group.generated.group_id: claimed_tokens(group) for group in groups}
             self._accounting.use("eval", tokens, evaluation.packs)
         self._publisher.unpin(evaluation.version)
@@ -374,7 +381,7 @@ def _group_id(version: PolicyVersion, index: int) -> str:
 
 
 def _index_of(group_id: str) -> int:
-    return int(group_id.rsplit("p", 1)[1])
+    return int(group_id.rpartition(".p")[2])
 
 
 def _version_of(group_id: str) -> PolicyVersion:

@@ -40,6 +40,7 @@ class StepFigures:
     sums: dict[str, float]
     maxima: dict[str, float]
     critic: Mapping[str, float] = field(default_factory=dict)  # its figures, in a run with a critic
+    lr_factor: float = 1.0  # of the schedule's learning rate, contained in ``lr``
 
 
 class Policy:
@@ -74,9 +75,10 @@ class Policy:
             self._trainable.backward(outcome.loss)
             sums_of_step.add(outcome)
         loss, sums, maxima = sums_of_step.over(self._dims)
-        update = self._trainable.update(objective.lr_factor(sums))
+        lr_factor = objective.lr_factor(sums)
+        update = self._trainable.update(lr_factor)
         self.steps_done += 1
-        return StepFigures(loss, update.grad_norm, update.lr, sums, maxima)
+        return StepFigures(loss, update.grad_norm, update.lr, sums, maxima, lr_factor=lr_factor)
 
     def measure_step(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None

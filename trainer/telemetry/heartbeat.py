@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -37,19 +38,22 @@ class HeartbeatWriter:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Stop the thread; the record expires in the bucket."""
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Stop the thread, and say that the trainer has exited, unless an error ends it; the record expires in the bucket."""
         self._stop.set()
         self._thread.join(10.0)
+        if failure is None:
+            with contextlib.suppress(BusUnreachable, MissingStream):
+                self.publish(has_exited=True)
 
-    def publish(self) -> None:
+    def publish(self, *, has_exited: bool = False) -> None:
         """Publish one heartbeat now."""
         busy_s, idle_s = self._activity.totals()
         record = Heartbeat(
             role="trainer",
             service_id=SERVICE_ID,
             at=self._clock(),
-            state=self._activity.state,
+            state=heartbeats.EXITED if has_exited else self._activity.state,
             version=self.version,
             busy_s=busy_s,
             idle_s=idle_s,
@@ -57,7 +61,7 @@ class HeartbeatWriter:
             figures=dict(self.figures),
             period_s=heartbeats.PERIOD_S,
         )
-        expiry_s = heartbeats.expires_after_s(heartbeats.PERIOD_S)
+        expiry_s = heartbeats.EXITED_TTL_S if has_exited else heartbeats.expires_after_s(heartbeats.PERIOD_S)
         self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record), ttl_s=expiry_s).wait()
 
     def _work(self) -> None:

@@ -7,7 +7,8 @@
 | `reward_mean`, `reward_std`|          | over the batch's trajectories                                      |
 | `baseline_mean`            |          | reward of the greedy completions; remax only                       |
 | `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
-| `grad_norm`, `lr`          |          | norm before clipping; learning rate of this step                   |
+| `grad_norm`, `lr`          |          | norm before clipping; learning rate that this step used            |
+| `lr_set`                   |          | that of the schedule; lr is less where the ESS rule scaled it      |
 | `clip_fraction`            | share    | sampled tokens whose gradient is zero because of the clip          |
 | `dual_clip_fraction`       | share    | the same for the dual clip                                         |
 | `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
@@ -87,6 +88,7 @@ def step_fields(
         "zero_signal_groups": fmean(max(g.scored.rewards) == min(g.scored.rewards) for g in batch),
         "grad_norm": figures.grad_norm,
         "lr": figures.lr,
+        **({"lr_set": figures.lr / figures.lr_factor} if figures.lr_factor else {}),
         "clip_fraction": sums["clipped"] / num_tokens,
         "dual_clip_fraction": sums["dual_clipped"] / num_tokens,
         "rejected_fraction": sums["rejected"] / num_tokens,

@@ -14,6 +14,8 @@ from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
+from penstock.console.report.diagnoses import RunFigures, diagnose
+from penstock.console.report.measures import HeldOut
 
 
 @pytest.fixture
@@ -83,6 +85,125 @@ def test_markup_in_a_service_name_is_text(snapshot: Snapshot):
 def test_no_line_of_a_frame_is_truncated(snapshot: Snapshot):
     """On a terminal of 100 columns no cell ends in an ellipsis."""
     assert "…" not in drawn(snapshot)
+
+
+def lines_at(snapshot: Snapshot, width: int, height: int) -> list[str]:
+    console = Console(record=True, width=width, height=height, force_terminal=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(render(snapshot, width, height))
+    console.file.close()
+    return console.export_text().rstrip("\n").split("\n")
+
+
+def failing(snapshot: Snapshot) -> Snapshot:
+    """The same run with rewards of 0, and completions that are cut."""
+    figures = {"reward_mean": 0.0, "reward_std": 0.0, "truncated_share": 0.6}
+    return replace(snapshot, diagnoses=diagnose(RunFigures([figures] * 30)))
+
+
+SIZES = [(80, 24), (100, 30), (200, 50)]
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_frame_fits_the_terminal(snapshot: Snapshot, width: int, height: int):
+    """Nothing is cut at the right or below; curve, services, bottleneck and incidents are there at every size."""
+    lines = lines_at(snapshot, width, height)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert len(lines) < height
+    assert lines[0].endswith("╮")
+    assert "…" not in text
+    for expected in ("step 60/60", "0.90 (+0.41)", "0.55 → 0.95", "rollout-0", "rollout-1 (start 2)", "reward", "trainer",
+                     "generation is the bottleneck", "0:20 rollout-1 is back", "1+6 to train"):  # fmt: skip
+        assert expected in text
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_newest_part_of_the_curve_is_drawn(snapshot: Snapshot, width: int, height: int):
+    """The last column of the curve is inside the border: rewards that jump at the end are seen to jump."""
+    jump = lines_at(replace(snapshot, rewards=(0.0,) * 300 + (1.0,) * 30), width, height)
+    top = next(line for line in jump if "1.00 ┤" in line)
+    low = next(line for line in jump if "0.00 ┤" in line)
+    drawn = [c for c in low.partition("┤")[2] if "⠀" <= c <= "⣿"]
+    assert top.partition("┤")[2].strip(" │⠀")[0] != "s"
+    assert drawn[0] != "⠀"
+    assert drawn[-1] == "⠀"
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_run_that_does_not_learn_says_so_in_the_panel(snapshot: Snapshot, width: int, height: int):
+    """The gravest problem is shown at every size, with services beside it."""
+    text = " ".join(" ".join(line.strip("│ ") for line in lines_at(failing(snapshot), width, height)).split())
+    assert "! The reward was 0.00 for every completion in all 30 steps: nothing is learned." in text
+    assert "trainer" in text
+    assert height < 50 or "! 60% of the completions of the last 20 steps were cut" in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (20, 5), (300, 100)])
+def test_many_services_and_long_names_fit(snapshot: Snapshot, width: int, height: int):
+    """A hundred workers are summed up, those that are lost first; a tiny terminal ends nothing."""
+    one = snapshot.services[0]
+    fleet = [replace(one, service_id=f"rollout-{n}", alive=n != 70, silent_s=9.0) for n in range(100)]
+    lines = lines_at(replace(failing(snapshot), services=tuple(fleet)), width, height)
+    assert max(map(len, lines)) <= width
+    if width == 80:
+        text = "\n".join(lines)
+        assert len(lines) < height
+        assert "rollout-70" in text
+        assert "and 96 more: 96 working" in text
+
+
+def test_a_run_that_has_ended_shows_no_service_as_lost(snapshot: Snapshot):
+    """After a successful end the trainer has finished and the services are stopped; nothing is red."""
+    gone = tuple(replace(line, alive=False, silent_s=9.0) for line in snapshot.services)
+    text = drawn(replace(snapshot, finished=True, services=gone))
+    assert "lost," not in text
+    assert "finished" in text
+    assert "stopped" in text
+
+
+def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
+    """A regular exit is not a loss."""
+    stopped = tuple(replace(line, alive=False, has_exited=line.role == "rollout") for line in snapshot.services[:1])
+    console = Console(width=100, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(render(replace(snapshot, services=stopped, incidents=())))
+    assert "stopped" in captured.get()
+    assert "\x1b[31m" not in captured.get()
+
+
+def test_the_panel_shows_what_is_measured(snapshot: Snapshot):
+    """A reward without a rule of success is shown as mean reward, not as accuracy, here and in plain lines."""
+    measured = HeldOut("reward", ((0, 3.5), (60, 5.25)))
+    assert "3.50 → 5.25 mean reward" in drawn(replace(snapshot, held_out=measured))
+    lines: list[str] = []
+    PlainLines(lines.append, every=10).show(replace(snapshot, held_out=measured))
+    assert any(line.endswith("held-out mean reward 5.250 after step 60") for line in lines)
+
+
+def test_plain_lines_name_each_problem_once(snapshot: Snapshot):
+    """A diagnosis is printed when it is found, with cause and cure, and not again."""
+    lines: list[str] = []
+    plain = PlainLines(lines.append, every=10)
+    for _ in range(3):
+        plain.show(failing(snapshot))
+    found = [line for line in lines if "problem:" in line]
+    assert len(found) == 2
+    assert "penstock reward test" in found[0]
+
+
+def test_the_learning_rate_used_is_shown_beside_the_one_set(snapshot: Snapshot):
+    """A learning rate that a rule scales is shown with the one of the schedule."""
+    learning = {
+        **snapshot.learning,
+        "loss": 0.123,
+        "lr": 5.2e-5,
+        "lr_set": 5e-4,
+        "entropy": 0.61,
+        "truncated_share": 0.07,
+    }
+    text = drawn(replace(snapshot, learning=learning))
+    assert "loss 0.123, lr 5.2e-05 (set 0.0005), 7% cut" in text
+    assert "entropy 0.61" in text
 
 
 def test_plain_lines_print_each_event_once(snapshot: Snapshot):

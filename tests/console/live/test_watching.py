@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.console.record import recorded_run as recorded
@@ -161,6 +162,19 @@ def test_the_panel_ends_with_the_whole_summary(bus: Bus, run_streams: str, servi
     assert any("killed rollout-1 on purpose" in text for text in summary.incidents)
     assert "step 40/40" in out.getvalue()
     assert "held-out accuracy 0.900 after step 40" in out.getvalue()
+
+
+def test_a_resumed_run_is_summed_over_its_sessions(bus: Bus, run_streams: str, services: Services, tmp_path: Path):
+    """Each panel with the run's folder continues the totals of the one before; heartbeats alone know only one process."""
+    services.say(recorded.step(1, recorded.START))
+    services.beat(*recorded.fleet(20))
+    with LivePanel(run_streams, bus, mode="quiet", folder=tmp_path) as first:
+        assert first.wait(lambda s: len(s.services) == 4, deadline_s=DEADLINE_S)
+    services.beat(*(beat.model_copy(update={"at": beat.at + 500}) for beat in recorded.fleet(2)))
+    with LivePanel(run_streams, bus, mode="quiet", folder=tmp_path) as second:
+        pass
+    assert first.summary().tokens_generated == 2 * 1100 * 20
+    assert second.summary().tokens_generated == 2 * 1100 * (20 + 2)
 
 
 def test_a_quiet_panel_writes_nothing(bus: Bus, run_streams: str, services: Services):

@@ -25,7 +25,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnknownReward, UnsupportedModel
-from penstock.trainer.preflight import check_resume, check_rewards, connect
+from penstock.trainer.preflight import check_resume, check_rewards, check_success, connect
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -160,3 +160,12 @@ def test_the_number_of_processes_must_fit(settings: TrainerSettings) -> None:
     single.rank, single.num_ranks = 0, 1
     with pytest.raises(ConfigError, match=r"num_ranks = 2, but 1 process.*penstock train"):
         train(changed(settings, "trainer", num_ranks=2), b"{}", single, threading.Event())
+
+
+def test_a_rule_of_success_for_an_unknown_reward_is_refused():
+    """A misspelt name in reward.success would silently leave the run without accuracy; an offered one may be unused."""
+    offer = RewardsOffered(run_id="t", replica="r", at=0.0, names=("gsm8k", "length"))
+    asked = {"gsm8k", "openai/gsm8k"}
+    check_success(["gsm8k", "length", "openai/gsm8k"], asked, [offer])
+    with pytest.raises(ConfigError, match=r"reward\.success\.gms8k.*did you mean gsm8k\?"):
+        check_success(["gms8k"], asked, [offer])

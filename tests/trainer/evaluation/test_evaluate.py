@@ -25,6 +25,7 @@ from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, pass_at_k
 from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
@@ -55,6 +56,7 @@ class Scene:
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
             on_end=self.add, accounting=self.accounting,
         )  # fmt: skip
+        self.evaluator.success = SuccessRules({"exact_match": 1.0})
 
     def add(self, end: EvalResult | LostEvaluation) -> None:
         if isinstance(end, LostEvaluation):

@@ -1,0 +1,73 @@
+"""Totals that only heartbeats show, kept in the run's folder: those of earlier sessions belong to the run's sums.
+
+A heartbeat carries totals since its process started, and expires. The program that writes the report stores them here
+(``watched.json``) while it watches, and continues with them when the run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.protocol.facts import Heartbeat
+
+log = structlog.get_logger("console.watched_totals")
+
+FILE = "watched.json"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ServiceTotals(_Frozen):
+    """One service id: its last heartbeat, and the sums of the processes before that one."""
+
+    beat: Heartbeat
+    num_starts: int
+    earlier_cpu_s: float
+    earlier: Mapping[str, float]  # counters
+    busy_s: float  # from the first step on, the process of the last heartbeat included
+    idle_s: float
+
+
+class NotedIncident(_Frozen):
+    """An incident that no stored event repeats."""
+
+    at: float
+    text: str
+    kind: str
+
+
+class WatchedTotals(_Frozen):
+    """All that a resumed run needs of what was watched before."""
+
+    until: float  # wall-clock seconds: when this was the state of the run
+    since: float | None = None  # when the first service of the first session was seen
+    paused_s: float = 0.0  # between sessions
+    both_working_s: float = 0.0
+    services: tuple[ServiceTotals, ...] = ()
+    incidents: tuple[NotedIncident, ...] = ()
+
+
+def load(folder: Path) -> WatchedTotals | None:
+    """Return the stored totals of a run's folder; None without any, or when they cannot be read."""
+    try:
+        return WatchedTotals.model_validate_json((folder / FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as err:
+        reason = str(err).split("\n", 1)[0]
+        log.warning("totals of earlier sessions cannot be read, and are not in the sums", file=FILE, reason=reason)
+        return None
+
+
+def save(folder: Path, totals: WatchedTotals) -> None:
+    """Replace the stored totals by these; raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{FILE}.partial"
+    partial.write_text(totals.model_dump_json(), encoding="utf-8")
+    partial.replace(folder / FILE)

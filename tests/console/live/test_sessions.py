@@ -1,0 +1,168 @@
+"""A run of several sessions: its totals are those of all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.console.record import recorded_run as recorded
+
+from penstock.console.live import watched_totals
+from penstock.console.live.run_view import RunView
+from penstock.protocol import heartbeats
+from penstock.protocol.facts import Heartbeat
+
+START = recorded.START
+
+
+def worker(at: float, tokens: int, **more: float) -> Heartbeat:
+    return recorded.beat(
+        "rollout",
+        "w0",
+        at,
+        busy_s=max(at - START, 0.0),
+        idle_s=0.0,
+        cpu_s=1.0 + tokens / 1e4,
+        tokens_generated=tokens,
+        **more,
+    )
+
+
+def first_session(view: RunView) -> None:
+    view.fold_heartbeats([worker(START - 5, 0)], START - 5)  # no event tells of the start of the services
+    view.fold_event(recorded.event("state", START, text="starting", total_steps=20))
+    for number in range(1, 11):
+        view.fold_heartbeats([worker(START + number, 1100 * number)], START + number)
+        view.fold_event(recorded.step(number, START + number))
+
+
+def resumed(folder: Path) -> RunView:
+    """A view in a new process: the stream's events come again, the heartbeats are those of new processes."""
+    view = RunView(recorded.RUN)
+    totals = watched_totals.load(folder)
+    if totals is not None:
+        view.restore(totals)
+    view.fold_heartbeats([], START + 1000)
+    view.fold_event(recorded.event("state", START, text="starting", total_steps=20))
+    for number in range(1, 11):
+        view.fold_event(recorded.step(number, START + number))
+    view.fold_event(recorded.event("state", START + 1000, text="starting", total_steps=20))
+    for number in range(11, 21):
+        at = START + 990 + number
+        late = recorded.beat(
+            "rollout",
+            "w0",
+            at,
+            busy_s=float(number),
+            idle_s=0.0,
+            cpu_s=0.1 * number,
+            tokens_generated=1100 * (number - 10),
+        )
+        view.fold_heartbeats([late], at)
+        view.fold_event(recorded.step(number, at))
+    return view
+
+
+def test_totals_are_those_of_all_sessions(tmp_path: Path):
+    """Tokens and CPU seconds of the session before a resume are added; the pause between them is not counted."""
+    first = RunView(recorded.RUN)
+    first_session(first)
+    first.note(START + 9, "killed w0 on purpose")
+    watched_totals.save(tmp_path, first.totals())
+    summary = resumed(tmp_path).summary()
+    assert summary.steps == 20
+    assert summary.tokens_trained == 20_000
+    assert summary.tokens_generated == 11_000 + 11_000
+    assert summary.cpu_s == pytest.approx(1.0 + 1.1 + 2.0)
+    assert summary.wall_s == 5.0 + 10.0 + 10.0
+    assert summary.workers == {}
+    assert "killed w0 on purpose" in " ".join(summary.incidents)
+    assert not any("back" in text or "lost" in text for text in summary.incidents)
+
+
+def test_a_third_session_adds_to_both_before(tmp_path: Path):
+    """The sums of every session before are kept, not only those of the last one."""
+    first = RunView(recorded.RUN)
+    first_session(first)
+    watched_totals.save(tmp_path, first.totals())
+    watched_totals.save(tmp_path, resumed(tmp_path).totals())
+    totals = watched_totals.load(tmp_path)
+    assert totals is not None
+    third = RunView(recorded.RUN)
+    third.restore(totals)
+    beat = recorded.beat("rollout", "w0", START + 3000, busy_s=0.0, idle_s=0.0, cpu_s=0.5, tokens_generated=500)
+    third.fold_heartbeats([beat], START + 3000)
+    summary = third.summary()
+    assert summary.tokens_generated == 11_000 + 11_000 + 500
+    assert summary.cpu_s == pytest.approx(2.1 + 2.0 + 0.5)
+
+
+def test_a_process_that_continues_is_not_counted_twice(tmp_path: Path):
+    """A worker that kept running while the trainer was resumed continues its own totals."""
+    first = RunView(recorded.RUN)
+    first_session(first)
+    watched_totals.save(tmp_path, first.totals())
+    view = RunView(recorded.RUN)
+    view.restore(first.totals())
+    view.fold_heartbeats([worker(START + 60, 15_000)], START + 60)
+    view.fold_event(recorded.step(11, START + 60))
+    assert view.summary().tokens_generated == 15_000
+
+
+def test_a_service_of_an_earlier_session_is_not_shown_as_lost(tmp_path: Path):
+    """A worker that is not started again counts in the totals, and has no line in the panel."""
+    first = RunView(recorded.RUN)
+    first_session(first)
+    view = RunView(recorded.RUN)
+    view.restore(first.totals())
+    view.fold_heartbeats([], START + 60)
+    assert view.snapshot(START + 60).services == ()
+    assert view.summary().tokens_generated == 11_000
+
+
+def test_a_session_that_nobody_watched_generated_at_least_what_was_trained(tmp_path: Path):
+    """Without the totals of the first session the sum is not below the tokens that were trained."""
+    summary = resumed(tmp_path).summary()
+    assert summary.tokens_generated == summary.tokens_trained == 20_000
+
+
+def test_steps_that_left_the_stream_are_read_from_the_metrics(tmp_path: Path):
+    """Without its events a finished run has the steps, groups and evaluations of metrics.jsonl, not zeros."""
+    recorded.write_metrics(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    view = RunView(recorded.RUN)
+    view.add_recorded(rows)
+    whole = recorded.whole_run().summary()
+    found = view.summary()
+    assert (found.steps, found.tokens_trained, found.groups.trained) == (60, 60_000, 2880)
+    assert (found.accuracy_before, found.accuracy_after, found.staleness_tokens) == (0.55, 0.95, whole.staleness_tokens)
+    partly = RunView(recorded.RUN)
+    for number in range(50, 61):
+        partly.fold_event(recorded.step(number, START + number / 2))
+    partly.add_recorded(rows)
+    assert partly.summary().tokens_trained == 60_000
+    assert [point.step for point in partly.points()] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"until": "x"}', '{"until": 1, "services": [1]}'])
+def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, text: str):
+    """A damaged file of totals ends nothing."""
+    (tmp_path / watched_totals.FILE).write_text(text)
+    assert watched_totals.load(tmp_path) is None
+
+
+def test_a_worker_that_was_stopped_is_not_lost():
+    """A last heartbeat that says so makes a worker stopped, not lost; its totals are in it, and a restart is named."""
+    view = RunView(recorded.RUN)
+    view.fold_heartbeats([worker(START, 2100)], START)
+    view.fold_event(recorded.step(1, START + 1))
+    view.fold_heartbeats([worker(START + 2, 2300, state=heartbeats.EXITED)], START + 2)  # type: ignore[arg-type]
+    (line,) = view.snapshot(START + 30).services
+    assert (line.alive, line.has_exited) == (False, True)
+    view.fold_heartbeats([], START + 30)
+    assert [i.text for i in view.incidents] == ["rollout w0 was stopped"]
+    assert view.summary().tokens_generated == 2300
+    view.fold_heartbeats([worker(START + 40, 1)], START + 40)
+    (line,) = view.snapshot(START + 40).services
+    assert (line.alive, line.has_exited, line.num_starts) == (True, False, 2)
