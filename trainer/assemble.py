@@ -50,6 +50,7 @@ from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
+from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
@@ -206,7 +207,7 @@ def _training(
     """Build the parts, resume them, start their threads, and stop these at the end."""
     settings, connections, data = session.settings, session.connections, session.data
     events = EventWriter(bus=connections.bus, run_id=connections.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
-    events.rewind(resumed.metrics_bytes if resumed else 0)
+    _report_rolled_back(events, resumed)
     activity = Activity()
     heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
     history = GroupHistory.resume(resumed)
@@ -297,6 +298,14 @@ def _evaluator(
         on_end=results.add,
         accounting=accounting,
     )
+
+
+def _report_rolled_back(events: EventWriter, resumed: CheckpointState | None) -> None:
+    """Cut metrics.jsonl back to the checkpoint, and report what is made again."""
+    found = read_rolled_back(events.rewind(resumed.metrics_bytes if resumed else 0))
+    if text := describe(found, resumed_step=resumed.step if resumed else None):
+        events.write("log", {"text": text, "rolled_back": asdict(found)})
+        log.warning(text)
 
 
 def _write_summary(training: Training, results: EvaluationLog, *, wall_s: float) -> None:
