@@ -36,6 +36,7 @@ from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, sto
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.record import run_lock
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.settings import RewardSettings
@@ -127,6 +128,7 @@ class LocalRun:
         self._started_at = 0.0
         self._stopped_at: float | None = None
         self._cpu_before = 0.0
+        self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> LocalRun:
         """Start nothing yet: call `start`, or `start_services` and later `start_trainer`."""
@@ -145,6 +147,7 @@ class LocalRun:
 
     def start_services(self) -> None:
         """Start all processes but the trainer: the workers load the model and wait for version 0."""
+        self._lock.enter_context(run_lock.hold(self.folder))
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
@@ -210,6 +213,7 @@ class LocalRun:
             self._stack.stop()
         end_orphans()
         release_orphans()
+        self._lock.close()
         self._stopped_at = self._stopped_at or time.monotonic()
 
     def kill(self, name: str) -> int:

@@ -22,6 +22,7 @@ from penstock.protocol import streams
 from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Sampling
+from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop
@@ -111,7 +112,8 @@ def _lead(
             state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
         ) as held:
             session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop)
-            _run(session, ranks)
+            with run_lock.hold(settings.run.folder):
+                _run(session, ranks)
     finally:
         connections.bus.close()
 

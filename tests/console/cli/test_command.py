@@ -180,7 +180,7 @@ def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
 
 def test_train_local_starts_all_services():
     """--local is removed; the other arguments are passed on."""
-    assert launch.train(["run.toml", "--local", "a.b=1"], {})[3:] == [
+    assert launch.train_command(["run.toml", "--local", "a.b=1"], {})[3:] == [
         "penstock.deploy.train_local",
         "run.toml",
         "a.b=1",
