@@ -14,6 +14,7 @@ from penstock.protocol.config.sources import Given, from_environment, from_files
 from penstock.protocol.errors import ConfigError
 
 LOCAL = "--local"
+JSON = "--json"
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -29,7 +30,7 @@ def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[
     """
     if LOCAL in arguments:
         return module("penstock.deploy.train_local", *(a for a in arguments if a != LOCAL))
-    num_ranks(arguments, environ)
+    num_ranks([one for one in arguments if one != JSON], environ)
     return module("penstock.deploy.train_attached", *arguments)
 
 

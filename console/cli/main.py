@@ -64,7 +64,7 @@ def train(*arguments: Raw) -> None:
     """
     command = launch.train_command(arguments, os.environ)
     if launch.LOCAL not in arguments:
-        _require_servers(arguments)
+        _require_servers([one for one in arguments if one != launch.JSON])
     launch.replace_process(command)
 
 
