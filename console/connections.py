@@ -58,7 +58,7 @@ def require_servers(arguments: Sequence[str], environ: Mapping[str, str]) -> Non
     loaded = find(arguments, environ)
     nats, s3 = loaded.settings.nats.url, loaded.settings.s3.endpoint
     for what, key, address in (("NATS", "nats.url", nats), ("S3", "s3.endpoint", s3)):
-        if loaded.origins[key] == "default" and not _answers(address):
+        if loaded.origins[key] == "default" and not answers(address):
             raise ConfigError(
                 f"no {what} server at {address}, and {key} is not set; start both servers with `penstock up` and load their "
                 "settings here (. data/environment), set nats.url and s3.endpoint, or let `penstock train run.toml --local` "
@@ -66,7 +66,7 @@ def require_servers(arguments: Sequence[str], environ: Mapping[str, str]) -> Non
             )
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
     """Return True if something listens at an address."""
     url = urlsplit(address)
     try:

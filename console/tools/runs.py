@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,7 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():
-        others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
-        raise ConfigError(f"no run {run} in {folder.parent}/; found: {others}; check the name")
+        raise unknown_run(run, folder.parent)
     try:
         text = printable((folder / "report.md").read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -91,6 +91,16 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     else:
         print(text)
     return 0
+
+
+def unknown_run(run: str, folder: Path, *, more: str = "") -> ConfigError:
+    """Return the error for a name that no run of a folder has, with the runs found and the nearest name."""
+    found = [line.run for line in list_folder(folder)]
+    near = get_close_matches(run, found, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return ConfigError(
+        f"no run {run} in {folder}/; found: {', '.join(found[:5]) or 'none'}; {meant}check the name{more}"
+    )
 
 
 def list_folder(folder: Path) -> list[RunLine]:

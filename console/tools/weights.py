@@ -31,7 +31,7 @@ Row = dict[str, Any]
 def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
     """Print the stored versions of a run; return the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
-    with Bus.connect(settings.nats, name="weights") as bus:
+    with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         view = RunView(run)
         watcher = Watcher(bus, view)
         watcher.catch_up()
@@ -55,7 +55,7 @@ def export(
     """Write one version as a model folder, or unmerged with ``adapter``; return the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     blobs = Blobs(settings.s3)
-    with Bus.connect(settings.nats, name="weights") as bus:
+    with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         head = _head(bus, run)
     found = [(m, key) for key, m in reachable(_manifests(blobs, run), head).items() if m.version == version]
     if not found:

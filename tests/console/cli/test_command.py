@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__
-from penstock.console import launch
+from penstock.console import connections, launch
+from penstock.console.cli.main import app
 from penstock.protocol.errors import ConfigError
 
 VERBS = (
@@ -21,6 +22,7 @@ VERBS = (
     "reward",
     "data",
     "up",
+    "bootstrap",
     "doctor",
     "runs",
     "replay",
@@ -222,3 +224,26 @@ def test_an_unknown_key_gets_a_suggestion(tmp_path: Path):
     answer = penstock("watch", "nobody", "nats.ulr=nats://x", cwd=tmp_path)
     assert answer.returncode == 1
     assert "did you mean nats.url?" in answer.stderr
+
+
+@pytest.mark.parametrize("verb", [["train"], ["rollout"], ["reward", "service"]])
+def test_without_servers_the_answer_is_immediate(verb: list[str], monkeypatch: pytest.MonkeyPatch):
+    """No server was configured and none listens at the default address: `penstock up` and --local are named."""
+
+    def start(_: object) -> None:
+        pytest.fail("the service was started")
+
+    monkeypatch.setattr(launch, "replace_process", start)
+    monkeypatch.setattr(connections, "answers", lambda _: False)  # a NATS of this machine may listen there
+    with pytest.raises(ConfigError, match=r"no NATS server at .*penstock up.*penstock train run.toml --local"):
+        app([*verb, "run.id=r"], exit_on_error=False)
+
+
+def test_a_configured_server_may_still_be_starting():
+    """Only the default addresses are checked before the service starts, which waits for its servers itself."""
+    connections.require_servers(["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"], {})
+
+
+def test_train_reads_json_as_an_option_of_its_own():
+    """--json is not a setting of the run file."""
+    assert launch.train_command(["--json", "a.b=1"], {})[3:] == ["penstock.deploy.train_attached", "--json", "a.b=1"]

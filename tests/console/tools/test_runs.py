@@ -73,7 +73,8 @@ def test_show_of_an_unknown_run_names_the_known_ones(folder: Path):
     """An unknown name lists the runs found; an invalid one is refused."""
     answer = penstock("runs", "show", "nosuch", cwd=folder)
     assert answer.returncode == 1
-    assert "no run nosuch in runs/; found: sorting" in answer.stderr
+    assert "no run nosuch in runs/; found: sorting; check the name" in answer.stderr
+    assert "did you mean sorting?" in penstock("runs", "show", "sort1ng", cwd=folder).stderr
     assert "run id '../x' must be" in penstock("runs", "show", "../x", cwd=folder).stderr
 
 
