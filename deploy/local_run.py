@@ -30,6 +30,7 @@ from penstock.deploy.child import (
     release_orphans,
     wait_until,
 )
+from penstock.deploy.early_checks import check_engine, check_inputs, check_reward_files
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.servers import port_is_free
 from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
@@ -93,6 +94,7 @@ class LocalRun:
 
         Raises:
             ConfigError: A service would refuse them; names file and line.
+            UnsupportedModel: The workers' engine does not serve the model.
         """
         if num_workers < 1:
             raise ConfigError(f"--workers {num_workers}: a run needs at least one rollout worker")
@@ -114,9 +116,9 @@ class LocalRun:
         self._num_workers = num_workers
         self._worker_overrides = adapter_overrides(trainer, rollout)
         self._reward_files = [file.absolute() for file in reward_files]
-        missing = [str(file) for file in self._reward_files if not file.is_file()]
-        if missing:
-            raise ConfigError(f"--serve {', '.join(missing)}: there is no such file")
+        check_reward_files(self._reward_files)
+        check_inputs(trainer)
+        check_engine(trainer, rollout)
         self._rule = rule
         self._trainer_overrides = trainer_overrides
         self._num_trainer_sessions = 0
@@ -165,7 +167,7 @@ class LocalRun:
             for child in self._workers():
                 self._launch(child, restart=child.relaunch, replicas=names)
             for child in self._endpoints():
-                self._launch(child, restart=child.relaunch)
+                self._launch(child, restart=child.relaunch, is_crash=self._after_its_start(child.name))
         except BaseException:
             self.stop()
             raise
@@ -194,13 +196,15 @@ class LocalRun:
         supervisor = self._require_supervisor()
         supervisor.child(TRAINER)  # raises when it was not started
 
-        def has_exited() -> bool:
-            return supervisor.failure is not None or any(e.name == TRAINER and e.kind == "exited" for e in self.events)
+        def exited() -> list[str]:
+            return [event.name for event in self.events if event.kind == "exited"]
 
-        if not supervisor.wait_for(has_exited, deadline_s):
+        if not supervisor.wait_for(lambda: supervisor.failure is not None or bool(exited()), deadline_s):
             return None
         if supervisor.failure is not None:
             raise supervisor.failure
+        if TRAINER not in exited():
+            raise supervisor.child(exited()[0]).failure("could not start")
         return supervisor.child(TRAINER).returncode
 
     def stop(self) -> None:
@@ -302,6 +306,14 @@ class LocalRun:
         if self._choose_reward_port:
             extra.append(f"reward_service.port={self._last_reward_port()}")
         return self._service(REWARD, launch.module("penstock.reward_service", *self._arguments, *extra))
+
+    def _after_its_start(self, name: str) -> Callable[[int], bool]:
+        """Return the rule for a process that runs a user's file: an exit of its own at the first start would only be repeated."""
+
+        def is_crash(code: int) -> bool:
+            return code <= 0 or any(event.name == name and event.kind == "crashed" for event in self.events)
+
+        return is_crash
 
     def _last_reward_port(self) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -24,6 +24,7 @@ from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.child import Child
+from penstock.deploy.early_checks import check_inputs
 from penstock.deploy.local_run import TRAINER
 from penstock.deploy.supervise import ProcessEvent, Supervisor
 from penstock.deploy.train_local import next_steps
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files, overrides = split_arguments(rest)
         settings = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
         command = launch.train(rest, os.environ)
+        check_inputs(settings)
         create_what_is_missing(settings)
         with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
             code, summary = _watch(trainer, settings, quiet=options.json)

@@ -20,6 +20,8 @@ from penstock.console.cli.verb_parts import INSPECT, OWN_HELP, SERVE, START, TRA
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
 
+_BROKEN_PIPE = 128 + 13  # as a shell reports a process that SIGPIPE ended
+
 app = App(
     name="penstock",
     help_format="plaintext",
@@ -241,7 +243,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     internal_errors.install("command")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(app(tokens or ["--help"]) or 0)
+        code = app(tokens or ["--help"]) or 0
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        sys.exit(_BROKEN_PIPE)
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
         sys.exit(1)

@@ -20,6 +20,7 @@ from penstock.console import connections
 from penstock.console.printable import printable
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
+from penstock.console.tables import console
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.record import run_lock
@@ -66,7 +67,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:
-        Console().print(_table(lines))
+        console().print(_table(lines))
         print(f"\nnext: penstock runs show {lines[0].run}")
     else:
         print(f"no runs in {loaded.settings.run.dir}/; start one with: penstock quickstart")

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.printable import printable
+from penstock.console.tables import console
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, WireError
 from penstock.protocol.facts import Head, decode
@@ -44,7 +44,7 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
     elif not rows:
         print(f"run {run} has no weights in the object store")
     else:
-        Console().print(_table(rows))
+        console().print(_table(rows))
         print(f"next: penstock weights export {run} --version {rows[-1]['version']} --to FOLDER")
     return 0
 

@@ -16,6 +16,7 @@ from penstock.protocol.config.run_file import Loaded, config_document, load, spl
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
+from penstock.trainer.recovery.same_model import check_same_model
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer")
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     settings = loaded.settings
+    check_same_model(settings.run.folder, settings.model.path)
     logs.configure("trainer")
     if os.environ.get("RANK", "0") != "0":  # rank 0 holds the lease
         return _train(loaded, lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -247,3 +248,16 @@ def test_a_configured_server_may_still_be_starting():
 def test_train_reads_json_as_an_option_of_its_own():
     """--json is not a setting of the run file."""
     assert launch.train_command(["--json", "a.b=1"], {})[3:] == ["penstock.deploy.train_attached", "--json", "a.b=1"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path):
+    """`penstock … | head`: no traceback, and the exit code of a process that SIGPIPE ended."""
+    (tmp_path / "runs" / "r" / "model").mkdir(parents=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "penstock", "runs", "--json"],
+        stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
