@@ -11,6 +11,7 @@ When the trainer exits by itself the run is over. All of them stop when this pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -167,7 +168,9 @@ class LocalRun:
             for child in self._workers():
                 self._launch(child, restart=child.relaunch, replicas=names)
             for child in self._endpoints():
-                self._launch(child, restart=child.relaunch, is_crash=self._after_its_start(child.name))
+                self._launch(
+                    child, restart=child.relaunch, is_crash=functools.partial(self._is_endpoint_crash, child.name)
+                )
         except BaseException:
             self.stop()
             raise
@@ -307,13 +310,8 @@ class LocalRun:
             extra.append(f"reward_service.port={self._last_reward_port()}")
         return self._service(REWARD, launch.module("penstock.reward_service", *self._arguments, *extra))
 
-    def _after_its_start(self, name: str) -> Callable[[int], bool]:
-        """Return the rule for a process that runs a user's file: an exit of its own at the first start would only be repeated."""
-
-        def is_crash(code: int) -> bool:
-            return code <= 0 or any(event.name == name and event.kind == "crashed" for event in self.events)
-
-        return is_crash
+    def _is_endpoint_crash(self, name: str, code: int) -> bool:
+        return not fails_at_first_start(name, code, self.events)
 
     def _last_reward_port(self) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -352,6 +350,11 @@ class LocalRun:
         if self._supervisor is None:
             raise DeployError("the run was not started")
         return self._supervisor
+
+
+def fails_at_first_start(name: str, code: int, events: Sequence[ProcessEvent]) -> bool:
+    """Return True for a process that exits by itself at its first start: a user's file that cannot be used stays so."""
+    return code > 0 and not any(event.name == name and event.kind == "crashed" for event in events)
 
 
 def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> list[str]:

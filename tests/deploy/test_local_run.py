@@ -13,7 +13,16 @@ import pytest
 from tests.servers import require, wait_for
 
 from penstock.deploy import quickstart_task
-from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, adapter_overrides, endpoint_name, worker_name
+from penstock.deploy.local_run import (
+    REWARD,
+    TRAINER,
+    LocalRun,
+    adapter_overrides,
+    endpoint_name,
+    fails_at_first_start,
+    worker_name,
+)
+from penstock.deploy.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -164,6 +173,15 @@ def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(run_file: P
         wait_for(lambda: score() == 1, "an answer after both restarts", 60.0)
         assert run.reward_url == url
     assert processes_of(tmp_path) == []
+
+
+def test_an_endpoint_that_fails_at_its_first_start_is_not_restarted() -> None:
+    """An import error in a reward file would only be repeated; what was killed, or had run before, is started again."""
+    crashed = ProcessEvent(0.0, "endpoint-a", "crashed", "SIGKILL")
+    assert fails_at_first_start("endpoint-a", 1, [])
+    assert fails_at_first_start("endpoint-b", 1, [crashed])
+    assert not fails_at_first_start("endpoint-a", -9, [])
+    assert not fails_at_first_start("endpoint-a", 1, [crashed])
 
 
 def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> None:
