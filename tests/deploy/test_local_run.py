@@ -192,6 +192,7 @@ def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> Non
 
 def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     """The command exits with the trainer's exit code and shows the end of its log."""
+    (tmp_path / "nowhere").mkdir()  # a folder that is missing is refused before anything starts
     done = subprocess.run(
         [
             sys.executable,

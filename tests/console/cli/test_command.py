@@ -247,7 +247,7 @@ def test_a_configured_server_may_still_be_starting():
 
 def test_train_reads_json_as_an_option_of_its_own():
     """--json is not a setting of the run file."""
-    assert launch.train_command(["--json", "a.b=1"], {})[3:] == ["penstock.deploy.train_attached", "--json", "a.b=1"]
+    assert launch.train_command(["a.b=1", "--json"], {})[3:] == ["penstock.deploy.train_attached", "a.b=1", "--json"]
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path):
