@@ -7,8 +7,10 @@ A run that this machine started with its own NATS and S3 stores their addresses 
 from __future__ import annotations
 
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,6 +20,7 @@ from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
 
 STORE = "store"
+_ANSWER_S = 1.0  # the default addresses are on this machine
 
 
 class ConsoleSettings(BaseModel):
@@ -45,6 +48,32 @@ def find(arguments: Sequence[str], environ: Mapping[str, str], *, run_id: str | 
 def is_configured(loaded: Loaded[ConsoleSettings]) -> bool:
     """Return True if the address of NATS was configured; the default address does not count."""
     return loaded.origins["nats.url"] != "default"
+
+
+def require_servers(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError at once when no server was configured and none is at the default addresses.
+
+    A server that was configured may still be starting: the service waits for it.
+    """
+    loaded = find(arguments, environ)
+    nats, s3 = loaded.settings.nats.url, loaded.settings.s3.endpoint
+    for what, key, address in (("NATS", "nats.url", nats), ("S3", "s3.endpoint", s3)):
+        if loaded.origins[key] == "default" and not answers(address):
+            raise ConfigError(
+                f"no {what} server at {address}, and {key} is not set; start both servers with `penstock up` and load their "
+                "settings here (. data/environment), set nats.url and s3.endpoint, or let `penstock train run.toml --local` "
+                "start everything on this machine"
+            )
+
+
+def answers(address: str) -> bool:
+    """Return True if something listens at an address."""
+    url = urlsplit(address)
+    try:
+        with socket.create_connection((url.hostname or "", url.port or 0), timeout=_ANSWER_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def store_environment(store: Path) -> dict[str, str]:

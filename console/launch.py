@@ -14,6 +14,7 @@ from penstock.protocol.config.sources import Given, from_environment, from_files
 from penstock.protocol.errors import ConfigError
 
 LOCAL = "--local"
+JSON = "--json"
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -21,16 +22,24 @@ def module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
-def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the command line of a training run: one process, several ranks, or all services.
+def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the command line of ``penstock train``: of the process that starts the trainer, watches it and writes the report.
 
-    With ``--local`` NATS, S3, the reward service and the workers are started too, by
-    ``penstock.deploy.train_local``. Otherwise the trainer alone starts, under torchrun when ``trainer.num_ranks``
-    is above 1. The ``--`` keeps torchrun from reading the trainer's flags as its own.
+    With ``--local`` it starts NATS, S3, the reward service and the workers too.
     Raises ConfigError when the run file or num_ranks cannot be read.
     """
     if LOCAL in arguments:
         return module("penstock.deploy.train_local", *(a for a in arguments if a != LOCAL))
+    num_ranks([one for one in arguments if one != JSON], environ)
+    return module("penstock.deploy.train_attached", *arguments)
+
+
+def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the command line of the trainer: one process, or several ranks under torchrun.
+
+    The ``--`` keeps torchrun from reading the trainer's flags as its own.
+    Raises ConfigError when the run file or num_ranks cannot be read.
+    """
     return trainer(num_ranks(arguments, environ), "train", *arguments)
 
 

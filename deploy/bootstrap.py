@@ -1,7 +1,7 @@
 """Create the streams, consumers and buckets of a run on NATS and S3; idempotent.
 
-    python -m penstock.deploy.bootstrap --run ID [run.toml] [nats.url=... s3.endpoint=...]
-    python -m penstock.deploy.bootstrap --run ID --delete [--yes]
+    penstock bootstrap run.toml [run.id=ID nats.url=... s3.endpoint=...]
+    penstock bootstrap run.id=ID --delete [--yes]
 
 Services only bind to them and have no right to create them.
 """
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from penstock.protocol import logs, streams
-from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.config.retention import RetentionSettings
-from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.config.run_file import Loaded, load, split_arguments
+from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
@@ -56,6 +56,7 @@ class ConnectionSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    run: RunSettings = RunSettings()
     nats: NatsSettings = NatsSettings()
     s3: S3Settings = S3Settings()
     retention: RetentionSettings = RetentionSettings()
@@ -64,28 +65,36 @@ class ConnectionSettings(BaseModel):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Create or delete what a run needs; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m penstock.deploy.bootstrap",
-        description="Streams, consumers and buckets of a run.",
+        prog="penstock bootstrap",
+        description="Create the streams, consumers and buckets of a run; idempotent. Other arguments: run files and "
+        "section.key=value.",
         allow_abbrev=False,
     )
-    parser.add_argument("--run", required=True, help="id of the run")
+    parser.add_argument("--run", help="id of the run (default: run.id of the run file)")
     parser.add_argument("--delete", action="store_true", help="delete the run's streams and their contents")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     options, rest = parser.parse_known_args(arguments)
     logs.configure("bootstrap")
     try:
         files, overrides = split_arguments(rest)
-        settings = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings
-        check_run_id(options.run)
+        loaded = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ)
+        settings, run_id = loaded.settings, _run_id(options.run, loaded)
         with Bus.connect(settings.nats, name="bootstrap") as bus:
             if options.delete:
-                return _delete(bus, options.run, ask=not options.yes)
-            bootstrap(bus, Blobs(settings.s3), options.run, settings.retention.limits())
+                return _delete(bus, run_id, ask=not options.yes)
+            bootstrap(bus, Blobs(settings.s3), run_id, settings.retention.limits())
     except PenstockError as err:
         print(f"bootstrap: {err}", file=sys.stderr)
         return 1
-    print(f"run {options.run} is ready at {settings.nats.url} and {settings.s3.endpoint}/{settings.s3.bucket}")
+    print(f"run {run_id} is ready at {settings.nats.url} and {settings.s3.endpoint}/{settings.s3.bucket}")
     return 0
+
+
+def _run_id(given: str | None, loaded: Loaded[ConnectionSettings]) -> str:
+    """Return the id of the run; raises ConfigError when none was named, since the default is hardly meant."""
+    if given is None and loaded.origins["run.id"] == "default":
+        raise ConfigError("no run was named; give its run file, or run.id=NAME")
+    return check_run_id(given or loaded.settings.run.id)
 
 
 def _delete(bus: Bus, run_id: str, *, ask: bool) -> int:

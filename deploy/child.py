@@ -45,11 +45,13 @@ class Child:
         environ: Mapping[str, str] | None = None,
         death_signal: int = signal.SIGKILL,
         keep_open: Sequence[int] = (),
+        inherit_output: bool = False,
     ) -> None:
         """Describe the child.
 
         ``environ`` is its whole environment (None: the environment of this process), ``death_signal`` the
-        signal it gets when this process exits, ``keep_open`` the file descriptors that it inherits.
+        signal it gets when this process exits, ``keep_open`` the file descriptors that it inherits. With
+        ``inherit_output`` it writes to the output of this process instead of the log.
         """
         self.name = name
         self.command = list(command)
@@ -57,6 +59,7 @@ class Child:
         self._environ = None if environ is None else dict(environ)
         self._death_signal = death_signal
         self._keep_open = tuple(keep_open)
+        self._inherits_output = inherit_output
         self._process: subprocess.Popen[bytes] | None = None
         self._group_may_run = False
 
@@ -75,12 +78,12 @@ class Child:
 
     def _popen(self) -> subprocess.Popen[bytes]:
         bound = [sys.executable, "-I", "-S", str(_PARENT_DEATH), str(os.getpid()), str(int(self._death_signal))]
-        with self.log.open("ab") as out:
+        with contextlib.nullcontext() if self._inherits_output else self.log.open("ab") as out:
             process = subprocess.Popen(
                 [*bound, *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=subprocess.STDOUT,
+                stderr=None if out is None else subprocess.STDOUT,
                 env=self._environ,
                 pass_fds=self._keep_open,
                 start_new_session=True,  # Ctrl-C reaches only the parent, and one signal stops the whole group

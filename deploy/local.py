@@ -244,7 +244,8 @@ def main() -> int:
                 with Bus.connect(stack.nats, name="bootstrap") as bus:
                     bootstrap(bus, Blobs(stack.s3), options.run)
             print((stack.data / "environment").read_text(), end="", flush=True)
-            print(f"# NATS and S3 are running; in another terminal: . {stack.data}/environment", file=sys.stderr)
+            print(f"# NATS and S3 are running; in every other terminal: . {stack.data}/environment", file=sys.stderr)
+            print("# then: penstock bootstrap run.toml, and the services and the trainer of that run", file=sys.stderr)
             print("# Ctrl-C stops them; their data stays in the folder", file=sys.stderr)
             stop_requested.wait()
     except PenstockError as err:

@@ -11,6 +11,7 @@ When the trainer exits by itself the run is over. All of them stop when this pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -30,12 +31,14 @@ from penstock.deploy.child import (
     release_orphans,
     wait_until,
 )
+from penstock.deploy.early_checks import check_engine, check_inputs, check_reward_files
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.servers import port_is_free
 from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.record import run_lock
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.settings import RewardSettings
@@ -93,6 +96,7 @@ class LocalRun:
 
         Raises:
             ConfigError: A service would refuse them; names file and line.
+            UnsupportedModel: The workers' engine does not serve the model.
         """
         if num_workers < 1:
             raise ConfigError(f"--workers {num_workers}: a run needs at least one rollout worker")
@@ -116,9 +120,9 @@ class LocalRun:
         self._num_workers = num_workers
         self._worker_overrides = adapter_overrides(trainer, rollout)
         self._reward_files = [file.absolute() for file in reward_files]
-        missing = [str(file) for file in self._reward_files if not file.is_file()]
-        if missing:
-            raise ConfigError(f"--serve {', '.join(missing)}: there is no such file")
+        check_reward_files(self._reward_files)
+        check_inputs(trainer)
+        check_engine(trainer, rollout)
         self._rule = rule
         self._trainer_overrides = trainer_overrides
         self._num_trainer_sessions = 0
@@ -130,6 +134,7 @@ class LocalRun:
         self._started_at = 0.0
         self._stopped_at: float | None = None
         self._cpu_before = 0.0
+        self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> LocalRun:
         """Start nothing yet: call `start`, or `start_services` and later `start_trainer`."""
@@ -148,6 +153,7 @@ class LocalRun:
 
     def start_services(self) -> None:
         """Start all processes but the trainer: the workers load the model and wait for version 0."""
+        self._lock.enter_context(run_lock.hold(self.folder))
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
@@ -165,7 +171,9 @@ class LocalRun:
             for child in self._workers():
                 self._launch(child, restart=child.relaunch, replicas=names)
             for child in self._endpoints():
-                self._launch(child, restart=child.relaunch)
+                self._launch(
+                    child, restart=child.relaunch, is_crash=functools.partial(self._is_endpoint_crash, child.name)
+                )
         except BaseException:
             self.stop()
             raise
@@ -194,13 +202,15 @@ class LocalRun:
         supervisor = self._require_supervisor()
         supervisor.child(TRAINER)  # raises when it was not started
 
-        def has_exited() -> bool:
-            return supervisor.failure is not None or any(e.name == TRAINER and e.kind == "exited" for e in self.events)
+        def exited() -> list[str]:
+            return [event.name for event in self.events if event.kind == "exited"]
 
-        if not supervisor.wait_for(has_exited, deadline_s):
+        if not supervisor.wait_for(lambda: supervisor.failure is not None or bool(exited()), deadline_s):
             return None
         if supervisor.failure is not None:
             raise supervisor.failure
+        if TRAINER not in exited():
+            raise supervisor.child(exited()[0]).failure("could not start")
         return supervisor.child(TRAINER).returncode
 
     def stop(self) -> None:
@@ -213,6 +223,7 @@ class LocalRun:
             self._stack.stop()
         end_orphans()
         release_orphans()
+        self._lock.close()
         self._stopped_at = self._stopped_at or time.monotonic()
 
     def kill(self, name: str) -> int:
@@ -302,6 +313,9 @@ class LocalRun:
             extra.append(f"reward_service.port={self._last_reward_port()}")
         return self._service(REWARD, launch.module("penstock.reward_service", *self._arguments, *extra))
 
+    def _is_endpoint_crash(self, name: str, code: int) -> bool:
+        return not fails_at_first_start(name, code, self.events)
+
     def _last_reward_port(self) -> int:
         with contextlib.suppress(OSError, ValueError):
             last = int(self._reward_port_file.read_text())
@@ -339,6 +353,11 @@ class LocalRun:
         if self._supervisor is None:
             raise DeployError("the run was not started")
         return self._supervisor
+
+
+def fails_at_first_start(name: str, code: int, events: Sequence[ProcessEvent]) -> bool:
+    """Return True for a process that exits by itself at its first start: a user's file that cannot be used stays so."""
+    return code > 0 and not any(event.name == name and event.kind == "crashed" for event in events)
 
 
 def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> list[str]:

@@ -53,7 +53,7 @@ accounts {{
   PENSTOCK {{
     jetstream: enabled
     users: [
-      # creates and deletes streams, consumers and buckets: python -m penstock.deploy.bootstrap
+      # creates and deletes streams, consumers and buckets: penstock bootstrap
       {{ user: admin, password: $ADMIN_PASSWORD }}
     ]
     exports: [

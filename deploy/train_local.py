@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with LocalRun(rest, num_workers=options.workers, reward_files=options.serve) as run:
             if finished := finished_run.notice(run.settings):
-                return _say_finished(run.folder, finished, as_json=options.json)
+                return say_finished(run.folder, finished, as_json=options.json)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _say_finished(folder: Path, notice: str, *, as_json: bool) -> int:
+def say_finished(folder: Path, notice: str, *, as_json: bool) -> int:
     """Print that the run has nothing to do, and with ``as_json`` the summary in its report; returns 0."""
     print(f"penstock train: {notice}", file=sys.stderr)
     if as_json and (summary := report.stored_summary(folder)):

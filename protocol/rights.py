@@ -124,7 +124,7 @@ def reward_rights(run_id: str) -> Rights:
 
 
 def trainer_rights(run_id: str) -> Rights:
-    """Return what the trainer may do: issue tasks, take scored groups, publish weights, hold the run's leases."""
+    """Return what the trainer may do: issue tasks, take scored groups, publish weights, hold the run's leases, watch the run."""
     consumers = (streams.scored_consumer(run_id, "train"), streams.scored_consumer(run_id, "eval"))
     state, leases = streams.state_bucket(run_id), streams.lease_bucket(run_id)
     state_keys = (streams.HEAD_KEY, streams.LEASE_KEY, streams.CHECKPOINT_KEY, streams.FLOOR_KEY)
@@ -140,8 +140,11 @@ def trainer_rights(run_id: str) -> Rights:
         resets=consumers,
         observes=streams.consumers(run_id),
         tails=(
-            TailRight(stream_name(run_id, "weights"), subjects.weights_refused(run_id)),
+            TailRight(stream_name(run_id, "weights"), subjects.weights(run_id)),
             TailRight(stream_name(run_id, "dead"), subjects.dead(run_id)),
+            TailRight(
+                stream_name(run_id, "events"), subjects.events(run_id)
+            ),  # for the report: deploy/train_attached.py
         ),
         scans=tuple(stream_name(run_id, stage) for stage in ("tasks", "generated", "scored", "weights", "dead")),
         reads=(

@@ -22,6 +22,7 @@ from penstock.protocol import streams
 from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Sampling
+from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
@@ -53,6 +54,7 @@ from penstock.trainer.recovery.finished_run import SUMMARY_FILE
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
+from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
@@ -115,7 +117,8 @@ def _lead(
             state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
         ) as held:
             session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop)
-            _run(session, ranks)
+            with run_lock.hold(settings.run.folder):
+                _run(session, ranks)
     finally:
         connections.bus.close()
 
@@ -223,7 +226,7 @@ def _training(
     """Build the parts, resume them, start their threads, and stop these at the end."""
     settings, connections, data = session.settings, session.connections, session.data
     events = EventWriter(bus=connections.bus, run_id=connections.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
-    events.rewind(resumed.metrics_bytes if resumed else 0)
+    _report_rolled_back(events, resumed)
     activity = Activity()
     heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
     history = GroupHistory.resume(resumed)
@@ -320,6 +323,14 @@ def _evaluator(
     )
     evaluator.success = success
     return evaluator
+
+
+def _report_rolled_back(events: EventWriter, resumed: CheckpointState | None) -> None:
+    """Cut metrics.jsonl back to the checkpoint, and report what is made again."""
+    found = read_rolled_back(events.rewind(resumed.metrics_bytes if resumed else 0))
+    if text := describe(found, resumed_step=resumed.step if resumed else None):
+        events.write("log", {"text": text, "rolled_back": asdict(found)})
+        log.warning(text)
 
 
 def _write_summary(training: Training, results: EvaluationLog, *, is_complete: bool, wall_s: float) -> None:

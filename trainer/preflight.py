@@ -60,7 +60,7 @@ def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool
         kept = "a checkpoint and " if has_checkpoint else ""
         raise ConfigError(
             f"run {connections.run_id} has {kept}published version {head.version}, and trainer.resume = false; set it to true, "
-            f"choose another run.id, or delete its streams: python -m penstock.deploy.bootstrap --run {connections.run_id} --delete"
+            f"choose another run.id, or delete its streams: penstock bootstrap run.id={connections.run_id} --delete"
         )
     return head
 

@@ -172,6 +172,12 @@ class OptimizerSettings(Section):
     checkpoint_every: int = Field(
         default=50, ge=1, description="Steps between checkpoints; the last step makes one too."
     )
+    checkpoint_every_s: float = Field(
+        default=60.0,
+        ge=0.0,
+        description="Longest time between checkpoints besides, in s, so that a crash costs no more than this; longer where "
+        "writing one takes more than a twentieth of it. 0: only every checkpoint_every steps.",
+    )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
     resume: bool = Field(default=True, description="Resume from the newest checkpoint of this run id, if there is one.")
     resume_older_step: int | None = Field(

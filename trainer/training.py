@@ -32,6 +32,7 @@ from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.model_folder import write_model_folder
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
@@ -73,6 +74,7 @@ class Training:
     resumed: CheckpointState | None
     version: PolicyVersion = field(init=False)
     engine_check: EngineCheck = field(init=False)
+    schedule: CheckpointSchedule = field(init=False)
     _fields: dict[str, object] | None = None  # of the newest step, until it is reported
     _wait_s: float = 0.0
     _step_s: float = 0.0  # of the newest step
@@ -81,6 +83,9 @@ class Training:
         trainer = self.settings.trainer
         self.engine_check = EngineCheck(limit=trainer.max_mismatch, max_violations=trainer.mismatch_patience)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
+        self.schedule = CheckpointSchedule(
+            every_steps=trainer.checkpoint_every, every_s=trainer.checkpoint_every_s, now=time.monotonic()
+        )
 
     @property
     def num_steps_done(self) -> int:
@@ -185,8 +190,8 @@ class Training:
             self._fields = None
 
     def checkpoint_if_due(self) -> None:
-        """Commit a checkpoint every ``trainer.checkpoint_every`` steps."""
-        if self.num_steps_done % self.settings.trainer.checkpoint_every == 0:
+        """Commit a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds."""
+        if self.schedule.is_due(self.num_steps_done, time.monotonic()):
             self._checkpoint()
 
     def finish(self) -> None:
@@ -245,8 +250,10 @@ class Training:
         return self.stop.is_set()
 
     def _checkpoint(self) -> None:
+        started = time.monotonic()
         with self.activity.working("checkpointing"):
             self.committer.commit(step=self.num_steps_done, version=self.version, weights_dtype=self.submitter.dtype)
+        self.schedule.written(started=started, now=time.monotonic())
 
     def _set_state(self, text: str, **more: object) -> None:
         self.activity.state = text

@@ -16,9 +16,11 @@ from cyclopts import App
 from penstock import __version__
 from penstock.console import launch
 from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs
-from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
+from penstock.console.cli.verb_parts import INSPECT, OWN_HELP, SERVE, START, TRAIN, Flag, Raw
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
+
+_BROKEN_PIPE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 app = App(
     name="penstock",
@@ -55,14 +57,17 @@ def quickstart(*arguments: Raw) -> None:
 def train(*arguments: Raw) -> None:
     """Train a model as the run file describes.
 
-    Starts the trainer only, under torchrun when trainer.num_ranks is above 1; the reward service and the
-    rollout workers are started separately. With --local all of them start on this machine.
+    Starts the trainer only, under torchrun when trainer.num_ranks is above 1; NATS and S3 (penstock up), the reward
+    service and the rollout workers are started separately. With --local all of them start on this machine.
 
     Example:  penstock train run.toml --local
               penstock train run.toml trainer.lr=1e-6 --trainer.steps 200
     Then:     penstock watch RUN, in another terminal
     """
-    launch.replace_process(launch.train(arguments, os.environ))
+    command = launch.train_command(arguments, os.environ)
+    if launch.LOCAL not in arguments:
+        _require_servers([one for one in arguments if one != launch.JSON])
+    launch.replace_process(command)
 
 
 @app.command(group=TRAIN)
@@ -104,6 +109,7 @@ def rollout(*arguments: Raw) -> None:
     Example:  penstock rollout run.toml worker.device=cuda
     Then:     penstock watch RUN
     """
+    _require_servers(arguments)
     launch.replace_process(launch.module("penstock.rollout_service", *arguments))
 
 
@@ -115,6 +121,19 @@ def up(*arguments: Raw) -> None:
     Then:     paste the printed lines into another terminal, then: penstock train run.toml
     """
     launch.replace_process(launch.module("penstock.deploy.local", *arguments))
+
+
+@app.command(group=SERVE, help_flags=OWN_HELP)
+def bootstrap(*arguments: Raw) -> None:
+    """Create the streams, consumers and buckets of a run on NATS and S3, or delete them with --delete.
+
+    `penstock train` does it too, if its NATS user may. Safe to repeat.
+
+    Example:  penstock bootstrap run.toml
+              penstock bootstrap run.id=my-run --delete
+    Then:     penstock train run.toml
+    """
+    launch.replace_process(launch.module("penstock.deploy.bootstrap", *arguments))
 
 
 @app.command(group=START)
@@ -213,12 +232,23 @@ def version() -> None:
     print("\n".join(f"{name} {value}" for name, value in versions()))
 
 
+def _require_servers(arguments: Sequence[str]) -> None:
+    from penstock.console.connections import require_servers
+
+    require_servers(arguments, os.environ)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; a PenstockError is one line on stderr and exit code 1, Ctrl-C is exit code 130."""
     internal_errors.install("command")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(app(tokens or ["--help"]) or 0)
+        code = app(tokens or ["--help"]) or 0
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        sys.exit(_BROKEN_PIPE)
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
         sys.exit(1)

@@ -22,6 +22,9 @@ def service(*arguments: Raw) -> None:
     Example:  penstock reward service run.toml reward_service.port=8700
     Then:     penstock reward list
     """
+    from penstock.console.connections import require_servers
+
+    require_servers(arguments, os.environ)
     launch.replace_process(launch.module("penstock.reward_service", *arguments))
 
 

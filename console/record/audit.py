@@ -13,6 +13,7 @@ from penstock.console import connections
 from penstock.console.printable import printable
 from penstock.console.record.audit_checks import AuditResult, SplitLine, check_record
 from penstock.console.record.audit_inputs import gather
+from penstock.console.tables import console
 from penstock.protocol import logs
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
@@ -36,7 +37,7 @@ def audit_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *,
     if as_json:
         print(json.dumps(result.to_document()), flush=True)
     else:
-        show(result, Console())
+        show(result, console())
     return 0 if result.closes else 1
 
 

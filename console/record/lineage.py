@@ -21,6 +21,7 @@ from penstock.console.record.ancestry import (
     packs_of,
     version_lineage,
 )
+from penstock.console.tables import console
 from penstock.protocol import group_pack, logs, streams
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
@@ -50,11 +51,11 @@ def print_lineage(
     if group is not None:
         found = group_history(record, group)
         read_texts([found.trained] if found.trained else [], packs_of(record), blobs)
-        _print(found, Console(), full=full, as_json=as_json)
+        _print(found, console(), full=full, as_json=as_json)
         return 0
     found = version_lineage(record, record.last_version if version is None else version)
     read_texts(found.groups, packs_of(record), blobs)
-    _print(found, Console(), full=full, as_json=as_json)
+    _print(found, console(), full=full, as_json=as_json)
     return 0
 
 
@@ -148,7 +149,10 @@ def _groups_table(members: Sequence[Member]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("group", "prompt", "reward", "parts", "scored by", "versions", "tokens"):
         right = name in {"reward", "tokens"}
-        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        widest = max(len(member.group_id) for member in members) if name == "group" else None  # ids are typed elsewhere
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis", min_width=widest
+        )
     for member in members:
         parts = " ".join(f"{name} {fmean(values):.2f}" for name, values in member.parts.items())
         versions = f"{member.oldest_version}" + (

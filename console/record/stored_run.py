@@ -12,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.console import connections, launch
-from penstock.console.tools.runs import is_locked, list_folder
-from penstock.protocol.errors import ConfigError
+from penstock.console.tools.runs import is_locked, unknown_run
+from penstock.protocol import logs, streams
+from penstock.protocol.config.run_file import Loaded
+from penstock.protocol.errors import BusRefused, ConfigError
 from penstock.protocol.subjects import check_run_id
+from penstock.protocol.transport.bus import Bus
+
+_CONNECT_S = 5.0
+_SET_SERVERS = ", or set nats.url and s3.endpoint"
 
 
 def replay(
@@ -56,15 +62,34 @@ def ensure_servers(run: str, arguments: Sequence[str], environ: Mapping[str, str
 def ensure_local_servers(
     run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str], *, finished_only: bool = False
 ) -> None:
-    """Call `ensure_servers` for a run that has a folder here; one without may be on the NATS of the default address.
+    """Call `ensure_servers` for a run that has a folder here; one without may be on NATS.
 
     ``finished_only`` is for commands that keep running: with the servers of a stopped, unfinished run they would
-    prevent it from being resumed.
+    prevent it from being resumed. Raises ConfigError for a run that is neither here nor on NATS.
     """
     check_run_id(run)
-    folder = connections.find(arguments, environ).settings.run.dir / run
-    if folder.is_dir() and not (finished_only and not (folder / "report.json").exists()):
+    loaded = connections.find(arguments, environ)
+    folder = loaded.settings.run.dir / run
+    if not folder.is_dir():
+        _require_on_nats(run, loaded)
+    elif not (finished_only and not (folder / "report.json").exists()):
         ensure_servers(run, arguments, environ, typed)
+
+
+def _require_on_nats(run: str, loaded: Loaded[connections.ConsoleSettings]) -> None:
+    """Raise ConfigError when NATS has no streams of a run; a user without the right to list them is not stopped."""
+    settings = loaded.settings
+    if not connections.is_configured(loaded) and not connections.answers(settings.nats.url):
+        raise unknown_run(run, settings.run.dir, more=_SET_SERVERS)
+    logs.configure("console", level="error")
+    with Bus.connect(settings.nats, name="console", deadline_s=_CONNECT_S) as bus:
+        try:
+            names = bus.stream_names().wait()
+        except BusRefused:
+            return
+    if streams.stream_name(run, "events") not in names:
+        there = sorted(name.removesuffix("-events") for name in names if name.endswith("-events"))
+        raise ConfigError(f"no run {run} at {bus.url}; found: {', '.join(there[:10]) or 'none'}; check the name")
 
 
 def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path | None:
@@ -74,9 +99,6 @@ def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -
         return None
     folder = loaded.settings.run.dir / run
     if not folder.is_dir():
-        others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
-        raise ConfigError(
-            f"no run {run} in {folder.parent}/; found: {others}; check the name, or set nats.url and s3.endpoint"
-        )
+        raise unknown_run(run, folder.parent, more=_SET_SERVERS)
     store = folder / connections.STORE
     return store if store.is_dir() else None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.console import connections
 from penstock.console.tools.chat_engine import ChatEngine, ChatRefused, Message
-from penstock.console.tools.runs import list_folder
+from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
@@ -78,8 +78,7 @@ def find_model(folder: Path, model: str | None) -> Path:
     if model is not None:
         return Path(model)
     if not folder.is_dir():
-        others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
-        raise ConfigError(f"no run {folder.name} in {folder.parent}/; found: {others}; check the name")
+        raise unknown_run(folder.name, folder.parent)
     if not (folder / "model").is_dir():
         raise ConfigError(
             f"run {folder.name} has no model yet ({folder / 'model'}); it is written when the run ends. "

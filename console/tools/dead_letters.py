@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
 from penstock.console.printable import printable
+from penstock.console.tables import console
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import group_pack, logs, streams
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
@@ -194,7 +194,7 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
         fact = letter.fact
         cells = (fact.stage, fact.reason, groups, str(fact.num_delivered), letter.sent_at or "–")
         table.add_row(str(letter.number), when, *(Text(printable(cell)) for cell in cells))
-    Console().print(table)
+    console().print(table)
     print(f"\nnext: penstock dead-letters show {run} {letters[-1].number}")
     return 0
 

@@ -7,10 +7,10 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
+from penstock.console.tables import console
 from penstock.console.tools import checks
 from penstock.protocol import logs
 
@@ -26,7 +26,7 @@ def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: boo
     if as_json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
     else:
-        Console().print(_table(findings))
+        console().print(_table(findings))
         print("\nnext: " + ("fix the lines marked fail" if failed else "penstock quickstart"))
     return 1 if failed else 0
 

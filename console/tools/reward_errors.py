@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from penstock.console import connections
 from penstock.console.printable import printable
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
+from penstock.console.tables import console
 from penstock.protocol import logs, subjects
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus
@@ -124,5 +124,5 @@ def _print(lines: Sequence[ErrorLine]) -> None:
     table.add_column("newest message", overflow="fold")
     for line in lines:
         table.add_row(Text(printable(line.reason)), str(line.waited), str(line.dead), Text(printable(line.newest)))
-    Console().print(table)
+    console().print(table)
     print("\nwaited: times that groups were returned to the queue; dead letters: groups that were given up")

@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.console import launch
+from penstock.console.tables import console
 from penstock.console.tools.rewards import RewardService
 from penstock.protocol.errors import ConfigError
 
@@ -131,7 +131,7 @@ def _print(
         table.add_column(head, justify="right")
     for kind, scores in by_kind.items():
         table.add_row(Text(kind), str(len(scores)), *(f"{f(scores):.3f}" for f in (fmean, min, max)))
-    Console().print(table)
+    console().print(table)
     if spread["num_scores"]:
         print(
             f"\n{name} on {len(rows)} rows: {spread['num_scores']} scores, mean {spread['mean']:.3f}, standard deviation "

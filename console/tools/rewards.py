@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from penstock.console.printable import printable
+from penstock.console.tables import console
 from penstock.protocol.errors import ConfigError, PenstockError
 
 _CONNECT_S = 3.0
@@ -72,7 +72,7 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
     table.add_column("description", overflow="fold")
     for row in answer["rewards"]:
         table.add_row(*(Text(printable(row[key])) for key in ("name", "kind", "description")))
-    Console().print(table)
+    console().print(table)
     print("\nnext: penstock reward test NAME")
     return 0
 

@@ -6,9 +6,11 @@ import fcntl
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -17,8 +19,11 @@ from rich.table import Table
 from penstock.console import connections
 from penstock.console.printable import printable
 from penstock.console.report import curves
+from penstock.console.report.event_fields import number
+from penstock.console.tables import console
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
+from penstock.protocol.record import run_lock
 from penstock.protocol.subjects import RUN_ID, check_run_id
 from penstock.protocol.transport.bus import Bus
 
@@ -28,6 +33,7 @@ _MARKS = (
     "report.json",
     "model",
     connections.STORE,
+    run_lock.RUN_LOCK,
 )  # a folder with any of these is a run's
 
 
@@ -54,16 +60,15 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
             print(f"penstock: run {line.run}: {skipped} lines of metrics.jsonl cannot be read", file=sys.stderr)
     if connections.is_configured(loaded):
         logs.configure("runs", level="error")
-        known = {line.run for line in lines}
         try:
             with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
-                lines += [line for line in list_broker(bus) if line.run not in known]
+                lines = merge(lines, list_broker(bus))
         except BusError as err:
             print(f"penstock: runs on NATS are not listed: {err}", file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:
-        Console().print(_table(lines))
+        console().print(_table(lines))
         print(f"\nnext: penstock runs show {lines[0].run}")
     else:
         print(f"no runs in {loaded.settings.run.dir}/; start one with: penstock quickstart")
@@ -75,8 +80,7 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():
-        others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
-        raise ConfigError(f"no run {run} in {folder.parent}/; found: {others}; check the name")
+        raise unknown_run(run, folder.parent)
     try:
         text = printable((folder / "report.md").read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
@@ -91,6 +95,16 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     return 0
 
 
+def unknown_run(run: str, folder: Path, *, more: str = "") -> ConfigError:
+    """Return the error for a name that no run of a folder has, with the runs found and the nearest name."""
+    found = [line.run for line in list_folder(folder)]
+    near = get_close_matches(run, found, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return ConfigError(
+        f"no run {run} in {folder}/; found: {', '.join(found[:5]) or 'none'}; {meant}check the name{more}"
+    )
+
+
 def list_folder(folder: Path) -> list[RunLine]:
     """Describe every run folder below ``folder``, newest first."""
     try:
@@ -102,7 +116,7 @@ def list_folder(folder: Path) -> list[RunLine]:
 
 
 def list_broker(bus: Bus) -> list[RunLine]:
-    """Return the runs that have streams on NATS; one with heartbeats is running."""
+    """Return the runs that have streams on NATS; one with a trainer's heartbeat is running."""
     lines = []
     for name in sorted(bus.stream_names().wait()):
         run = name.removesuffix("-events")
@@ -113,8 +127,20 @@ def list_broker(bus: Bus) -> list[RunLine]:
         except MissingStream:  # the stream of another program, or of a run that is being removed
             lines.append(RunLine(run, "incomplete"))
             continue
-        lines.append(RunLine(run, "running" if heartbeats else "idle"))
+        trainers = streams.heartbeat_key("trainer", "")
+        is_running = any(entry.key.startswith(trainers) for entry in heartbeats)
+        lines.append(RunLine(run, "running" if is_running else "idle"))
     return lines
+
+
+def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine]:
+    """Return the runs of both lists; one of a folder is running too if its trainer runs on another machine."""
+    running = {line.run for line in broker if line.state == "running"}
+    known = {line.run for line in folders}
+    lines = [
+        replace(line, state="running") if line.state == "stopped" and line.run in running else line for line in folders
+    ]
+    return [*lines, *(line for line in broker if line.run not in known)]
 
 
 def describe(folder: Path) -> RunLine:
@@ -138,9 +164,32 @@ def describe(folder: Path) -> RunLine:
 
 
 def _state(folder: Path) -> str:
-    if is_locked(folder / connections.STORE / "lock"):
+    if run_lock.is_held(folder):
         return "running"
-    return "finished" if (folder / "report.json").exists() else "stopped"
+    return "finished" if is_finished(folder) else "stopped"
+
+
+def is_finished(folder: Path) -> bool:
+    """Return True if the trainer ended with all steps of the settings it was last started with.
+
+    A run without ``trainer.json`` is finished when it has a report.
+    """
+    ended, started = _read_object(folder / "trainer.json"), _read_object(folder / "config.json")
+    if ended is None:
+        return (folder / "report.json").exists()
+    settings = (started or {}).get("settings")
+    trainer = settings.get("trainer") if isinstance(settings, dict) else None
+    steps = number(trainer.get("steps")) if isinstance(trainer, dict) else None
+    done = number(ended.get("steps"))
+    return ended.get("finished") is True and (steps is None or (done is not None and done >= steps))
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def is_locked(path: Path) -> bool:

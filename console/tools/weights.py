@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.printable import printable
+from penstock.console.tables import console
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, WireError
 from penstock.protocol.facts import Head, decode
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
     """Print the stored versions of a run; return the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
-    with Bus.connect(settings.nats, name="weights") as bus:
+    with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         view = RunView(run)
         watcher = Watcher(bus, view)
         watcher.catch_up()
@@ -44,7 +44,7 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
     elif not rows:
         print(f"run {run} has no weights in the object store")
     else:
-        Console().print(_table(rows))
+        console().print(_table(rows))
         print(f"next: penstock weights export {run} --version {rows[-1]['version']} --to FOLDER")
     return 0
 
@@ -55,7 +55,7 @@ def export(
     """Write one version as a model folder, or unmerged with ``adapter``; return the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     blobs = Blobs(settings.s3)
-    with Bus.connect(settings.nats, name="weights") as bus:
+    with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         head = _head(bus, run)
     found = [(m, key) for key, m in reachable(_manifests(blobs, run), head).items() if m.version == version]
     if not found:

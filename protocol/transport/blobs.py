@@ -103,7 +103,7 @@ class Blobs:
         """Raise unless the server answers, the credentials are right and the bucket exists."""
         if not self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=deadline_s):
             raise BlobStoreRefused(
-                f"no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: python -m penstock.deploy.bootstrap"
+                f"no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: penstock bootstrap run.toml"
             )
 
     def ensure_bucket(self) -> None:
@@ -257,9 +257,7 @@ class Blobs:
         if code == _TOO_SHORT:
             return BlobCorrupt(f"{what}: the object is shorter than its manifest says")
         if code == "NoSuchBucket":
-            return BlobStoreRefused(
-                f"{what}: no bucket {self.bucket!r}; create it with: python -m penstock.deploy.bootstrap"
-            )
+            return BlobStoreRefused(f"{what}: no bucket {self.bucket!r}; create it with: penstock bootstrap run.toml")
         if apart and code in _CLOCK_SKEW_CODES:
             return None
         if code in _REFUSALS:

@@ -69,7 +69,7 @@ async def read_stream(connection: Connection, stream: str, subject: str = ">") -
             )
         except nats.js.errors.NoStreamResponseError:
             raise MissingStream(
-                f"no stream {stream} that can be read; create or update it with: python -m penstock.deploy.bootstrap"
+                f"no stream {stream} that can be read; create or update it with: penstock bootstrap run.toml"
             ) from None
         if not batch:
             return found

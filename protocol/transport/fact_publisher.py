@@ -62,7 +62,7 @@ async def publish(
             missing_since = missing_since or time.monotonic()
             if time.monotonic() - missing_since > _MISSING_GRACE_S and connection.is_up:
                 raise MissingStream(
-                    f"no stream takes {subject}; create the run's streams with: python -m penstock.deploy.bootstrap"
+                    f"no stream takes {subject}; create the run's streams with: penstock bootstrap run.toml"
                 ) from None
             await asyncio.sleep(RETRY_S)
         except nats.js.errors.APIError as err:

@@ -173,7 +173,7 @@ async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
     except nats.js.errors.NotFoundError:
         raise MissingStream(
             f"stream {spec.stream} has no consumer {spec.durable}; "
-            f"create it with: python -m penstock.deploy.bootstrap --run {spec.run_id}"
+            f"create it with: penstock bootstrap run.id={spec.run_id}"
         ) from None
     except nats.js.errors.APIError as err:
         raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

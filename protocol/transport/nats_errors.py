@@ -10,7 +10,7 @@ from nats.js.errors import APIError
 
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, StorageFull
 
-BOOTSTRAP = "create it with: python -m penstock.deploy.bootstrap"
+BOOTSTRAP = "create it with: penstock bootstrap run.toml"
 ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
 ERR_STORAGE_FULL = frozenset({10002, 10023, 10028, 10047})  # storage, resources or memory of the account or the server
 
@@ -30,11 +30,11 @@ _REMEDIES: dict[int, tuple[type[BusError], str]] = {
     10039: (BusRefused, "enable JetStream for this user's account in the server's configuration"),
     10076: (BusRefused, "start nats-server with -js"),
     10003: (BusError, "the server does not support the request: check that it is 2.12 or newer"),
-    10013: (BusError, "a consumer of that name exists with another purpose: remove it, then run deploy.bootstrap"),
-    10058: (BusError, "it exists with other settings: remove it, then run deploy.bootstrap"),
+    10013: (BusError, "a consumer of that name exists with another purpose: remove it, then run penstock bootstrap"),
+    10058: (BusError, "it exists with other settings: remove it, then run penstock bootstrap"),
     10065: (BusError, "another stream has these subjects: remove it, or use another run id"),
-    10100: (BusError, "another consumer of this queue reads the same subjects: remove it, then run deploy.bootstrap"),
-    10054: (BusError, "the message is larger than the stream's limit; run deploy.bootstrap again if an older version created the stream"),
+    10100: (BusError, "another consumer of this queue reads the same subjects: remove it, then run penstock bootstrap"),
+    10054: (BusError, "the message is larger than the stream's limit; run penstock bootstrap again if an older version created the stream"),
     **dict.fromkeys(
         (10004, 10005, 10007, 10008, 10009),
         (BusUnreachable, "servers of the cluster are missing, or it has no leader yet: try again"),

@@ -134,3 +134,21 @@ def test_a_server_without_space_is_an_error_that_names_the_stream(tmp_path: Path
             assert set(streams.stream_names(run_id)) <= set(bus.stream_names().wait())
     finally:
         server.stop()
+
+
+def test_the_command_takes_the_run_from_its_run_file(
+    bus: Bus,
+    run_id: str,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`penstock bootstrap run.toml` needs no other name; without any name nothing is created."""
+    where = arguments(nats_settings, s3_settings)
+    assert command.main(where) == 1
+    assert "no run was named; give its run file, or run.id=NAME" in capsys.readouterr().err
+    (tmp_path / "run.toml").write_text(f'run.id = "{run_id}"\n')
+    assert command.main([str(tmp_path / "run.toml"), *where]) == 0
+    assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 0
+    delete_run(bus, run_id)

@@ -13,7 +13,15 @@ from tests.deploy.processes import processes_of
 from tests.servers import require, secret_file, wait_for
 
 from penstock.deploy import quickstart_task
-from penstock.deploy.local_run import REWARD, LocalRun, adapter_overrides, endpoint_name, worker_name
+from penstock.deploy.local_run import (
+    REWARD,
+    LocalRun,
+    adapter_overrides,
+    endpoint_name,
+    fails_at_first_start,
+    worker_name,
+)
+from penstock.deploy.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -129,6 +137,15 @@ def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(run_file: P
     assert processes_of(tmp_path) == []
 
 
+def test_an_endpoint_that_fails_at_its_first_start_is_not_restarted() -> None:
+    """An import error in a reward file would only be repeated; what was killed, or had run before, is started again."""
+    crashed = ProcessEvent(0.0, "endpoint-a", "crashed", "SIGKILL")
+    assert fails_at_first_start("endpoint-a", 1, [])
+    assert fails_at_first_start("endpoint-b", 1, [crashed])
+    assert not fails_at_first_start("endpoint-a", -9, [])
+    assert not fails_at_first_start("endpoint-a", 1, [crashed])
+
+
 def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> None:
     """The error names the file, before anything starts."""
     with pytest.raises(ConfigError, match=r"--serve .*none\.py: there is no such file"):
@@ -137,6 +154,7 @@ def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> Non
 
 def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path) -> None:
     """The command exits with the trainer's exit code and shows the end of its log."""
+    (tmp_path / "nowhere").mkdir()  # a folder that is missing is refused before anything starts
     done = subprocess.run(
         [
             sys.executable,

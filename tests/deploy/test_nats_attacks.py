@@ -57,7 +57,7 @@ READS = {  # streams whose state and stored messages a role reads
     "rollout": (f"{RUN}-weights", *(f"KV_{RUN}-{bucket}" for bucket in BUCKETS)),
     "reward": (f"KV_{RUN}-live", f"KV_{RUN}-scoring", *SHARED),
     "trainer": (
-        *(f"{RUN}-{fact}" for fact in FACTS if fact != "events"),
+        *(f"{RUN}-{fact}" for fact in FACTS),
         *(f"KV_{RUN}-{bucket}" for bucket in ("state", "live", "leases")),
         "KV_penstock-rewards",
     ),
@@ -85,7 +85,7 @@ WRITES = {  # subjects that a role publishes, keys included
 WATCHES = {  # announcements that a role subscribes to
     "rollout": ("weights.published", "weights.applied"),
     "reward": (),
-    "trainer": ("weights.refused", "dead.*"),
+    "trainer": ("weights.*", "events.*", "dead.*"),
     "viewer": ("weights.*", "events.*", "dead.*"),
 }
 ANNOUNCEMENTS = ("weights.published", "weights.applied", "weights.refused", "weights.*", "events.*", "dead.*", ">")

@@ -363,7 +363,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
     """Without the run's streams the service exits at once and says how to create them."""
     service = Service(f"{run_id}-absent", nats_settings, s3_settings, tmp_path)
     assert service.wait(60) == 1
-    assert "python -m penstock.deploy.bootstrap" in service.output
+    assert "penstock bootstrap" in service.output
     assert "Traceback" not in service.output
 
 

@@ -236,7 +236,7 @@ def test_a_run_that_was_not_bootstrapped_is_named(
     """The worker exits immediately; its error names the command that creates the streams."""
     log = log_of_failed(start_worker("w0", *attached(faulty_engine), "run.id=nobody"))
     assert "stream nobody-tasks has no consumer rollout-train" in log
-    assert "python -m penstock.deploy.bootstrap --run nobody" in log
+    assert "penstock bootstrap run.id=nobody" in log
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,11 @@ class Trainable:
         try:
             found, state = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._has_frozen)
         except Exception as err:  # DeepSpeed and torch raise many kinds of errors for a broken folder
+            if "Error(s) in loading state_dict" in str(err):
+                raise CheckpointError(
+                    f"checkpoint {folder} is of another model than model.path; set model.path back to the model of this run, "
+                    "or start another run from the new model with another run.id"
+                ) from err
             raise CheckpointError(
                 f"checkpoint {folder} is not readable ({type(err).__name__}: {err}); restore it from a copy, or "
                 "remove its folder and set trainer.resume_older_step to the step of the one before it"

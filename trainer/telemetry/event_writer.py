@@ -9,6 +9,7 @@
 | `drop`            | groups were discarded             | ``groups`` by reason, since the last such event              |
 | `state`           | the run's phase changes           | ``text``, ``total_steps``, ``finished``                      |
 | `alarm`           | the run stops by itself           | ``text``                                                     |
+| `log`             | a run is resumed                  | ``text``, ``rolled_back``: steps, groups, seconds            |
 
 `step`, `eval` and `evaluation_lost` are written to metrics.jsonl too.
 """
@@ -52,7 +53,8 @@ class EventWriter:
         self._num_events = 0
         self._lock = threading.Lock()
         self._unconfirmed: deque[Pending[Receipt]] = deque()
-        self._file = (folder / "metrics.jsonl").open("ab")
+        self._path = folder / "metrics.jsonl"
+        self._file = self._path.open("ab")
 
     def sync(self) -> int:
         """Write metrics.jsonl to the disk and return its length: a checkpoint covers these bytes, and an audit reads them."""
@@ -60,12 +62,17 @@ class EventWriter:
             os.fsync(self._file.fileno())
             return self._file.tell()
 
-    def rewind(self, num_bytes: int) -> None:
-        """Truncate metrics.jsonl to its length at a checkpoint: the steps after it are made again."""
+    def rewind(self, num_bytes: int) -> bytes:
+        """Truncate metrics.jsonl to its length at a checkpoint, and return the lines after it: their steps are made again."""
         with self._lock:
-            if self._file.tell() > num_bytes:
-                self._file.truncate(num_bytes)
-                self._file.seek(num_bytes)
+            if self._file.tell() <= num_bytes:
+                return b""
+            with self._path.open("rb") as file:
+                file.seek(num_bytes)
+                removed = file.read()
+            self._file.truncate(num_bytes)
+            self._file.seek(num_bytes)
+            return removed
 
     def write(self, kind: str, data: Mapping[str, Any]) -> None:
         """Write and publish one event, without waiting for the broker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__
-from penstock.console import launch
+from penstock.console import connections, launch
+from penstock.console.cli.main import app
 from penstock.protocol.errors import ConfigError
 
 VERBS = (
@@ -21,6 +23,7 @@ VERBS = (
     "reward",
     "data",
     "up",
+    "bootstrap",
     "doctor",
     "runs",
     "replay",
@@ -180,7 +183,7 @@ def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
 
 def test_train_local_starts_all_services():
     """--local is removed; the other arguments are passed on."""
-    assert launch.train(["run.toml", "--local", "a.b=1"], {})[3:] == [
+    assert launch.train_command(["run.toml", "--local", "a.b=1"], {})[3:] == [
         "penstock.deploy.train_local",
         "run.toml",
         "a.b=1",
@@ -222,3 +225,39 @@ def test_an_unknown_key_gets_a_suggestion(tmp_path: Path):
     answer = penstock("watch", "nobody", "nats.ulr=nats://x", cwd=tmp_path)
     assert answer.returncode == 1
     assert "did you mean nats.url?" in answer.stderr
+
+
+@pytest.mark.parametrize("verb", [["train"], ["rollout"], ["reward", "service"]])
+def test_without_servers_the_answer_is_immediate(verb: list[str], monkeypatch: pytest.MonkeyPatch):
+    """No server was configured and none listens at the default address: `penstock up` and --local are named."""
+
+    def start(_: object) -> None:
+        pytest.fail("the service was started")
+
+    monkeypatch.setattr(launch, "replace_process", start)
+    monkeypatch.setattr(connections, "answers", lambda _: False)  # a NATS of this machine may listen there
+    with pytest.raises(ConfigError, match=r"no NATS server at .*penstock up.*penstock train run.toml --local"):
+        app([*verb, "run.id=r"], exit_on_error=False)
+
+
+def test_a_configured_server_may_still_be_starting():
+    """Only the default addresses are checked before the service starts, which waits for its servers itself."""
+    connections.require_servers(["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"], {})
+
+
+def test_train_reads_json_as_an_option_of_its_own():
+    """--json is not a setting of the run file."""
+    assert launch.train_command(["a.b=1", "--json"], {})[3:] == ["penstock.deploy.train_attached", "a.b=1", "--json"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path):
+    """`penstock … | head`: no traceback, and the exit code of a process that SIGPIPE ended."""
+    (tmp_path / "runs" / "r" / "model").mkdir(parents=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "penstock", "runs", "--json"],
+        stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

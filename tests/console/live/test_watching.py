@@ -142,7 +142,7 @@ def test_an_unreadable_heartbeat_hides_no_other_service(bus: Bus, run_streams: s
 
 def test_a_run_that_was_never_bootstrapped_is_refused(bus: Bus):
     """The panel names the missing stream and how to create it."""
-    with pytest.raises(MissingStream, match=r"never-made-events.*deploy\.bootstrap"), LivePanel("never-made", bus):
+    with pytest.raises(MissingStream, match=r"never-made-events.*penstock bootstrap"), LivePanel("never-made", bus):
         pass
 
 

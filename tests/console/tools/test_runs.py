@@ -11,9 +11,10 @@ from tests.console.record import recorded_run as recorded
 
 from penstock.console import connections
 from penstock.console.report import report
-from penstock.console.tools.runs import list_broker, list_folder
+from penstock.console.tools.runs import RunLine, list_broker, list_folder, merge
 from penstock.deploy.local import LocalStack
 from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.record import run_lock
 from penstock.protocol.transport.bus import Bus
 
 
@@ -72,21 +73,61 @@ def test_show_of_an_unknown_run_names_the_known_ones(folder: Path):
     """An unknown name lists the runs found; an invalid one is refused."""
     answer = penstock("runs", "show", "nosuch", cwd=folder)
     assert answer.returncode == 1
-    assert "no run nosuch in runs/; found: sorting" in answer.stderr
+    assert "no run nosuch in runs/; found: sorting; check the name" in answer.stderr
+    assert "did you mean sorting?" in penstock("runs", "show", "sort1ng", cwd=folder).stderr
     assert "run id '../x' must be" in penstock("runs", "show", "../x", cwd=folder).stderr
 
 
-def test_a_run_with_its_own_servers_is_running_and_found(tmp_path: Path):
-    """While the local servers of a run run, it counts as running and its address is read from its folder."""
+def test_a_run_with_its_own_servers_is_found(tmp_path: Path):
+    """Its address is read from its folder; servers alone (penstock up) do not make it running."""
     store = tmp_path / "runs" / "own" / connections.STORE
     with LocalStack(store) as stack:
         (line,) = list_folder(tmp_path / "runs")
-        assert line.state == "running"
+        assert line.state == "stopped"
         found = connections.find([f"run.dir={tmp_path / 'runs'}"], {}, run_id="own").settings
         assert found.nats.url == stack.nats.url
         with Bus.connect(found.nats, name="test"):
             pass
     assert [line.state for line in list_folder(tmp_path / "runs")] == ["stopped"]
+
+
+def test_a_run_is_running_while_a_process_holds_its_lock(folder: Path):
+    """The trainer holds it, and the process that starts the trainer: either suffices."""
+    sorting = folder / "runs" / "sorting"
+    with run_lock.hold(sorting):
+        with run_lock.hold(sorting):
+            assert [line.state for line in list_folder(folder / "runs")] == ["running"]
+        assert [line.state for line in list_folder(folder / "runs")] == ["running"]
+    assert [line.state for line in list_folder(folder / "runs")] == ["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "asked", "state"),
+    [
+        ({"finished": True, "steps": 60}, 60, "finished"),
+        ({"finished": True, "steps": 60}, 90, "stopped"),  # continued with more steps, and killed
+        ({"finished": False, "steps": 40}, 60, "stopped"),
+    ],
+)
+def test_a_run_is_finished_when_its_trainer_took_all_steps(
+    folder: Path, ended: dict[str, object], asked: int, state: str
+):
+    """Whether it was local or not; a report of an earlier end does not count."""
+    sorting = folder / "runs" / "sorting"
+    report.write(sorting, recorded.whole_run().summary())
+    (sorting / "trainer.json").write_text(json.dumps(ended))
+    (sorting / "config.json").write_text(json.dumps({"settings": {"trainer": {"steps": asked}}}))
+    assert [line.state for line in list_folder(folder / "runs")] == [state]
+
+
+def test_a_run_whose_trainer_is_on_another_machine_is_running():
+    """NATS has its heartbeat; a folder that is finished, or only has waiting workers, stays what it is."""
+    here = [RunLine("a", "stopped", step=3), RunLine("b", "finished"), RunLine("c", "stopped")]
+    broker = [RunLine("a", "running"), RunLine("b", "running"), RunLine("c", "idle"), RunLine("d", "running")]
+    merged = merge(here, broker)
+    assert [(line.run, line.state, line.step) for line in merged] == [
+        ("a", "running", 3), ("b", "finished", None), ("c", "stopped", None), ("d", "running", None)
+    ]  # fmt: skip
 
 
 def test_arguments_take_precedence_over_the_store(tmp_path: Path):

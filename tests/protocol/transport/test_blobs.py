@@ -198,9 +198,9 @@ def test_wrong_credentials_are_refused_at_once(s3_settings: S3Settings, wrong: d
 def test_a_missing_bucket_is_named_with_its_remedy(s3_settings: S3Settings, blobs: Blobs, run_id: str) -> None:
     """Without the bucket the error of every call explains how to create it; ensure_bucket does, any number of times."""
     other = Blobs(s3_settings.model_copy(update={"bucket": f"other-{run_id}"}))
-    with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*deploy\.bootstrap"):
+    with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*penstock bootstrap"):
         other.check()
-    with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*deploy\.bootstrap"):
+    with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*penstock bootstrap"):
         other.put("x", b"data")
     other.ensure_bucket()
     other.ensure_bucket()

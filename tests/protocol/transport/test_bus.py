@@ -107,7 +107,7 @@ def test_a_queue_is_read_without_taking_from_it(bus: Bus, run_streams: str) -> N
     assert found[0].subject == subjects.tasks(run_streams, "train")
     delivery.ack().wait()
     assert len(bus.read_stream(stream).wait()) == 699
-    with pytest.raises(MissingStream, match=r"no-such-tasks.*deploy\.bootstrap"):
+    with pytest.raises(MissingStream, match=r"no-such-tasks.*penstock bootstrap"):
         bus.read_stream("no-such-tasks").wait()
 
 
@@ -458,9 +458,9 @@ def test_a_stream_that_stays_full_is_an_error_at_the_deadline(bus: Bus, blobs: B
 
 def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> None:
     """Publishing and binding to a run without streams is an error that explains the bootstrap."""
-    with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
+    with pytest.raises(MissingStream, match=r"penstock bootstrap"):
         issue(bus, run_id, 1)
-    with pytest.raises(MissingStream, match=rf"no consumer rollout-train.*deploy\.bootstrap --run {run_id}"):
+    with pytest.raises(MissingStream, match=rf"no consumer rollout-train.*penstock bootstrap run\.id={run_id}"):
         task_inbox(bus, run_id)
     with pytest.raises(MissingStream, match=rf"no bucket {run_id}-state"):
         bus.key_value(streams.state_bucket(run_id).bucket).wait()

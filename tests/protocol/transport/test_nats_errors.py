@@ -69,10 +69,10 @@ def test_a_store_without_space_for_a_run_is_an_error(small_nats: NatsServer, run
 
 def test_a_missing_stream_or_consumer_is_named(bus: Bus, run_id: str) -> None:
     """Errors 10059 and 10014: the stream, or the consumer of an existing stream, with the command that creates it."""
-    with pytest.raises(MissingStream, match=rf"stream {run_id}.*deploy.bootstrap"):
+    with pytest.raises(MissingStream, match=rf"stream {run_id}.*penstock bootstrap"):
         bus.stream_state(run_id).wait()
     bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
-    with pytest.raises(MissingStream, match=rf"consumer reader of {run_id}.*deploy.bootstrap"):
+    with pytest.raises(MissingStream, match=rf"consumer reader of {run_id}.*penstock bootstrap"):
         bus.consumer_state(ConsumerSpec(run_id, "reader", f"{run_id}.>", 1.0, 1, run_id, "tasks")).wait()
     bus.delete_stream(run_id).wait()
 
@@ -102,7 +102,7 @@ def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, ru
         (503, 10039, BusRefused, "enable JetStream"),
         (400, 10003, BusError, "2.12"),
         (400, 10013, BusError, "remove it"),
-        (404, 19999, MissingStream, "deploy.bootstrap"),
+        (404, 19999, MissingStream, "penstock bootstrap"),
         (500, 19999, BusError, "error 19999"),
     ],
 )

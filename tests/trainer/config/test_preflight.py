@@ -74,7 +74,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_command(
     settings: TrainerSettings, bus: Bus, blobs: Blobs
 ) -> None:
     """Missing streams and buckets are an error with the command that creates them."""
-    with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
+    with pytest.raises(MissingStream, match=r"penstock bootstrap run\.toml"):
         check_resume(Connections(settings.run.id, bus, blobs), resume=True, has_checkpoint=False)
 
 

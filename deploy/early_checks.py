@@ -1,0 +1,44 @@
+"""What is certain to fail, found before a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.recovery.same_model import check_same_model
+from penstock.trainer.settings import TrainerSettings
+
+
+def check_inputs(trainer: TrainerSettings) -> None:
+    """Check that model and data exist, and that a resumed run keeps its model; raises ConfigError."""
+    if not trainer.model.path.exists():
+        raise ConfigError(
+            f"model.path = {trainer.model.path}: there is no such folder; set it to a Hugging Face model folder"
+        )
+    if trainer.data.from_run is None:
+        for key, files in (("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files)):
+            if missing := [str(file) for file in files if not file.exists()]:
+                raise ConfigError(f"{key}: there is no file {', '.join(missing)}; check the path")
+    check_same_model(trainer.run.folder, trainer.model.path)
+
+
+def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:
+    """Check that the workers' engine serves the model; raises UnsupportedModel."""
+    if rollout.worker.engine == "embedded" and (trainer.model.path / "config.json").is_file():
+        read_model_config(trainer.model.path)
+
+
+def check_reward_files(files: Sequence[Path]) -> None:
+    """Check that the files of ``--serve`` exist and are Python; raises ConfigError with file and line."""
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise ConfigError(f"--serve {', '.join(missing)}: there is no such file")
+    for file in files:
+        try:
+            compile(file.read_bytes(), file, "exec", dont_inherit=True)
+        except SyntaxError as err:
+            raise ConfigError(f"--serve {file}:{err.lineno or 1}: {err.msg}; correct the file") from None
+        except (OSError, ValueError) as err:  # a null byte
+            raise ConfigError(f"--serve {file} cannot be read ({err}); correct the file") from None

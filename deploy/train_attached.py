@@ -1,0 +1,194 @@
+"""``penstock train run.toml``: the trainer of a run whose other services run elsewhere, with a live panel and a report.
+
+python -m penstock.deploy.train_attached run.toml [--json] [section.key=value ...]
+
+Creates what the run lacks on NATS and S3, if this user may. On a terminal the panel is shown, and the trainer's output goes
+to ``runs/<id>/logs/trainer.log``; elsewhere the trainer writes to this process's output, as in a container. A trainer that
+a signal killed is started again and resumes. A run that cannot be watched is trained all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from penstock.console import launch
+from penstock.console.live.panel import LivePanel
+from penstock.console.report import report
+from penstock.console.report.run_summary import RunSummary
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.child import Child
+from penstock.deploy.early_checks import check_inputs
+from penstock.deploy.local_run import TRAINER
+from penstock.deploy.supervise import ProcessEvent, Supervisor
+from penstock.deploy.train_local import next_steps, say_finished
+from penstock.protocol import logs, streams
+from penstock.protocol.config.connection import RunSettings
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
+from penstock.protocol.record import run_lock
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer.recovery import finished_run
+from penstock.trainer.settings import TrainerSettings
+
+_POLL_S = 0.2
+_CONNECT_S = 20.0
+_ERROR = 2  # as the trainer's own exit code for an error that is explained
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until the trainer exits; returns its exit code, 2 for an error that is explained on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="penstock train",
+        description="The trainer of a run. Other arguments: run files and section.key=value.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
+    options, rest = parser.parse_known_args(arguments)
+    logs.configure("train", level="warning")
+    try:
+        files, overrides = split_arguments(rest)
+        settings = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
+        command = launch.train(rest, os.environ)
+        if finished := finished_run.notice(settings):
+            return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
+        check_inputs(settings)
+        create_what_is_missing(settings)
+        with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
+            code, summary = _watch(trainer, settings, quiet=options.json)
+    except PenstockError as err:
+        print(f"penstock train: {err}", file=sys.stderr)
+        return _ERROR
+    if trainer.stop_requested:
+        print("penstock train: stopped on request; start the run again to resume it", file=sys.stderr)
+    elif code and trainer.is_logged:
+        print(
+            f"penstock train: the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}",
+            file=sys.stderr,
+        )
+    elif code == 0 and summary is not None:
+        _report(settings.run.folder.absolute(), summary)
+        if options.json:
+            print(summary.to_line())
+    return code if code >= 0 else 128 - code
+
+
+def create_what_is_missing(settings: TrainerSettings) -> None:
+    """Create the run's bucket, streams and consumers if one of them is missing; raises PenstockError with the command."""
+    run_id, blobs = settings.run.id, Blobs(settings.s3)
+    with Bus.connect(settings.nats, name="train", deadline_s=_CONNECT_S) as bus:
+        try:
+            blobs.check()
+            bus.key_value(streams.state_bucket(run_id).bucket).wait()
+            bus.consumer_state(streams.consumers(run_id)[0]).wait()
+        except (MissingStream, BlobStoreRefused) as missing:
+            try:
+                bootstrap(bus, blobs, run_id, settings.retention.limits())
+            except (BusRefused, BlobStoreRefused):
+                raise missing from None  # it names the command; someone with the rights runs it
+            print(f"run {run_id}: created its streams and buckets at {bus.url}", file=sys.stderr)
+
+
+class Trainer:
+    """The trainer as a child process that is started again after a signal killed it. Use it as a context manager."""
+
+    def __init__(self, command: Sequence[str], run: RunSettings) -> None:
+        """Prepare the child; on a terminal its output goes to the log of the run's folder."""
+        self.is_logged = sys.stderr.isatty()
+        self.stop_requested = False
+        by_torchrun = "torch.distributed.run" in command
+        self._child = Child(
+            TRAINER,
+            command,
+            log=run.folder.absolute() / "logs" / f"{TRAINER}.log",
+            death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL,
+            inherit_output=not self.is_logged,
+        )
+        self._note: Callable[[str], object] = lambda _: None
+        self._supervisor: Supervisor | None = None
+
+    def __enter__(self) -> Trainer:
+        self._child.start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._forward)
+        self._supervisor = Supervisor(on_event=self._on_event)
+        self._supervisor.watch(self._child, self._child.relaunch, is_crash=self._is_crash)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._require_supervisor().close()
+        self._child.kill()
+
+    @property
+    def log_tail(self) -> str:
+        """The last lines of the log, indented."""
+        return self._child.log_tail()
+
+    def wait(self, deadline_s: float) -> int | None:
+        """Wait for the exit code; None after ``deadline_s``. Raises DeployError when it was killed too often."""
+        supervisor = self._require_supervisor()
+        ended = supervisor.wait_for(
+            lambda: supervisor.failure is not None or any(e.kind == "exited" for e in supervisor.events), deadline_s
+        )
+        if supervisor.failure is not None:
+            raise supervisor.failure
+        if self.stop_requested and not self._child.alive:  # the signal came between a crash and the restart
+            return self._child.returncode
+        return self._child.returncode if ended else None
+
+    def on_incident(self, note: Callable[[str], object]) -> None:
+        """Call ``note`` for every crash and restart from now on, on the supervisor's thread."""
+        self._note = note
+
+    def _on_event(self, event: ProcessEvent) -> None:
+        if event.as_incident:
+            self._note(event.as_incident)
+
+    def _is_crash(self, code: int) -> bool:
+        return code < 0 and not self.stop_requested
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        """Pass the signal on: the first makes the trainer write a checkpoint and stop, the second ends it at once."""
+        self.stop_requested = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child.pid, number)
+
+    def _require_supervisor(self) -> Supervisor:
+        assert self._supervisor is not None, "the trainer was not started"
+        return self._supervisor
+
+
+def _watch(trainer: Trainer, settings: TrainerSettings, *, quiet: bool) -> tuple[int, RunSummary | None]:
+    """Show the run until the trainer exits; the summary is None when the run cannot be watched."""
+    with contextlib.ExitStack() as watching:
+        panel = None
+        try:
+            bus = watching.enter_context(Bus.connect(settings.nats, name="watch", deadline_s=_CONNECT_S))
+            mode = "auto" if trainer.is_logged and not quiet else "quiet"
+            folder = settings.run.folder.absolute()
+            panel = LivePanel(settings.run.id, bus, total_steps=settings.trainer.steps, mode=mode, folder=folder)
+            watching.enter_context(panel)
+            trainer.on_incident(panel.note)
+        except PenstockError as err:
+            panel = None
+            print(f"penstock train: the run is trained, but not watched, and gets no report: {err}", file=sys.stderr)
+        while (code := trainer.wait(_POLL_S)) is None:
+            pass
+    return code, None if panel is None else panel.summary()
+
+
+def _report(folder: Path, summary: RunSummary) -> None:
+    following = next_steps(folder)
+    path = report.write(folder, summary, next_steps=following)
+    print(f"report: {path}", *(f"next: {line}" for line in following), sep="\n", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

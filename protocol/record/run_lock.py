@@ -1,0 +1,55 @@
+"""The lock in a run's folder that says that the run is running on this machine; the kernel releases it with its holders.
+
+The trainer holds it, and so does the process that starts and watches the trainer: between a crash of the trainer and its
+restart the run is still running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.protocol.errors import ConfigError
+
+RUN_LOCK = "run.lock"
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, together with others; on a file system without locks nothing is held.
+
+    Raises ConfigError when the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as err:
+        raise ConfigError(
+            f"the run's folder {folder.absolute()} cannot be written ({err.strerror}); change its permissions, or set run.dir"
+        ) from None
+    try:
+        with contextlib.suppress(OSError):  # ENOLCK, EOPNOTSUPP: the run is not less for it
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_held(folder: Path) -> bool:
+    """Return True while a process of this machine holds the lock of a run's folder."""
+    try:
+        handle = os.open(folder / RUN_LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False

@@ -1,0 +1,34 @@
+"""A run that is neither in the folder of runs nor on NATS is named as what it is: a wrong name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.console.record import recorded_run as recorded
+
+from penstock.console import connections
+from penstock.console.record.stored_run import ensure_local_servers
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.errors import ConfigError
+
+
+def test_a_misspelt_run_is_refused_without_waiting_for_nats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No NATS was configured and none is at the default address: the runs found and the nearest name are shown."""
+    recorded.write_metrics(tmp_path / "sorting")
+    monkeypatch.setattr(connections, "answers", lambda _: False)  # a NATS of this machine may listen there
+    with pytest.raises(
+        ConfigError, match=r"no run sorted in .*; found: sorting; did you mean sorting\? check the name"
+    ):
+        ensure_local_servers("sorted", [f"run.dir={tmp_path}"], {}, [])
+
+
+def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
+    tmp_path: Path, run_streams: str, nats_settings: NatsSettings
+) -> None:
+    """It has no streams; one that has some is read."""
+    at = [f"run.dir={tmp_path}", f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
+    at.append(f"nats.password={nats_settings.secret()}")
+    with pytest.raises(ConfigError, match=r"no run nosuch at nats://.*; found: .*check the name"):
+        ensure_local_servers("nosuch", at, {}, [])
+    ensure_local_servers(run_streams, at, {}, [])

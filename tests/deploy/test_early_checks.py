@@ -1,0 +1,97 @@
+"""What is certain to fail is refused before a process is started, with the fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.early_checks import check_engine, check_inputs, check_reward_files
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record import run_lock
+from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.settings import TrainerSettings
+
+
+def model_folder(folder: Path, **config: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, **config})
+    )
+    return folder
+
+
+def settings(tmp_path: Path, model: Path, **data: str) -> TrainerSettings:
+    (tmp_path / "rows.jsonl").touch()
+    return TrainerSettings.model_validate(
+        {
+            "run": {"id": "r", "dir": tmp_path},
+            "model": {"path": model},
+            "data": {"train": str(tmp_path / "rows.jsonl"), **data},
+        }
+    )
+
+
+def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    """Model folder, training data and held-out data, each by its setting."""
+    model = model_folder(tmp_path / "model")
+    check_inputs(settings(tmp_path, model))
+    with pytest.raises(ConfigError, match=r"model\.path = .*none: there is no such folder"):
+        check_inputs(settings(tmp_path, tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"data\.eval: there is no file nowhere\.jsonl"):
+        check_inputs(settings(tmp_path, model, eval="nowhere.jsonl"))
+
+
+def test_a_run_is_not_resumed_with_another_model(tmp_path: Path) -> None:
+    """A checkpoint fits one shape; a copy of the model elsewhere is the same model, and a run without a checkpoint is free."""
+    first, copy = model_folder(tmp_path / "first"), model_folder(tmp_path / "copy")
+    larger = model_folder(tmp_path / "larger", hidden_size=128)
+    run = tmp_path / "r"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps({"settings": {"model": {"path": str(first)}}}))
+    check_inputs(settings(tmp_path, larger))
+    (run / "checkpoints" / "step00000002").mkdir(parents=True)
+    check_inputs(settings(tmp_path, copy))
+    with pytest.raises(
+        ConfigError,
+        match=r"run r has checkpoints of the model .*first \(hidden_size = 64\).*larger has hidden_size = 128",
+    ):
+        check_inputs(settings(tmp_path, larger))
+
+
+def test_a_model_that_the_engine_does_not_serve_is_refused(tmp_path: Path) -> None:
+    """GPT-2 with the embedded engine; another engine may serve it."""
+    trainer = settings(tmp_path, model_folder(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"]))
+    with pytest.raises(UnsupportedModel, match="architecture GPT2LMHeadModel is not served by the embedded engine"):
+        check_engine(trainer, RolloutSettings())
+    check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "sglang"}}))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def f(a)\n", r"reward\.py:1: expected ':'"),
+        ("x = 1\nreturn 2\n", r"reward\.py:2: 'return' outside function"),
+        ("\0", "reward.py"),
+    ],
+)
+def test_a_reward_file_with_a_syntax_error_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    """By file and line; nothing of the file is executed."""
+    file = tmp_path / "reward.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        check_reward_files([file])
+    file.write_text("raise SystemExit(3)")
+    check_reward_files([file])
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    """The lock of the run is the first file in it."""
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"folder .*file/r cannot be written \(Not a directory\); .* set run\.dir"),
+        run_lock.hold(tmp_path / "file" / "r"),
+    ):
+        pass

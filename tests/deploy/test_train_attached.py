@@ -1,0 +1,82 @@
+"""`penstock train` without --local: what the run lacks is created, and the trainer is started again, stopped and reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.servers import wait_for
+
+from penstock.deploy.bootstrap import delete_run
+from penstock.deploy.train_attached import Trainer, create_what_is_missing
+from penstock.protocol import streams
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
+from penstock.protocol.errors import MissingStream
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer.settings import TrainerSettings
+
+BY_MARK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+mark = pathlib.Path(sys.argv[1])
+mark.write_text(mark.read_text() + "x" if mark.exists() else "x")
+{then}
+"""
+
+
+@pytest.fixture
+def keep_handlers() -> Iterator[None]:
+    """The process that starts a trainer passes its own signals on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def program(tmp_path: Path, then: str) -> Sequence[str]:
+    """A trainer's command line that adds a letter to a file at each start."""
+    return [sys.executable, "-c", BY_MARK.format(then=then), str(tmp_path / "starts")]
+
+
+def test_a_run_without_streams_gets_them(
+    bus: Bus, nats_settings: NatsSettings, s3_settings: S3Settings, run_id: str
+) -> None:
+    """Streams, consumers and buckets of the run exist afterwards; a second start changes nothing."""
+    settings = TrainerSettings.model_validate(
+        {"run": {"id": run_id}, "model": {"path": "m"}, "nats": nats_settings, "s3": s3_settings}
+    )
+    with pytest.raises(MissingStream):
+        bus.key_value(streams.state_bucket(run_id).bucket).wait()
+    create_what_is_missing(settings)
+    create_what_is_missing(settings)
+    for spec in streams.consumers(run_id):
+        bus.consumer_state(spec).wait()
+    delete_run(bus, run_id)
+
+
+@pytest.mark.usefixtures("keep_handlers")
+def test_a_trainer_that_a_signal_killed_is_started_again(tmp_path: Path) -> None:
+    """Its exit code is that of the last start; the panel is told of the crash and the restart."""
+    then = "os.kill(os.getpid(), signal.SIGKILL) if mark.read_text() == 'x' else sys.exit(3)"
+    told: list[str] = []
+    with Trainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+        trainer.on_incident(told.append)
+        assert trainer.wait(20.0) == 3
+    assert (tmp_path / "starts").read_text() == "xx"
+    assert "trainer was restarted" in told[-1]
+    assert not trainer.stop_requested
+
+
+@pytest.mark.usefixtures("keep_handlers")
+def test_a_signal_to_the_command_is_passed_to_the_trainer(tmp_path: Path) -> None:
+    """The trainer writes its checkpoint and ends with its own exit code; it is not started again."""
+    with Trainer(program(tmp_path, "time.sleep(60)"), RunSettings(dir=tmp_path)) as trainer:
+        wait_for((tmp_path / "starts").exists, "the start", 20.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert trainer.wait(20.0) == 143
+    assert trainer.stop_requested
+    assert (tmp_path / "starts").read_text() == "x"

@@ -1,0 +1,31 @@
+"""When a checkpoint is due: by steps, and by time; pure."""
+
+from __future__ import annotations
+
+_MAX_TIME_SHARE = 0.05  # checkpoints by time take at most this share of a run, however large the model is
+
+
+class CheckpointSchedule:
+    """Decides after each step whether a checkpoint is due.
+
+    Besides every ``every_steps`` steps, one is due ``every_s`` seconds after the previous one, or later where writing takes
+    long: a checkpoint that took 60 s is followed by the next one by time after 20 minutes.
+    """
+
+    def __init__(self, *, every_steps: int, every_s: float, now: float) -> None:
+        """Start counting at ``now``, in seconds of a monotonic clock; ``every_s`` 0 means by steps only."""
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._previous_at = now
+        self._previous_took_s = 0.0
+
+    def is_due(self, step: int, now: float) -> bool:
+        """Return True if a checkpoint is due after ``step`` steps."""
+        if step % self._every_steps == 0:
+            return True
+        pause_s = max(self._every_s, self._previous_took_s / _MAX_TIME_SHARE)
+        return self._every_s > 0 and now - self._previous_at >= pause_s
+
+    def written(self, *, started: float, now: float) -> None:
+        """Take note of a checkpoint that was written from ``started`` to ``now``."""
+        self._previous_at, self._previous_took_s = now, now - started
