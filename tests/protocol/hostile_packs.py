@@ -105,6 +105,12 @@ def _sample_nothing(columns: Columns) -> None:
     columns["version_runs"][0] = []
 
 
+def _half_twice(columns: Columns) -> None:
+    """Runs of the first trajectory name half of its tokens twice; the others are certain, so that nothing else shows it."""
+    columns["version_runs"][0] = [2, 4, 9, 2, 4, 9]
+    columns["behaviour_logprobs"][0] = [*columns["behaviour_logprobs"][0][:9], *[0.0] * 5]
+
+
 def _set_token(name: str, place: int, value: Any) -> Hostile:
     """Change one value of the second trajectory."""
 
@@ -344,6 +350,7 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "no version run": lambda: _set("version_runs", *[[]] * SIZE),
     "half a version run": lambda: _set("version_runs", [2, 4]),
     "version runs that name tokens twice": lambda: _set("version_runs", [2, 4, 9, 2, 9, 14], [2, 4, 7, 2, 4, 7]),
+    "version runs that name half of the tokens twice": lambda: _with_values(_half_twice),
     "version runs that overlap": lambda: _set_token("version_runs", 1, 3),
     "a version run beyond the end": lambda: _set_token("version_runs", 2, 10**12),
     "a version run that ends before it starts": lambda: _set_token("version_runs", 2, -1),

@@ -51,6 +51,7 @@ def test_a_hostile_pack_is_refused(name: str):
         ("delta encodings", "has encoding 5"),
         ("a negative version", "do not cover exactly"),
         ("version runs that name tokens twice", r"\(2, 4, 7\), \(2, 4, 7\)"),
+        ("version runs that name half of the tokens twice", r"do not cover exactly the 10 sampled"),
         ("no prompt", "0 prompt tokens in a trajectory"),
         ("a prompt longer than the trajectory", "500 prompt tokens in a trajectory"),
         ("a prompt that was sampled", "tokens of the prompt were sampled"),
