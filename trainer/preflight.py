@@ -150,16 +150,18 @@ class _Wanted(NamedTuple):
     names: set[str]  # rewards that a service must offer
     sources: set[str]  # data sets that must have a reward
     digests: dict[str, str]  # of the definitions among the names
+    parts: dict[str, set[str]]  # the rewards that each of these is made of
 
 
 def _wanted(prompt_sets: Iterable[PromptSet], define: Mapping[str, RewardDefinition]) -> _Wanted:
-    wanted = _Wanted(set(), set(), {})
+    wanted = _Wanted(set(), set(), {}, {})
     for prompts in prompt_sets:
         asked = set(prompts.rows_by_reward)
         defined = {name: define[name] for name in asked & define.keys()}
-        by_part = {part.reward for definition in defined.values() for part in definition.parts.values()}
         auto = {name for name, one in defined.items() if any(p.reward == AUTO_REWARD for p in one.parts.values())}
-        wanted.names.update((asked | by_part) - {AUTO_REWARD})
+        wanted.names.update(asked - {AUTO_REWARD})
+        for name, definition in defined.items():  # the service itself makes a built-in reward with parameters
+            wanted.parts[name] = {part.reward for part in definition.parts.values() if not part.parameters}
         wanted.digests.update({name: definition.digest for name, definition in defined.items()})
         wanted.sources.update(_sources(prompts, (auto | {AUTO_REWARD}) & asked))
     return wanted
@@ -188,7 +190,10 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
     if not offers:
         return "no reward service of this run is alive; start one: penstock reward service run.toml"
     offered = sorted({name for offer in offers for name in offer.names})
-    if missing := _plain_first(names_not_offered(wanted.names, offers), wanted.digests):
+    not_offered = names_not_offered(wanted.names, offers)
+    for name in not_offered & wanted.parts.keys():
+        not_offered |= names_not_offered(wanted.parts[name], offers)
+    if missing := _plain_first(not_offered, wanted.digests):
         near = _near(missing[0], offers)
         return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name"
     if others := differently_defined(wanted.digests, offers):

@@ -124,9 +124,13 @@ def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
     settings: TrainerSettings, bus: Bus, blobs: Blobs, run_streams: str,
     nats_settings: NatsSettings, s3_settings: S3Settings,
 ) -> None:  # fmt: skip
-    """A part that no service offers is named with the nearest names; a service with other weights is refused by its name."""
+    """A part that no service offers is named with the nearest names; a service with other weights is refused by its name.
+
+    A built-in reward that has to be given parameters is offered by no service under its own name.
+    """
     connections = Connections(run_streams, bus, blobs)
-    parts = {"correct": {"reward": "exact_match"}, "form": {"reward": "auto", "weight": 0.2}}
+    short = {"reward": "overlong", "parameters": {"longest": 64, "buffer": 8}}
+    parts = {"correct": {"reward": "exact_match"}, "form": {"reward": "auto", "weight": 0.2}, "short": short}
     ours = RewardSettings.model_validate({"name": "mine", "define": {"mine": {"parts": parts}}})
     wanted = prompts(settings, ours)
     bucket = bus.key_value(streams.registry_bucket().bucket).wait()
