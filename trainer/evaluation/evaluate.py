@@ -2,7 +2,8 @@
 
 Every task is pinned: all its tokens must be sampled by that version, and an answer from another one is refused. An
 evaluation needs all its groups: one that is dead-lettered makes it fail, since the accuracy over the groups that
-arrived would be biased upwards. An evaluation that was under way when the trainer exited continues in its next session,
+arrived would be biased upwards. Every service may write dead letters, so a group that one names is waited for until the
+queue of tasks is empty and nothing has arrived for some seconds. An evaluation that was under way when the trainer exited continues in its next session,
 as long as its version is stored; one that ends without a result is reported with the reason. Messages are acknowledged
 after a checkpoint that includes the outcome of their groups, as in training.
 """
@@ -55,8 +56,20 @@ class _Evaluation:
     rules: dict[str, SuccessRule | None] = field(default_factory=dict)  # what counts as correct, by group id
     groups: dict[str, ScoredGroup] = field(default_factory=dict)
     packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
+    dead: dict[str, str] = field(default_factory=dict)  # what is said of groups that may arrive all the same
+    changed_at: float = field(default_factory=time.monotonic)  # when a group arrived, or one was said to be dead
     failure: str = ""
     is_closed: bool = False  # its result is reported and its groups are closed in the accounting
+
+    def bury(self, group_ids: Iterable[str], reason: str) -> None:
+        """Note the groups that it waits for among those that are said to be dead."""
+        self.dead |= dict.fromkeys(self.waiting_for.intersection(group_ids), reason)
+        self.changed_at = time.monotonic()
+
+    @property
+    def waits_for_the_dead(self) -> bool:
+        """Whether all groups that have not arrived are said to be dead."""
+        return bool(self.waiting_for) and self.waiting_for <= self.dead.keys()
 
     @property
     def is_over(self) -> bool:
@@ -78,6 +91,7 @@ class Evaluator:
         on_end: Callable[[EvalResult | LostEvaluation], None],
         accounting: Accounting,
         reader: PackReader | None = None,
+        silent_s: float = 5.0,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -91,6 +105,7 @@ class Evaluator:
             on_end: Called with the result of an evaluation, on the evaluator's thread, or in `resume` when it is lost.
             accounting: Of all groups of the run.
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
+            silent_s: Seconds without an arrival after which dead-lettered groups are no longer waited for.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._prompts = prompts
@@ -99,7 +114,7 @@ class Evaluator:
         self._sampling = sampling
         self._environment = {} if settings.environment is None else {"environment": settings.environment}
         self._publisher = publisher
-        self._deadline_s = deadline_s
+        self._deadline_s, self._silent_s = deadline_s, silent_s
         self._on_end = on_end
         self._accounting = accounting
         self._reader = reader or PackReader(connections.blobs.get)
@@ -288,7 +303,7 @@ class Evaluator:
             log.warning("pack of an evaluation is unreadable: dead-lettered", error=str(err))
             with self._changed:
                 for group_id, evaluation in wanted.items():
-                    evaluation.failure = f"evaluation of version {evaluation.version}: group {group_id}: {err}"
+                    evaluation.bury([group_id], str(err))
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
         with self._changed:
@@ -323,6 +338,7 @@ class Evaluator:
             )
         else:
             evaluation.waiting_for.discard(summary.group_id)
+            evaluation.changed_at = time.monotonic()
             evaluation.groups[summary.group_id] = group
             evaluation.packs[summary.group_id] = pack
 
@@ -333,6 +349,12 @@ class Evaluator:
                 f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
                 f"{self._num_prompts} groups did not arrive within {self._deadline_s:.0f} s. "
                 f"{waiting.describe(self._bus, self._run_id)}"  # without the lock, since the bus's thread needs it
+            )
+        if not evaluation.is_over and self._is_lost(evaluation):
+            group_id = min(evaluation.waiting_for)
+            evaluation.failure = (
+                f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of {self._num_prompts} groups were "
+                f"dead-lettered, such as {group_id}: {evaluation.dead[group_id]}"
             )
         if not evaluation.is_over:
             return
@@ -356,6 +378,15 @@ class Evaluator:
             evaluation.is_closed = True
             self._changed.notify_all()
 
+    def _is_lost(self, evaluation: _Evaluation) -> bool:
+        """Whether the groups that have not arrived were dead-lettered, and none of them is on its way."""
+        with self._changed:
+            silent_s = time.monotonic() - evaluation.changed_at
+            if not evaluation.is_issued or not evaluation.waits_for_the_dead or silent_s < self._silent_s:
+                return False
+        tasks = self._bus.consumer_state(streams.tasks_consumer(self._run_id, "eval")).wait()
+        return tasks.num_pending + tasks.num_ack_pending == 0
+
     def _abandon(self, group_ids: Iterable[str], evaluation: _Evaluation | None = None) -> None:
         for group_id in sorted(group_ids):
             group = evaluation.groups.get(group_id) if evaluation else None
@@ -368,11 +399,7 @@ class Evaluator:
     def _on_dead_letter(self, letter: DeadLetter) -> None:
         with self._changed:
             for evaluation in self._evaluations.values():
-                if evaluation.waiting_for.intersection(letter.group_ids):
-                    evaluation.failure = (
-                        f"evaluation of version {evaluation.version}: {len(letter.group_ids)} groups were dead-lettered at "
-                        f"stage {letter.stage}: {letter.reason}: {letter.detail}"
-                    )
+                evaluation.bury(letter.group_ids, f"at stage {letter.stage}: {letter.reason}: {letter.detail}")
             self._changed.notify_all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,10 @@ from tests.servers import wait_for
 from tests.trainer.producer import Answer, Author, ScriptedProducer, recite
 
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.protocol import blob_keys, subjects
+from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import DeadLetter, Sampling, Task
+from penstock.protocol.facts import DeadLetter, Sampling, Task, TaskIssued
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -54,7 +55,7 @@ class Scene:
         self.evaluator = Evaluator(
             connections, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5, environment="maze"),
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
-            on_end=self.add, accounting=self.accounting,
+            on_end=self.add, accounting=self.accounting, silent_s=0.3,
         )  # fmt: skip
         self.evaluator.success = SuccessRules({"exact_match": 1.0})
 
@@ -194,19 +195,46 @@ def test_an_evaluation_that_cannot_continue_is_reported(
     assert not scene.accounting.in_flight("eval")
 
 
-def test_a_dead_lettered_group_makes_the_evaluation_fail(scene: Scene) -> None:
+def _say_dead(scene: Scene, *group_ids: str) -> None:
+    run_id, bus = scene.connections.run_id, scene.connections.bus
+    letter = DeadLetter(
+        run_id=run_id, stage="tasks", subject="x", reason="VersionGone", detail="no weights of 3", group_ids=group_ids,
+        num_delivered=3,
+    )  # fmt: skip
+    bus.publish(subjects.dead(run_id, "tasks"), letter, msg_id="d").wait()
+
+
+def test_dead_lettered_groups_make_the_evaluation_fail(scene: Scene) -> None:
     """An evaluation without one of its groups has no accuracy; the reason of the dead letter is in the error."""
     scene.producer.limit = 0
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
-    letter = DeadLetter(
-        run_id=scene.connections.run_id, stage="tasks", subject="x", reason="VersionGone", detail="no weights of 3",
-        group_ids=("eval.v3.p1",), num_delivered=3,
-    )  # fmt: skip
-    scene.connections.bus.publish(subjects.dead(scene.connections.run_id, "tasks"), letter, msg_id="d").wait()
-    with pytest.raises(EvaluationFailed, match="VersionGone: no weights of 3"):
+    bus, taken = scene.connections.bus, 0
+    tasks = bus.inbox(streams.tasks_consumer(scene.connections.run_id, "eval"), TaskIssued).wait()
+    while taken < 70:  # a worker that dead-letters its tasks has taken them out of the queue
+        for delivery in tasks.fetch(16, 1.0).wait():
+            taken += len(delivery.fact.tasks)
+            delivery.ack().wait()
+    _say_dead(scene, *(f"eval.v3.p{index}" for index in range(70)))
+    with pytest.raises(EvaluationFailed, match=r"70 of 70 groups were dead-lettered, .*VersionGone: no weights of 3"):
         scene.evaluator.wait(V3)
     wait_for(lambda: scene.evaluator.num_failed == 1, "the failure to be counted")
+
+
+def test_a_dead_letter_of_a_group_that_is_on_its_way_is_not_believed(scene: Scene) -> None:
+    """Any service may write one; the groups that it names are waited for while tasks are in the queue."""
+    scene.producer.limit = 0
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    wait_for(lambda: scene.evaluator._evaluations[V3].is_issued, "the tasks")
+    _say_dead(scene, *(f"eval.v3.p{index}" for index in range(70)))
+    wait_for(lambda: scene.evaluator._evaluations[V3].dead, "the dead letter")
+    time.sleep(1.0)  # longer than `silent_s`
+    scene.producer.limit = None
+    scene.evaluator.wait(V3)
+    assert [result.num_prompts for result in scene.results] == [70]
+    assert not scene.lost
 
 
 def test_pass_at_k_is_unbiased() -> None:
