@@ -96,7 +96,6 @@ class LocalRun:
 
         Raises:
             ConfigError: A service would refuse them; names file and line.
-            UnsupportedModel: The workers' engine does not serve the model.
         """
         if num_workers < 1:
             raise ConfigError(f"--workers {num_workers}: a run needs at least one rollout worker")
@@ -121,8 +120,7 @@ class LocalRun:
         self._worker_overrides = adapter_overrides(trainer, rollout)
         self._reward_files = [file.absolute() for file in reward_files]
         check_reward_files(self._reward_files)
-        check_inputs(trainer)
-        check_engine(trainer, rollout)
+        self._rollout_settings = rollout
         self._rule = rule
         self._trainer_overrides = trainer_overrides
         self._num_trainer_sessions = 0
@@ -142,6 +140,16 @@ class LocalRun:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def check(self) -> None:
+        """Check what the run reads before anything starts.
+
+        Raises:
+            ConfigError: Model or data are missing, or the run was begun with another model.
+            UnsupportedModel: The workers' engine does not serve the model.
+        """
+        check_inputs(self.settings)
+        check_engine(self.settings, self._rollout_settings)
 
     def start(self) -> None:
         """Start all processes; returns while the services are still starting up.

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with LocalRun(rest, num_workers=options.workers, reward_files=options.serve) as run:
             if finished := finished_run.notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)
+            run.check()
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()

@@ -59,7 +59,12 @@ INTERFACE: dict[str, list[str]] = {
         "class(Options) (*, dual_clip: typing.Annotated[float | None, Gt(gt=1)] = None) -> None",
         "model_config",
     ],
-    "EngineChecksum": ["dataclass() (value: 'str', layout: 'str') -> None", "layout", "value"],
+    "EngineChecksum": [
+        "dataclass() (value: 'str', layout: 'str', is_of_files: 'bool' = False) -> None",
+        "is_of_files",
+        "layout",
+        "value",
+    ],
     "EngineClient": [
         "class(Generates, Protocol) (*args, **kwargs)",
         "close(self) -> 'None'",

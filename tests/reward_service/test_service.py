@@ -30,7 +30,7 @@ from tests.groups import make_generated, make_group, make_groups, pack_bytes
 from tests.protocol.hostile_packs import HOSTILE
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
-from tests.servers import wait_for
+from tests.servers import secret_file, wait_for
 
 TEXTS = ["1 2 3", " 1 2 3\n", "3 2 1", ""]
 
@@ -369,7 +369,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
 
 def test_health_and_metrics_report_scored_groups(wire: Wire, start_service: Callable[..., Service]) -> None:
     """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
-    service = start_service("reward_service.token=secret")
+    service = start_service(f"reward_service.token_file={secret_file('secret')}")
     wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])
     wire.wait_scored("e0.p0.a0")
     assert httpx.get(f"{service.url}/healthz", timeout=60).json()["ok"] is True

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.console.record import recorded_run as recorded
+from tests.servers import secret_file
 
 from penstock.console import connections
 from penstock.console.record.stored_run import ensure_local_servers
@@ -28,7 +29,7 @@ def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
 ) -> None:
     """It has no streams; one that has some is read."""
     at = [f"run.dir={tmp_path}", f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
-    at.append(f"nats.password={nats_settings.secret()}")
+    at.append(f"nats.password_file={secret_file(nats_settings.secret())}")
     with pytest.raises(ConfigError, match=r"no run nosuch at nats://.*; found: .*check the name"):
         ensure_local_servers("nosuch", at, {}, [])
     ensure_local_servers(run_streams, at, {}, [])

@@ -18,7 +18,7 @@ import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Process, Service, good
-from tests.servers import require_package, wait_for
+from tests.servers import require_package, secret_file, wait_for
 
 from penstock.reward_service.endpoints import signature
 from penstock.reward_service.hosting import endpoint_kit
@@ -148,7 +148,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     """The examples in Python and Node score a run with signatures, refuse unsigned requests, and unregister on SIGINT."""
     if language == "node":
         require_package("node", "nodejs")
-    service = start_service("reward_service.token=right", "reward_service.endpoint_attempts=50")
+    service = start_service(f"reward_service.token_file={secret_file('right')}", "reward_service.endpoint_attempts=50")
     commands = {
         "python": (sys.executable, "examples/reward_endpoint.py", service.url),
         "node": ("node", "examples/reward_node/server.mjs", service.url),
@@ -184,7 +184,7 @@ def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     wire: Wire, start_service: Callable[..., Service], tmp_path: Path
 ) -> None:
     """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint at once and its last call is answered."""
-    service = start_service("reward_service.token=right")
+    service = start_service(f"reward_service.token_file={secret_file('right')}")
     (tmp_path / "token").write_text("right\n")
     (tmp_path / "secret").write_text(SECRET + "\n")
     entered, may_end = tmp_path / "entered", tmp_path / "may_end"

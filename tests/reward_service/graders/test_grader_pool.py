@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -101,7 +102,8 @@ async def test_a_grader_killed_from_outside_is_an_error(pool: GraderPool) -> Non
     async def kill_them_all() -> None:
         while True:
             for grader in pool.pids:
-                os.kill(grader, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and its successor is not known yet
+                    os.kill(grader, signal.SIGKILL)
             await asyncio.sleep(0.01)
 
     killer = asyncio.create_task(kill_them_all())

@@ -11,7 +11,7 @@ import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Process, Service
-from tests.servers import wait_for
+from tests.servers import secret_file, wait_for
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_registration_that_is_refused_ends_the_command(
     wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process], tmp_path: Path
 ) -> None:
     """A wrong token, a built-in's name and a file without a reward end the command with one line, no traceback."""
-    service = start_service("reward_service.token=right")
+    service = start_service(f"reward_service.token_file={secret_file('right')}")
     token = tmp_path / "token"
     token.write_text("wrong")
     example = "examples/my_reward.py"

@@ -97,7 +97,7 @@ def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest
     rows = {line.split(" = ")[0]: line.split() for line in printed.splitlines()}
     assert rows["model.path"] == ["model.path", "=", '"m"', "#", f"{file}:2"]
     assert rows["trainer.lr"] == ["trainer.lr", "=", "0.5", "#", "override"]
-    assert rows["algorithm.loss"] == ["algorithm.loss", "=", '"ppo_clip"', "#", "preset", "grpo"]
+    assert rows["algorithm.loss"] == ["algorithm.loss", "=", '"ppo_clip"', "#", "preset", "async_grpo"]
     assert main(["config", str(file), "--json", "--trainer.lr", "0.5"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["settings"]["trainer"]["lr"] == 0.5

@@ -133,7 +133,7 @@ class Commits:
             ),
             "rank_group": SimpleNamespace(save=lambda _: None),
             "planner": SimpleNamespace(document=dict),
-            "events": SimpleNamespace(num_bytes=0),
+            "events": SimpleNamespace(num_bytes=0, sync=lambda: 0),
             "collector": acks,
             "lease": self.lease,
         }  # fmt: skip

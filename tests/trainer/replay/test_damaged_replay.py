@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.console.record.made_run import NUM_STEPS, MadeRun, make_run
 from tests.console.record.test_damage import DAMAGES
+from tests.servers import secret_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.servers import NatsServer, S3Server
@@ -46,10 +47,10 @@ def refusal(
         *(
             f"nats.url={nats.settings.url}",
             f"nats.user={nats.settings.user}",
-            f"nats.password={nats.settings.secret()}",
+            f"nats.password_file={secret_file(nats.settings.secret())}",
         ),
         *(f"s3.endpoint={s3.settings.endpoint}", f"s3.access_key={s3.settings.access_key}"),
-        *(f"s3.secret_key={s3.settings.secret()}", f"run.dir={runs or run.folder.parent}"),
+        *(f"s3.secret_key_file={secret_file(s3.settings.secret())}", f"run.dir={runs or run.folder.parent}"),
     ]
     assert main([run.run_id, *given]) in {1, 2}
     return capsys.readouterr().err
