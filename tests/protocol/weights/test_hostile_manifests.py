@@ -27,6 +27,12 @@ def stored(**values: object) -> Edit:
     return lambda m: m["buckets"][0]["stored"].update(values)
 
 
+def as_patch(content: dict[str, Any]) -> None:
+    """Nothing but its buckets shows that it is none."""
+    parent = {"version": 0, "manifest": BLOB, "state_root": content["state_root"]}
+    content.update(version=1, kind="patch", parent=parent, anchor={**parent, "num_bytes": 1})
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -45,6 +51,7 @@ def stored(**values: object) -> Edit:
         pytest.param(lambda m: m["buckets"][0].update(num_changed=10**9), id="more changes than words"),
         pytest.param(lambda m: m["buckets"][0].update(new_xxh3="0"), id="no hash"),
         pytest.param(lambda m: m.update(kind="patch"), id="another kind"),
+        pytest.param(as_patch, id="a patch whose buckets are whole"),
         pytest.param(lambda m: m.update(version=-1), id="a negative version"),
         pytest.param(lambda m: m.update(run_id="../x"), id="a run id with .."),
         pytest.param(lambda m: m.update(more=1), id="an unknown field"),
