@@ -242,3 +242,11 @@ def test_tests_that_were_not_reached_are_counted() -> None:
     tested.answer += b'{"done": true}\n'
     graded = test_code._verdict(served, tested, Proof("", (3,), has_finished=True), LIMITS)
     assert (graded.passed, graded.total, graded.reason) == (1, 3, Reason.WRONG)
+
+
+def test_a_program_that_leaves_fewer_tests_has_not_passed_all() -> None:
+    """The tests count as many as with an empty program, although the answer made them announce fewer."""
+    said = [{"place": 0, "planned": 1}, {"test": 0, "ok": True}, {"done": True}]
+    tested = Run(status=0, answer=bytearray(b"".join(json.dumps(m).encode() + b"\n" for m in said)))
+    graded = test_code._verdict(Run(status=0), tested, Proof("", (3,), has_finished=True), LIMITS)
+    assert (graded.passed, graded.total, graded.reason) == (1, 3, Reason.WRONG)
