@@ -6,7 +6,7 @@ from tests.mutation.prove import ROOT, read_table
 
 
 def test_every_guard_of_the_table_is_in_its_file() -> None:
-    """Each text is there once, its replacement is another one that compiles, and each of its tests exists."""
+    """Each text is there once, its replacement is another one that compiles, and each of its tests, or files of tests, exists."""
     guards = read_table()
     assert len({guard.check for guard in guards}) == len(guards)
     for guard in guards:
@@ -16,4 +16,4 @@ def test_every_guard_of_the_table_is_in_its_file() -> None:
         compile(without, guard.file, "exec")
         for test in guard.tests:
             file, _, name = test.partition("::")
-            assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test
+            assert not name or f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), test

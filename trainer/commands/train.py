@@ -55,7 +55,9 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
     code = 0
     signals = _stop_on_signals(stop, is_leader=ranks.is_leader)
     if ranks.is_leader:
-        log.info("training", algorithm=summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness))
+        log.info(
+            "algorithm chosen", algorithm=summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
+        )
     config = (json.dumps(config_document(loaded), indent=1) + "\n").encode()
     try:
         train(settings, config, ranks, stop, watched)
