@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from penstock.protocol import subjects
+from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Head, WeightsPublished, WeightsRefused, decode
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
@@ -167,7 +168,11 @@ class Publisher:
         announced: dict[PolicyVersion, WeightsPublished] = {}
         for message in self._bus.read_stream(f"{self._run_id}-weights").wait():
             if message.subject == subjects.weights_published(self._run_id):
-                fact = decode(message.data, WeightsPublished)
+                try:
+                    fact = decode(message.data, WeightsPublished)
+                except WireError as err:
+                    log.warning("announcement of weights skipped: it is none", error=str(err))
+                    continue
                 announced[PolicyVersion(fact.version)] = fact
         return {
             version: announced[version].step

@@ -16,7 +16,7 @@ from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import DeadLetter, Sampling, Task, TaskIssued
+from penstock.protocol.facts import DeadLetter, Heartbeat, Sampling, Task, TaskIssued
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -158,6 +158,9 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
         scene.publisher.wait_until_published(version, 20.0)
         scene.publisher.unpin(version)
     scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(70)])  # by the session before
+    published = subjects.weights_published(scene.connections.run_id)
+    no_weights = Heartbeat(role="rollout", service_id="x", at=0.0, state="generating")
+    scene.connections.bus.publish(published, no_weights, msg_id="x").wait()  # and something that is no announcement
     assert not scene.evaluator.resume(V4, now=V4, step=4)
     assert scene.publisher.pinned() == {V3}
     scene.evaluator.wait_for_all()

@@ -56,6 +56,15 @@ class Run:
         return self.folder / "marks"
 
     @property
+    def deaths(self) -> dict[str, int]:
+        """How many trainers were killed at each pack, by its key: those that were counted, and the mark that is left."""
+        counted = self.marks / "readers_killed.json"
+        found = json.loads(counted.read_text()) if counted.exists() else {}
+        if left := (self.marks / "reading").read_text().split("\n")[0]:
+            found[left] = found.get(left, 0) + 1
+        return found
+
+    @property
     def trained(self) -> Path:
         """The ids of the batch that a session took, which is the end of it."""
         return self.folder / "trained.json"
@@ -77,7 +86,7 @@ def main() -> None:
         blobs = Blobs(S3Settings.model_validate(setup["s3"]))
         reader = PackReader(blobs.get, mark=ReadingMark(run.marks))
         connections = Connections(setup["run_id"], bus, blobs)
-        with Session(connections, read_prompts(run.folder), reader=reader) as session:
+        with Session(connections, read_prompts(run.folder), reader=reader, log=run.folder / "issued.log") as session:
             session.issuer.advance(V0, 4)
             trained = session.train(V0)
     partial = run.trained.with_suffix(".partial")
