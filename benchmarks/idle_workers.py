@@ -4,8 +4,10 @@
     python -m benchmarks.idle_workers --workers 200 1000 --seconds 60 --json idle_workers.json
 
 Each worker is simulated by the parts that a worker has beside its engine: the requests of `TaskSource`, two tails of
-the weights stream, and the `HeartbeatWriter`. Ten of them share a connection, because all run in one Python process. While they wait, one task a second is
-issued, which one of them takes and acknowledges. The busy disk is four processes that write 4 MiB and
+the weights stream, and the `HeartbeatWriter`. Most run in one Python process, ten to a connection. Twenty are *observed*:
+they run in a process of their own, each with its own connection, as real workers do, so that their latency is that of
+NATS and not that of a thousand workers in one interpreter. While all wait, one task a second is issued, which one of
+them takes and acknowledges. The busy disk is four processes that write 4 MiB and
 sync, without end, on the disk of the NATS store.
 Exits with 1 above `HEARTBEAT_P99_MS` or `NATS_CORES`, with or without the busy disk, at a thousand workers.
 """
@@ -16,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -24,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
 from penstock.protocol import logs, streams, subjects
 from penstock.protocol.activity import Activity
+from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.facts import Heartbeat, TaskIssued, WeightsApplied, WeightsPublished, decode
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -46,6 +51,8 @@ HEARTBEAT_P99_MS = 100.0
 NATS_CORES = 0.2
 _RUN = "idle"
 _PER_CONNECTION = 10
+_OBSERVED = 20
+_OBSERVER_S = 60.0  # until the observed workers have started, and until they have answered
 _WAVE, _WAVE_S = 20, 0.5  # workers that start together, and the pause after them
 _BUSY = (
     "import os, sys\n"
@@ -66,7 +73,8 @@ class Row:
     workers: int
     busy_disk: bool
     heartbeats_per_s: float
-    heartbeat_ms: tuple[float, float, float]  # median, 99th percentile, longest
+    heartbeat_ms: tuple[float, float, float]  # of the observed workers: median, 99th percentile, longest
+    simulated_ms: tuple[float, float, float]  # of those that share a process: the same
     task_ms: tuple[float, float]  # from the beginning of the publication until a worker has it: median, longest
     nats_cores: float
     nats_mb: float
@@ -92,7 +100,7 @@ class Engine:
 class TimedBucket:
     """The live bucket, with the seconds that each write took."""
 
-    def __init__(self, store: KeyValue, taken: list[float]) -> None:
+    def __init__(self, store: KeyValue, taken: list[tuple[float, float]]) -> None:
         self._store = store
         self._taken = taken
 
@@ -100,7 +108,7 @@ class TimedBucket:
         """Write and measure."""
         began = time.perf_counter()
         revision = await self._store.put(key, value, **options)
-        self._taken.append(time.perf_counter() - began)
+        self._taken.append((time.monotonic(), time.perf_counter() - began))
         return revision
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +118,7 @@ class TimedBucket:
 class TimedBus:
     """A bus whose buckets are timed."""
 
-    def __init__(self, bus: Bus, taken: list[float]) -> None:
+    def __init__(self, bus: Bus, taken: list[tuple[float, float]]) -> None:
         self._bus = bus
         self._taken = taken
 
@@ -126,7 +134,9 @@ class TimedBus:
 class Idle:
     """All simulated workers, in this process."""
 
-    heartbeats: list[float] = field(default_factory=list)
+    heartbeats: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # when each was stored (monotonic), seconds taken
     taken: dict[str, float] = field(default_factory=dict)  # when a worker had a task, by its pack
 
     async def run(self, bus: Bus, number: int) -> None:
@@ -143,7 +153,7 @@ class Idle:
         timed: Any = TimedBus(bus, self.heartbeats)
         writer = HeartbeatWriter(
             bus=timed, engine=engine, activity=Activity(), metrics=WorkerMetrics(), packs_held=lambda: source.num_held,
-            needs_version=lambda: None, run_id=_RUN, worker_id=f"w{number}",
+            needs_version=lambda: None, run_id=_RUN, worker_id=f"w{number}" if number >= 0 else f"o{-number}",
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(writer.run())
@@ -151,7 +161,7 @@ class Idle:
 
     async def _take(self, source: TaskSource) -> None:
         while (received := await source.take()) is not None:
-            self.taken[received.pack_id] = time.perf_counter()
+            self.taken[received.pack_id] = time.monotonic()
             await received.delivery.ack()
 
 
@@ -160,11 +170,12 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as open_buses:
         nats = stack.nats
-        num_buses = max(1, workers // _PER_CONNECTION)
+        observer = open_buses.enter_context(_observer(nats, _OBSERVED))
+        num_buses = max(1, (workers - _OBSERVED) // _PER_CONNECTION)
         buses = [open_buses.enter_context(Bus.connect(nats, name=f"w{n}")) for n in range(num_buses)]
         idle = Idle()
         tasks: list[asyncio.Task[None]] = []
-        for number in range(workers):
+        for number in range(workers - _OBSERVED):
             tasks.append(loop.create_task(idle.run(buses[number % num_buses], number)))
             if number % _WAVE == _WAVE - 1:
                 await _quiet(tasks, _WAVE_S)
@@ -174,19 +185,18 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
             if scratch is not None:
                 busy.enter_context(_busy_disk(scratch))
                 await _quiet(tasks, 3.0)
-            idle.heartbeats.clear()
             nats_pid = stack.pids[0]
             issued: dict[str, float] = {}
             cpu, began = cpu_of(nats_pid), time.monotonic()
             while time.monotonic() - began < seconds:
                 pack = f"p{workers}.{scratch is not None}.{len(issued)}"
-                issued[pack] = time.perf_counter()
+                issued[pack] = time.monotonic()
                 fact = make_task_issued(_RUN, pack, [make_task(f"e0.{pack}.a0")])
                 await buses[0].publish(subjects.tasks(_RUN, "train"), fact, msg_id=pack)
                 await _quiet(tasks, 1.0)
             wall = time.monotonic() - began
             cores = (cpu_of(nats_pid) - cpu) / wall
-            heartbeats = sorted(idle.heartbeats)
+            ended = time.monotonic()
             await _quiet(tasks, 1.0)
         finally:
             busy.close()
@@ -194,13 +204,18 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        observer.send("end")
+        if not observer.poll(_OBSERVER_S):
+            raise SystemExit(f"the observed workers did not answer within {_OBSERVER_S:.0f} s")
+        observed, taken = observer.recv()
+    idle.taken |= taken
+    apart, together = (_between(found, began, ended) for found in (observed, idle.heartbeats))
     missing = [pack for pack in issued if pack not in idle.taken]
     if missing:
         raise SystemExit(f"{len(missing)} tasks were not taken, first {missing[0]}")
     delays = sorted(idle.taken[pack] - at for pack, at in issued.items())
     return Row(
-        workers, scratch is not None, len(heartbeats) / wall,
-        (1e3 * _at(heartbeats, 0.5), 1e3 * _at(heartbeats, 0.99), 1e3 * heartbeats[-1]),
+        workers, scratch is not None, (len(apart) + len(together)) / wall, _three(apart), _three(together),
         (1e3 * _at(delays, 0.5), 1e3 * delays[-1]), cores, _resident_mb(nats_pid), _longest_period(entries),
     )  # fmt: skip
 
@@ -220,6 +235,52 @@ def _busy_disk(folder: Path) -> Iterator[None]:
         for writer in writers:
             writer.kill()
             writer.wait()
+
+
+@contextlib.contextmanager
+def _observer(nats: NatsSettings, workers: int) -> Iterator[Connection]:
+    """Run workers in a process of their own; sent anything, it answers with their heartbeats and the packs they took."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_observe, args=(nats, workers, theirs), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(_OBSERVER_S):
+            raise SystemExit(f"the observed workers did not start within {_OBSERVER_S:.0f} s")
+        ours.recv()
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def _observe(nats: NatsSettings, workers: int, parent: Connection) -> None:
+    logs.configure("idle", level="error")
+    asyncio.run(_be_observed(nats, workers, parent))
+
+
+async def _be_observed(nats: NatsSettings, workers: int, parent: Connection) -> None:
+    idle, loop = Idle(), asyncio.get_running_loop()
+    with contextlib.ExitStack() as open_buses:
+        buses = [open_buses.enter_context(Bus.connect(nats, name=f"o{n}")) for n in range(workers)]
+        tasks = [loop.create_task(idle.run(bus, -1 - number)) for number, bus in enumerate(buses)]
+        parent.send("started")
+        answer = loop.run_in_executor(None, parent.recv)
+        await asyncio.wait([*tasks, answer], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise next(error for task in tasks if task.done() and (error := task.exception()))
+        parent.send((idle.heartbeats, idle.taken))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _between(found: Sequence[tuple[float, float]], began: float, ended: float) -> list[float]:
+    """Return the seconds of the heartbeats that were stored in an interval, in order of their length."""
+    return sorted(seconds for at, seconds in found if began <= at <= ended)
+
+
+def _three(ordered: Sequence[float]) -> tuple[float, float, float]:
+    return 1e3 * _at(ordered, 0.5), 1e3 * _at(ordered, 0.99), 1e3 * ordered[-1]
 
 
 def _at(ordered: Sequence[float], share: float) -> float:
@@ -245,9 +306,10 @@ def main() -> int:
     logs.configure("idle", level="error")
     print(f"machine: {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}\n")
     print(
-        "| workers | disk | heartbeats/s | period s | heartbeat ms: p50, p99, max | task ms: p50, max | nats-server cores | MB |"
+        "| workers | disk | heartbeats/s | period s | heartbeat ms: p50, p99, max | in one process | task ms: p50, max "
+        "| nats-server cores | MB |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     rows = []
     for workers in options.workers:
         for is_busy in (False, True):
@@ -257,10 +319,11 @@ def main() -> int:
                 scratch = Path(name) if is_busy else None
                 row = asyncio.run(measure(stack, workers, options.settle_s, options.seconds, scratch=scratch))
             rows.append(row)
-            beat, task = ", ".join(f"{x:.1f}" for x in row.heartbeat_ms), ", ".join(f"{x:.0f}" for x in row.task_ms)
+            beat, together = (", ".join(f"{x:.1f}" for x in ms) for ms in (row.heartbeat_ms, row.simulated_ms))
+            task = ", ".join(f"{x:.0f}" for x in row.task_ms)
             print(
                 f"| {row.workers} | {'busy' if is_busy else 'quiet'} | {row.heartbeats_per_s:.0f} | {row.period_s:.1f} "
-                f"| {beat} | {task} | {row.nats_cores:.3f} | {row.nats_mb:.0f} |", flush=True
+                f"| {beat} | {together} | {task} | {row.nats_cores:.3f} | {row.nats_mb:.0f} |", flush=True
             )  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))

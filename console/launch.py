@@ -23,7 +23,7 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the command line of ``penstock train``: of the process that starts the trainer, watches it and writes the report.
+    """Return the command line of the process behind ``penstock train``: the one that starts the trainer, watches it and writes the report.
 
     With ``--local`` it starts NATS, S3, the reward service and the workers too.
     Raises ConfigError when the run file or num_ranks cannot be read.
@@ -34,7 +34,7 @@ def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[
     return module("penstock.deploy.train_attached", *arguments)
 
 
-def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def trainer_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the command line of the trainer: one process, or several ranks under torchrun.
 
     The ``--`` keeps torchrun from reading the trainer's flags as its own.

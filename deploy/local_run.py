@@ -346,7 +346,7 @@ class LocalRun:
     def _trainer(self) -> Child:
         overrides = self._trainer_overrides(self._num_trainer_sessions)
         self._num_trainer_sessions += 1
-        command = launch.train([*self._arguments, *overrides], self._environ)
+        command = launch.trainer_command([*self._arguments, *overrides], self._environ)
         # torchrun needs SIGTERM, so that it can stop its ranks; a single process does not
         by_torchrun = "torch.distributed.run" in command
         return self._service(TRAINER, command, death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL)

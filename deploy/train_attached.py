@@ -15,19 +15,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 
 from penstock.console import launch
 from penstock.console.live.panel import LivePanel
-from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.child import Child
 from penstock.deploy.early_checks import check_inputs
 from penstock.deploy.local_run import TRAINER
 from penstock.deploy.supervise import ProcessEvent, Supervisor
-from penstock.deploy.train_local import next_steps, say_finished
+from penstock.deploy.train_local import say_finished, write_report
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
@@ -35,6 +33,7 @@ from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream
 from penstock.protocol.record import run_lock
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.settings import TrainerSettings
 
@@ -56,12 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         files, overrides = split_arguments(rest)
         settings = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
-        command = launch.train(rest, os.environ)
+        command = launch.trainer_command(rest, os.environ)
         if finished := finished_run.notice(settings):
             return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
         check_inputs(settings)
+        algorithm = summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
+        print(f"algorithm {algorithm}", file=sys.stderr)
         create_what_is_missing(settings)
         with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
+            if trainer.is_logged:
+                print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
             code, summary = _watch(trainer, settings, quiet=options.json)
     except PenstockError as err:
         print(f"penstock train: {err}", file=sys.stderr)
@@ -74,9 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
     elif code == 0 and summary is not None:
-        _report(settings.run.folder.absolute(), summary)
-        if options.json:
-            print(summary.to_line())
+        write_report(settings.run.folder.absolute(), summary, as_json=options.json)
     return code if code >= 0 else 128 - code
 
 
@@ -103,11 +104,12 @@ class Trainer:
         """Prepare the child; on a terminal its output goes to the log of the run's folder."""
         self.is_logged = sys.stderr.isatty()
         self.stop_requested = False
+        self.log = run.folder.absolute() / "logs" / f"{TRAINER}.log"
         by_torchrun = "torch.distributed.run" in command
         self._child = Child(
             TRAINER,
             command,
-            log=run.folder.absolute() / "logs" / f"{TRAINER}.log",
+            log=self.log,
             death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL,
             inherit_output=not self.is_logged,
         )
@@ -182,12 +184,6 @@ def _watch(trainer: Trainer, settings: TrainerSettings, *, quiet: bool) -> tuple
         while (code := trainer.wait(_POLL_S)) is None:
             pass
     return code, None if panel is None else panel.summary()
-
-
-def _report(folder: Path, summary: RunSummary) -> None:
-    following = next_steps(folder)
-    path = report.write(folder, summary, next_steps=following)
-    print(f"report: {path}", *(f"next: {line}" for line in following), sep="\n", file=sys.stderr)
 
 
 if __name__ == "__main__":

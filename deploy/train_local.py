@@ -66,15 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"penstock train: the trainer ended with exit code {code}; its log ends with\n{log_tail}", file=sys.stderr
         )
         return code if code >= 0 else 128 - code
-    following = next_steps(run.folder)
-    path = report.write(run.folder, summary, next_steps=following)
     print(
         f"penstock train: {run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time", file=sys.stderr
     )
-    print(f"report: {path}", *(f"next: {line}" for line in following), sep="\n", file=sys.stderr)
-    if options.json:
-        print(summary.to_line())
+    write_report(run.folder, summary, as_json=options.json)
     return 0
+
+
+def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
+    """Write the report, print its path and what to type next, and with ``as_json`` the summary on stdout."""
+    following = next_steps(folder)
+    path = report.write(folder, summary, next_steps=following)
+    print(f"report: {path}", *(f"next: {line}" for line in following), sep="\n", file=sys.stderr)
+    if as_json:
+        print(summary.to_line())
 
 
 def say_finished(folder: Path, notice: str, *, as_json: bool) -> int:

@@ -12,7 +12,11 @@ A heartbeat announces its own period, and readers decide by it. All workers of a
 
 from __future__ import annotations
 
-from penstock.protocol.facts import Heartbeat
+import contextlib
+from collections.abc import Iterable
+
+from penstock.protocol.errors import WireError
+from penstock.protocol.facts import Heartbeat, decode
 
 EXITED = "exited"  # the state in the last heartbeat of a service that was asked to stop, or has finished
 EXITED_TTL_S = 5.0  # of that heartbeat: readers that poll once a second get its totals
@@ -22,6 +26,15 @@ LIVE_TTL_S = 60.0  # of the bucket: the longest that a key may last
 _LOST_PERIODS = 4
 _EXPIRY_PERIODS = 6
 _LEAST_EXPIRY_S = 10.0  # a service that is suspended for seconds still counts
+
+
+def readable(values: Iterable[bytes]) -> list[Heartbeat]:
+    """Return the heartbeats among the values of a bucket; any service may have written another value there."""
+    beats = []
+    for value in values:
+        with contextlib.suppress(WireError):
+            beats.append(decode(value, Heartbeat))
+    return beats
 
 
 def worker_period_s(num_services: int, bucket_ttl_s: float) -> float:

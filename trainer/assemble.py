@@ -306,7 +306,7 @@ def _evaluator(
 ) -> Evaluator:
     settings = session.settings
     environment = settings.eval.environment or settings.rollout.environment
-    evaluator = Evaluator(
+    return Evaluator(
         session.connections,
         prompts=prompts,
         settings=settings.eval.model_copy(update={"environment": environment}),
@@ -319,10 +319,9 @@ def _evaluator(
         deadline_s=settings.trainer.collect_deadline_s,
         on_end=results.add,
         accounting=accounting,
+        success=success,
         reader=open_reader(settings, session.connections, session.data.tokenizer, settings.run.folder / _EVAL_MARK),
     )
-    evaluator.success = success
-    return evaluator
 
 
 def _report_rolled_back(events: EventWriter, resumed: CheckpointState | None) -> None:

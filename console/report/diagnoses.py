@@ -16,8 +16,7 @@ from penstock.console.report.run_summary import Diagnosis
 Figures = Mapping[str, float]
 _RECENT = 20  # steps that the rules look at
 _LEAST = 3  # steps before anything is said
-_FEW_SIGNALS, _MANY_TRUNCATED, _LOW_ESS, _HIGH_KL, _HIGH_GAP, _MANY_DROPPED = 0.5, 0.25, 0.5, 0.1, 0.05, 0.2
-_LOW_ENTROPY, _ENTROPY_SHARE, _HALF = 0.1, 0.1, 0.5
+_FEW_SIGNALS, _MANY_DROPPED, _LOW_ENTROPY, _ENTROPY_SHARE, _HALF = 0.5, 0.2, 0.1, 0.1, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +97,6 @@ def _no_signal(run: RunFigures) -> Iterator[Diagnosis]:
     )
 
 
-def _truncated(run: RunFigures) -> Iterator[Diagnosis]:
-    share = run.mean("truncated_share")
-    if share is not None and share >= _MANY_TRUNCATED:
-        yield Diagnosis(
-            key="truncated",
-            what=f"{share:.0%} of the completions of the last {len(run.recent)} steps were cut at rollout.max_new_tokens.",
-            cause="The limit is too small for the task, or the model does not end its answers.",
-            cure="Raise rollout.max_new_tokens, warm up on examples with penstock sft, or reward brevity (the reward overlong).",
-        )
-
-
 def _entropy(run: RunFigures) -> Iterator[Diagnosis]:
     first, now = _mean(run.steps[:_RECENT], "entropy"), run.mean("entropy")
     if first is None or now is None or len(run.steps) < _RECENT:
@@ -123,39 +111,6 @@ def _entropy(run: RunFigures) -> Iterator[Diagnosis]:
         )
 
 
-def _effective_samples(run: RunFigures) -> Iterator[Diagnosis]:
-    share = run.mean("ess_share")
-    if share is not None and share < _LOW_ESS:
-        yield Diagnosis(
-            key="ess",
-            what=f"The effective sample size is {share:.0%} of the tokens: few tokens decide each step.",
-            cause="The policy moves far from the versions that sampled: the samples are too old, or the steps too large.",
-            cure="Lower rollout.max_staleness or trainer.lr.",
-        )
-
-
-def _kl(run: RunFigures) -> Iterator[Diagnosis]:
-    kl = run.mean("kl_behaviour")
-    if kl is not None and kl > _HIGH_KL:
-        yield Diagnosis(
-            key="kl",
-            what=f"The policy is {kl:.2g} nats per token (KL) away from the versions that sampled.",
-            cause="The samples are too old, the steps too large, or engine and trainer compute different log-probabilities.",
-            cure="Lower rollout.max_staleness or trainer.lr; compare the engine gap below.",
-        )
-
-
-def _engine_gap(run: RunFigures) -> Iterator[Diagnosis]:
-    gap = run.mean("engine_gap")
-    if gap is not None and gap > _HIGH_GAP:
-        yield Diagnosis(
-            key="engine_gap",
-            what=f"Engine and trainer differ by {gap:.2g} nats per token for the same weights.",
-            cause="They use different numeric formats, kernels or sampling settings.",
-            cure="Set model.dtype = float32 for a comparison, and see docs/sglang.md.",
-        )
-
-
 def _learning_rate(run: RunFigures) -> Iterator[Diagnosis]:
     used, chosen = run.mean("lr"), run.mean("lr_set")
     if used is not None and chosen is not None and 0.0 <= used < chosen * _HALF:
@@ -165,6 +120,58 @@ def _learning_rate(run: RunFigures) -> Iterator[Diagnosis]:
             cause="The effective sample size of the batches scales it (algorithm.ess_level): the samples are off-policy.",
             cure="Lower rollout.max_staleness, or switch the rule off: algorithm.ess_level = off.",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A rule about the mean of one figure over the newest steps."""
+
+    figure: str
+    is_bad: Callable[[float], bool]
+    key: str
+    what: str  # {value} and {steps} are replaced
+    cause: str
+    cure: str
+
+    def __call__(self, run: RunFigures) -> Iterator[Diagnosis]:
+        value = run.mean(self.figure)
+        if value is not None and self.is_bad(value):
+            what = self.what.format(value=value, steps=len(run.recent))
+            yield Diagnosis(key=self.key, what=what, cause=self.cause, cure=self.cure)
+
+
+_truncated = _Bound(
+    figure="truncated_share",
+    is_bad=lambda share: share >= 0.25,
+    key="truncated",
+    what="{value:.0%} of the completions of the last {steps} steps were cut at rollout.max_new_tokens.",
+    cause="The limit is too small for the task, or the model does not end its answers.",
+    cure="Raise rollout.max_new_tokens, warm up on examples with penstock sft, or reward brevity (the reward overlong).",
+)
+_effective_samples = _Bound(
+    figure="ess_share",
+    is_bad=lambda share: share < 0.5,
+    key="ess",
+    what="The effective sample size is {value:.0%} of the tokens: few tokens decide each step.",
+    cause="The policy moves far from the versions that sampled: the samples are too old, or the steps too large.",
+    cure="Lower rollout.max_staleness or trainer.lr.",
+)
+_kl = _Bound(
+    figure="kl_behaviour",
+    is_bad=lambda kl: kl > 0.1,
+    key="kl",
+    what="The policy is {value:.2g} nats per token (KL) away from the versions that sampled.",
+    cause="The samples are too old, the steps too large, or engine and trainer compute different log-probabilities.",
+    cure="Lower rollout.max_staleness or trainer.lr; compare the engine gap below.",
+)
+_engine_gap = _Bound(
+    figure="engine_gap",
+    is_bad=lambda gap: gap > 0.05,
+    key="engine_gap",
+    what="Engine and trainer differ by {value:.2g} nats per token for the same weights.",
+    cause="They use different numeric formats, kernels or sampling settings.",
+    cure="Set model.dtype = float32 for a comparison, and see docs/sglang.md.",
+)
 
 
 def _dropped(run: RunFigures) -> Iterator[Diagnosis]:

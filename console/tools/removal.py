@@ -137,7 +137,7 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
     if (dependants := users(run, blobs)) and not force:
         raise RunIsNeeded(
             f"{', '.join(dependants)} trained on {run}, whose packs are the only copy: without them these runs can be "
-            "neither replayed nor rescored; remove these runs first (--force removes {run} anyway)"
+            f"neither replayed nor rescored; remove these runs first (--force removes {run} anyway)"
         )
     holdings = find_holdings(run, bus, blobs)
     if holdings.is_empty:

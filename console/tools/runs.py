@@ -181,7 +181,9 @@ def is_finished(folder: Path) -> bool:
     trainer = settings.get("trainer") if isinstance(settings, dict) else None
     steps = number(trainer.get("steps")) if isinstance(trainer, dict) else None
     done = number(ended.get("steps"))
-    return ended.get("finished") is True and (steps is None or (done is not None and done >= steps))
+    if ended.get("complete", ended.get("finished")) is not True:  # older runs have no "complete"
+        return False
+    return steps is None or (done is not None and done >= steps)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

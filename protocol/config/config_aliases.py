@@ -25,7 +25,7 @@ class Alias:
 
     def value(self, theirs: Any) -> Any:
         """Return a foreign value as Penstock spells it."""
-        return self.values.get(theirs, theirs) if isinstance(theirs, (str, bool, int)) else theirs
+        return self.values.get(theirs, theirs) if isinstance(theirs, (str, int)) else theirs
 
 
 def _alias(*keys: str, values: Mapping[Any, Any] | None = None) -> Alias:

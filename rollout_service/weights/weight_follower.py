@@ -33,9 +33,8 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 log = structlog.get_logger("rollout.weight_follower")
 
-ENGINE_CHECK_S = (
-    600.0  # between two times that disagreements have the engine load its files again: anyone may announce them
-)
+# Between two times that a disagreement makes the engine load its files again: anyone may announce one.
+ENGINE_CHECK_S = 600.0
 HEAD_POLL_S = 5.0  # how late a version is noticed whose announcement was missed
 PIN_DEADLINE_S = 60.0  # how long an announcement may come after the task that pins its version
 ISSUED_VERSION_DEADLINE_S = 30.0  # how long a pack waits for the version it was issued for
@@ -85,7 +84,7 @@ class WeightFollower:
         loop = asyncio.get_running_loop()
 
         def on_published(fact: WeightsPublished) -> None:  # on the bus's thread
-            loop.call_soon_threadsafe(self._hear, PolicyVersion(fact.version), fact.manifest)
+            loop.call_soon_threadsafe(self._note_announcement, PolicyVersion(fact.version), fact.manifest)
 
         state = await self._bus.key_value(streams.state_bucket(self._run_id).bucket)
         await self._bus.tail(
@@ -216,7 +215,7 @@ class WeightFollower:
             self._pins.remove(version)
             self._changed.set()
 
-    def _hear(self, version: PolicyVersion, manifest: BlobRef) -> None:
+    def _note_announcement(self, version: PolicyVersion, manifest: BlobRef) -> None:
         if self._published.announce(version, manifest):
             self._announced.set()
             self._changed.set()

@@ -21,9 +21,7 @@ class EvalResult:
     num_samples: int  # completions of each prompt
     accuracy: float | None  # share of correct completions; None: nothing says when one is (`success`)
     reward_mean: float
-    pass_at: dict[
-        int, float
-    ]  # k -> share of prompts solved by k samples, unbiased; empty for one sample or no accuracy
+    pass_at: dict[int, float]  # k -> share of prompts solved by k samples, unbiased; empty without accuracy
     completion_tokens_mean: float
     truncated_share: float  # completions cut off at max_new_tokens
     eval_s: float

@@ -3,9 +3,9 @@
 Every task is pinned: all its tokens must be sampled by that version, and an answer from another one is refused. An
 evaluation needs all its groups: one that is dead-lettered makes it fail, since the accuracy over the groups that
 arrived would be biased upwards. Every service may write dead letters, so a group that one names is waited for until the
-queue of tasks is empty and nothing has arrived for some seconds. An evaluation that was under way when the trainer exited continues in its next session,
-as long as its version is stored; one that ends without a result is reported with the reason. Messages are acknowledged
-after a checkpoint that includes the outcome of their groups, as in training.
+queue of tasks is empty and nothing has arrived for some seconds. An evaluation that was under way when the trainer
+exited continues in its next session, as long as its version is stored; one that ends without a result is reported with
+the reason. Messages are acknowledged after a checkpoint that includes the outcome of their groups, as in training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
-from penstock.trainer.evaluation.success import SuccessRule, SuccessRules
+from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
@@ -53,23 +53,22 @@ class _Evaluation:
     waiting_for: set[str]
     is_of_session: bool = True  # False: an earlier session issued its groups, perhaps with other settings
     is_issued: bool = False
-    rules: dict[str, SuccessRule | None] = field(default_factory=dict)  # what counts as correct, by group id
     groups: dict[str, ScoredGroup] = field(default_factory=dict)
     packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
-    dead: dict[str, str] = field(default_factory=dict)  # what is said of groups that may arrive all the same
-    changed_at: float = field(default_factory=time.monotonic)  # when a group arrived, or one was said to be dead
+    dead_lettered: dict[str, str] = field(default_factory=dict)  # the reason, by group id; they may arrive all the same
+    changed_at: float = field(default_factory=time.monotonic)  # when a group or a dead letter arrived
     failure: str = ""
     is_closed: bool = False  # its result is reported and its groups are closed in the accounting
 
-    def bury(self, group_ids: Iterable[str], reason: str) -> None:
-        """Note the groups that it waits for among those that are said to be dead."""
-        self.dead |= dict.fromkeys(self.waiting_for.intersection(group_ids), reason)
+    def note_dead_letter(self, group_ids: Iterable[str], reason: str) -> None:
+        """Note the reason for those of the groups that it waits for."""
+        self.dead_lettered |= dict.fromkeys(self.waiting_for.intersection(group_ids), reason)
         self.changed_at = time.monotonic()
 
     @property
-    def waits_for_the_dead(self) -> bool:
-        """Whether all groups that have not arrived are said to be dead."""
-        return bool(self.waiting_for) and self.waiting_for <= self.dead.keys()
+    def only_dead_lettered_are_missing(self) -> bool:
+        """Whether every group that has not arrived is named by a dead letter."""
+        return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
 
     @property
     def is_over(self) -> bool:
@@ -90,6 +89,7 @@ class Evaluator:
         deadline_s: float,
         on_end: Callable[[EvalResult | LostEvaluation], None],
         accounting: Accounting,
+        success: SuccessRules,
         reader: PackReader | None = None,
         silent_s: float = 5.0,
     ) -> None:
@@ -104,6 +104,7 @@ class Evaluator:
             deadline_s: Longest duration of an evaluation.
             on_end: Called with the result of an evaluation, on the evaluator's thread, or in `resume` when it is lost.
             accounting: Of all groups of the run.
+            success: Which completions are correct.
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
             silent_s: Seconds without an arrival after which dead-lettered groups are no longer waited for.
         """
@@ -118,7 +119,7 @@ class Evaluator:
         self._on_end = on_end
         self._accounting = accounting
         self._reader = reader or PackReader(connections.blobs.get)
-        self.success = SuccessRules()  # which completions are correct; set before the first evaluation
+        self._success = success
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
@@ -272,7 +273,6 @@ class Evaluator:
         for first in range(0, self._num_prompts, per_pack):
             last = min(first + per_pack, self._num_prompts)
             tasks = [self._task(evaluation.version, index) for index in range(first, last)]
-            evaluation.rules |= {task.group_id: self.success.rule(task.reward) for task in tasks}
             pack = pack_tasks(tasks)
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
@@ -303,7 +303,7 @@ class Evaluator:
             log.warning("pack of an evaluation is unreadable: dead-lettered", error=str(err))
             with self._changed:
                 for group_id, evaluation in wanted.items():
-                    evaluation.bury([group_id], str(err))
+                    evaluation.note_dead_letter([group_id], str(err))
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
         with self._changed:
@@ -354,7 +354,7 @@ class Evaluator:
             group_id = min(evaluation.waiting_for)
             evaluation.failure = (
                 f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of {self._num_prompts} groups were "
-                f"dead-lettered, such as {group_id}: {evaluation.dead[group_id]}"
+                f"dead-lettered, such as {group_id}: {evaluation.dead_lettered[group_id]}"
             )
         if not evaluation.is_over:
             return
@@ -365,10 +365,12 @@ class Evaluator:
             self._on_end(LostEvaluation(evaluation.version, evaluation.step, evaluation.failure))
         else:
             groups = list(evaluation.groups.values())
-            for group_id in evaluation.groups.keys() - evaluation.rules.keys():  # issued by an earlier session
-                evaluation.rules[group_id] = self.success.rule(self._prompts[_index_of(group_id)].reward)
+            rules = {
+                group_id: self._success.rule(self._prompts[_index_of(group_id)].reward)
+                for group_id in evaluation.groups
+            }
             step, version = evaluation.step, evaluation.version
-            self._on_end(summarise(groups, evaluation.rules, step=step, version=version, eval_s=elapsed_s))
+            self._on_end(summarise(groups, rules, step=step, version=version, eval_s=elapsed_s))
             tokens = {group.generated.group_id: claimed_tokens(group) for group in groups}
             self._accounting.use("eval", tokens, evaluation.packs)
         self._publisher.unpin(evaluation.version)
@@ -382,7 +384,7 @@ class Evaluator:
         """Whether the groups that have not arrived were dead-lettered, and none of them is on its way."""
         with self._changed:
             silent_s = time.monotonic() - evaluation.changed_at
-            if not evaluation.is_issued or not evaluation.waits_for_the_dead or silent_s < self._silent_s:
+            if not evaluation.is_issued or not evaluation.only_dead_lettered_are_missing or silent_s < self._silent_s:
                 return False
         tasks = self._bus.consumer_state(streams.tasks_consumer(self._run_id, "eval")).wait()
         return tasks.num_pending + tasks.num_ack_pending == 0
@@ -399,7 +401,9 @@ class Evaluator:
     def _on_dead_letter(self, letter: DeadLetter) -> None:
         with self._changed:
             for evaluation in self._evaluations.values():
-                evaluation.bury(letter.group_ids, f"at stage {letter.stage}: {letter.reason}: {letter.detail}")
+                evaluation.note_dead_letter(
+                    letter.group_ids, f"at stage {letter.stage}: {letter.reason}: {letter.detail}"
+                )
             self._changed.notify_all()
 
 

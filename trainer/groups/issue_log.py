@@ -2,7 +2,8 @@
 
 A checkpoint holds what was issued until it was made. Groups that were issued after it, by a session that was killed since,
 are known from this file alone: one line for every issue, with the id of the data order, the position that it reached, and
-the ids of later attempts. First attempts need no line of their own: they are the prompts before that position.
+the ids of later attempts. First attempts need no line of their own: they are the prompts before that position. A file
+that has grown is written again as one line.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from penstock.trainer.errors import CheckpointError
 
 _FILE = "issued.log"
+_MERGE_BYTES = 1 << 20  # some ten thousand issues
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,10 @@ class IssueLog:
             folder.mkdir(parents=True, exist_ok=True)
             found = _read(self._path, order_id)
             self.before = IssuedBefore(found.position, frozenset(filter(may_arrive, found.later)))
-            partial = self._path.with_suffix(".partial")
-            partial.write_bytes(self._line(self.before.position, sorted(self.before.later)))
-            partial.replace(self._path)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            self._file, self._size = self._write_again(self.before)
         except OSError as err:
             raise self._failure(err) from err
+        self._merge_above = max(_MERGE_BYTES, 2 * self._size)
 
     def append(self, position: int, group_ids: Iterable[str]) -> None:
         """Write that groups were issued, and sync it to disk; raises CheckpointError when that fails.
@@ -59,14 +59,35 @@ class IssueLog:
             group_ids: Their ids; first attempts are left out, since the position includes them.
         """
         try:
-            os.write(self._file, self._line(position, [i for i in group_ids if not i.endswith(".a0")]))
-            os.fdatasync(self._file)
+            self._size += _write(self._file, self._line(position, [i for i in group_ids if not i.endswith(".a0")]))
+            if self._size > self._merge_above:
+                self._merge()
         except OSError as err:
             raise self._failure(err) from err
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
+
+    def _merge(self) -> None:
+        """Replace the lines by their sum: a resumed checkpoint may be older than any of them, so no id is removed."""
+        appended_to = self._file
+        self._file, self._size = self._write_again(_read(self._path, self._order_id))
+        os.close(appended_to)
+        self._merge_above = max(_MERGE_BYTES, 2 * self._size)
+
+    def _write_again(self, issued: IssuedBefore) -> tuple[int, int]:
+        """Replace the file by one line in one atomic step; return the new file, open for appending, and its size."""
+        partial = self._path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        file = os.open(partial, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = _write(file, self._line(issued.position, sorted(issued.later)))
+            partial.replace(self._path)
+        except OSError:
+            os.close(file)
+            raise
+        return file, size
 
     def _line(self, position: int, later: Iterable[str]) -> bytes:
         return " ".join([self._order_id, str(position), *later, "\n"]).encode()
@@ -76,6 +97,15 @@ class IssueLog:
             f"{self._path}: issued groups could not be recorded ({type(err).__name__}: {err}); a session after this one "
             "would refuse them. Free disk space below run.dir, or make it writable, and start the trainer again"
         )
+
+
+def _write(file: int, line: bytes) -> int:
+    """Write a line and sync it to disk; return its length. Raises OSError, also when only a part was written."""
+    written = os.write(file, line)
+    if written != len(line):
+        raise OSError(f"only {written} of {len(line)} bytes were written")
+    os.fdatasync(file)
+    return written
 
 
 def _read(path: Path, order_id: str) -> IssuedBefore:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.protocol import streams
-from penstock.protocol.errors import PenstockError, WireError
-from penstock.protocol.facts import Heartbeat, decode
+from penstock.protocol import heartbeats, streams
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.stream_admin import ConsumerState
 
@@ -40,20 +39,12 @@ def read_pipe(bus: Bus, run_id: str) -> PipeState:
     return PipeState(tasks, generated, scored)
 
 
-def _heartbeat(data: bytes) -> Heartbeat | None:
-    """Return a heartbeat; None for a value that is none."""
-    try:
-        return decode(data, Heartbeat)
-    except WireError:
-        return None
-
-
 def describe(bus: Bus, run_id: str) -> str:
     """Describe queue depths and services alive, for error messages; never raises."""
     try:
         pipe = read_pipe(bus, run_id)
         beats = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
-        services = [beat for entry in beats if (beat := _heartbeat(entry.value))]
+        services = heartbeats.readable(entry.value for entry in beats)
     except PenstockError as err:
         return f"queue depths unknown: {err}"
     stages = "; ".join(

@@ -16,11 +16,10 @@ from datetime import UTC, datetime
 
 import structlog
 
-from penstock.protocol import blob_keys, streams
+from penstock.protocol import blob_keys, heartbeats, streams
 from penstock.protocol.errors import BlobMissing, CompareAndSwapFailed, PenstockError, WireError
-from penstock.protocol.facts import Heartbeat, RetirementFloor, decode, encode
+from penstock.protocol.facts import RetirementFloor, decode, encode
 from penstock.protocol.transport.blobs import BlobStat
-from penstock.protocol.transport.key_value import Entry
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.connections import Connections
@@ -138,8 +137,8 @@ class WeightGc:
         return chain
 
     def _needed_by_workers(self) -> list[PolicyVersion]:
-        beats = (_heartbeat(entry) for entry in self._live.entries().wait())
-        return [PolicyVersion(b.needs_version) for b in beats if b is not None and b.needs_version is not None]
+        beats = heartbeats.readable(entry.value for entry in self._live.entries().wait())
+        return [PolicyVersion(beat.needs_version) for beat in beats if beat.needs_version is not None]
 
     def _raise_floor(self, floor: PolicyVersion) -> PolicyVersion:
         """Publish the floor, and return it; it never falls below one that was published before."""
@@ -176,10 +175,3 @@ class WeightGc:
 def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
     """Return the bases of the adapters among these versions."""
     return {PolicyVersion(m.base.version) for m in manifests if m.base is not None}
-
-
-def _heartbeat(entry: Entry) -> Heartbeat | None:
-    try:
-        return decode(entry.value, Heartbeat)
-    except WireError:
-        return None

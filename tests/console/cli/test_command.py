@@ -157,7 +157,7 @@ def test_a_verb_is_replaced_by_its_service(tmp_path: Path):
 
 def test_train_runs_one_process_by_default(tmp_path: Path):
     """One rank needs no launcher."""
-    assert launch.train(["trainer.lr=1"], {}) == [
+    assert launch.trainer_command(["trainer.lr=1"], {}) == [
         sys.executable,
         "-P",
         "-m",
@@ -175,7 +175,7 @@ def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
     arguments = [str(file)]
     arguments += {"override": ["trainer.num_ranks=2"], "flag": ["--trainer.num-ranks", "2"]}.get(source, [])
     environ = {"PENSTOCK_TRAINER__NUM_RANKS": "2"} if source == "environment" else {}
-    command = launch.train(arguments, environ)
+    command = launch.trainer_command(arguments, environ)
     torchrun = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
     rank = [sys.executable, "-P", "-m", "penstock.trainer", "train", *arguments]
     assert command == [sys.executable, *torchrun, *rank]
@@ -194,7 +194,7 @@ def test_train_local_starts_all_services():
 def test_an_impossible_number_of_ranks_is_refused(ranks: str):
     """The error names the expected value and the source of the actual one."""
     with pytest.raises(ConfigError, match=r"override: trainer.num_ranks: expected a whole number of at least 1"):
-        launch.train([f"trainer.num_ranks={ranks}"], {})
+        launch.trainer_command([f"trainer.num_ranks={ranks}"], {})
 
 
 def test_a_missing_run_file_is_one_line_on_stderr(tmp_path: Path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,3 +166,29 @@ def pointer(run: MadeRun, fields: Mapping[str, object]) -> bytes:
     entry = run.bus.key_value(streams.state_bucket(run.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
     assert entry is not None
     return encode(decode(entry.value, CheckpointCommitted).model_copy(update=dict(fields)))
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "flip": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+    "truncate": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "delete": lambda data: None,
+    "other": lambda data: b"PK\x03\x04" + bytes(range(256)) * 4,
+    "nested": lambda data: b"\x91" * 100_000,
+    "list": lambda data: b"[]",
+}
+
+
+def damaged(run: MadeRun, key: str) -> Iterator[str]:
+    """Damage an object in every way, one after another; yield the name of each damage while it lasts."""
+    data = run.blobs.get_unverified(key)
+    for damage, change in DAMAGES.items():
+        changed = change(data)
+        if changed is None:
+            run.blobs.delete([key])
+        else:
+            run.blobs.put(key, changed)
+        try:
+            yield damage
+        finally:
+            run.blobs.put(key, data)

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.console.record import made_run
-from tests.console.record.made_run import DROPPED, EVALUATED, LISTED, NUM_STEPS, MadeRun, make_run, trained
+from tests.console.record.made_run import (
+    DAMAGES,
+    DROPPED,
+    EVALUATED,
+    LISTED,
+    NUM_STEPS,
+    MadeRun,
+    damaged,
+    make_run,
+    trained,
+)
 
 from penstock.console.record.audit import show
 from penstock.console.record.audit_checks import AuditResult
@@ -64,17 +74,6 @@ def test_the_run_is_whole(run: MadeRun) -> None:
     assert held_out.used == 1
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
-    "flip": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
-    "truncate": lambda data: data[: len(data) // 2],
-    "empty": lambda data: b"",
-    "delete": lambda data: None,
-    "other": lambda data: b"PK\x03\x04" + bytes(range(256)) * 4,
-    "nested": lambda data: b"\x91" * 100_000,
-    "list": lambda data: b"[]",
-}
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -88,23 +87,14 @@ def test_damage_of_an_object_is_named(run: MadeRun, name: str) -> None:
     Only the packs of dropped and evaluated groups may be missing: retention deletes them, and a note says so.
     """
     key = run.objects[name]
-    data = run.blobs.get_unverified(key)
     groups = {
         "pack of dropped": DROPPED,
         "pack of evaluated": EVALUATED,
         "pack of step1": trained(1)[1],
         "task list": LISTED,
     }
-    for damage, change in DAMAGES.items():
-        changed = change(data)
-        if changed is None:
-            run.blobs.delete([key])
-        else:
-            run.blobs.put(key, changed)
-        try:
-            result = run.audit()
-        finally:
-            run.blobs.put(key, data)
+    for damage in damaged(run, key):
+        result = run.audit()
         text = text_of(result)
         if damage == "delete" and name in {"pack of dropped", "pack of evaluated"}:
             assert result.closes, result.breaches

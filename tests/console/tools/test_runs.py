@@ -107,6 +107,8 @@ def test_a_run_is_running_while_a_process_holds_its_lock(folder: Path):
         ({"finished": True, "steps": 60}, 60, "finished"),
         ({"finished": True, "steps": 60}, 90, "stopped"),  # continued with more steps, and killed
         ({"finished": False, "steps": 40}, 60, "stopped"),
+        ({"finished": True, "complete": False, "steps": 60}, 60, "stopped"),  # killed before the model was exported
+        ({"finished": True, "complete": True, "steps": 60}, 60, "finished"),
     ],
 )
 def test_a_run_is_finished_when_its_trainer_took_all_steps(

@@ -55,9 +55,8 @@ class Scene:
         self.evaluator = Evaluator(
             connections, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5, environment="maze"),
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
-            on_end=self.add, accounting=self.accounting, silent_s=0.3,
+            on_end=self.add, accounting=self.accounting, success=SuccessRules({"exact_match": 1.0}), silent_s=0.3,
         )  # fmt: skip
-        self.evaluator.success = SuccessRules({"exact_match": 1.0})
 
     def add(self, end: EvalResult | LostEvaluation) -> None:
         if isinstance(end, LostEvaluation):
@@ -232,7 +231,7 @@ def test_a_dead_letter_of_a_group_that_is_on_its_way_is_not_believed(scene: Scen
     scene.publisher.wait_until_published(V3, 20.0)
     wait_for(lambda: scene.evaluator._evaluations[V3].is_issued, "the tasks")
     _say_dead(scene, *(f"eval.v3.p{index}" for index in range(70)))
-    wait_for(lambda: scene.evaluator._evaluations[V3].dead, "the dead letter")
+    wait_for(lambda: scene.evaluator._evaluations[V3].dead_lettered, "the dead letter")
     time.sleep(1.0)  # longer than `silent_s`
     scene.producer.limit = None
     scene.evaluator.wait(V3)

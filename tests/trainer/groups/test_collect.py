@@ -386,10 +386,7 @@ def test_a_corrupt_pack_is_dead_lettered_and_its_groups_are_issued_again(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
     """An object that differs from its message is never trained on; the rest of the batch is."""
-    letters: list[DeadLetter] = []
-    connections.bus.tail(
-        f"{connections.run_id}-dead", subjects.dead(connections.run_id), DeadLetter, letters.append
-    ).wait()
+    letters = dead_letters(connections)
     with Session(connections, prompts) as session:
         session.issuer.advance(V0, 100)
         messages = manual.tasks(4)
@@ -410,10 +407,7 @@ def test_hostile_packs_are_dead_lettered_and_their_groups_trained_at_the_next_at
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
     """A struct for the token ids, a swapped truth, half a group and an id beyond the vocabulary stop nobody."""
-    letters: list[DeadLetter] = []
-    connections.bus.tail(
-        f"{connections.run_id}-dead", subjects.dead(connections.run_id), DeadLetter, letters.append
-    ).wait()
+    letters = dead_letters(connections)
     reader = PackReader(connections.blobs.get, vocab_size=60)
     with Session(connections, prompts, reader=reader) as session:
         session.issuer.advance(V0, 8)
@@ -454,10 +448,7 @@ def test_a_text_that_its_tokens_do_not_say_is_not_trained(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
     """It was scored instead of them: a dead letter with that reason, and the groups are issued again."""
-    letters: list[DeadLetter] = []
-    connections.bus.tail(
-        f"{connections.run_id}-dead", subjects.dead(connections.run_id), DeadLetter, letters.append
-    ).wait()
+    letters = dead_letters(connections)
     texts = CompletionTexts(lambda rows, _: ["said"] * len(rows), rows=1)
     with Session(connections, prompts, reader=PackReader(connections.blobs.get, texts=texts)) as session:
         session.issuer.advance(V0, 4)
@@ -642,6 +633,14 @@ def test_groups_that_a_killed_session_issued_are_used_and_others_are_foreign(
         assert resumed.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
         totals = resumed.issuer.take_state().entries.account.totals["train"]
         assert (totals.issued, totals.used, totals.refused) == (4, 4, {"foreign": 4})
+
+
+def dead_letters(connections: Connections) -> list[DeadLetter]:
+    """Return a list to which every dead letter of the run is appended from now on."""
+    letters: list[DeadLetter] = []
+    stream = f"{connections.run_id}-dead"
+    connections.bus.tail(stream, subjects.dead(connections.run_id), DeadLetter, letters.append).wait()
+    return letters
 
 
 def dead_letter(connections: Connections, message: TaskIssued, msg_id: str) -> None:

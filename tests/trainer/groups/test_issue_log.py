@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.groups import issue_log
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog
 
 
@@ -56,3 +57,26 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     log.close()
     with pytest.raises(CheckpointError, match="Bad file descriptor"):
         log.append(1, [])
+
+
+def test_a_long_session_keeps_a_short_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines are replaced by their sum; every later attempt stays, and so does what is written afterwards."""
+    monkeypatch.setattr(issue_log, "_MERGE_BYTES", 200)
+    log, sizes = IssueLog(tmp_path, "order"), []
+    for position in range(1, 101):
+        log.append(position, [f"e0.p{position}.a1"] if position % 50 == 0 else [])
+        sizes.append((tmp_path / "issued.log").stat().st_size)
+    assert max(sizes) <= 200 + len("order 100 e0.p50.a1 ")
+    assert IssueLog(tmp_path, "order").before == IssuedBefore(100, frozenset({"e0.p50.a1", "e0.p100.a1"}))
+
+
+def test_a_line_written_in_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that became full: the groups are not published, and the next session does not know them."""
+    log = IssueLog(tmp_path, "order")
+    log.append(3, [])
+    write = issue_log.os.write
+    with monkeypatch.context() as full:
+        full.setattr(issue_log.os, "write", lambda file, line: write(file, line[: len(line) // 2]))
+        with pytest.raises(CheckpointError, match=r"only \d+ of \d+ bytes were written"):
+            log.append(4, ["e0.p1.a1"])
+    assert IssueLog(tmp_path, "order").before == IssuedBefore(3)

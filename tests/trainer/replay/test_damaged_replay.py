@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.console.record.made_run import NUM_STEPS, MadeRun, make_run
-from tests.console.record.test_damage import DAMAGES
+from tests.console.record.made_run import DAMAGES, NUM_STEPS, MadeRun, damaged, make_run
 from tests.servers import secret_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
@@ -62,17 +61,8 @@ def test_damage_of_an_object_is_named(
 ) -> None:
     """A chapter or the settings of a session, in every way an object can be damaged."""
     key = run.objects[name]
-    data = run.blobs.get_unverified(key)
-    for damage, change in DAMAGES.items():
-        changed = change(data)
-        if changed is None:
-            run.blobs.delete([key])
-        else:
-            run.blobs.put(key, changed)
-        try:
-            assert key in refusal(run, nats_server, s3_server, capsys), damage
-        finally:
-            run.blobs.put(key, data)
+    for damage in damaged(run, key):
+        assert key in refusal(run, nats_server, s3_server, capsys), damage
 
 
 def test_damage_of_the_checkpoint_is_named(
