@@ -293,9 +293,11 @@ class ManagedEngine:
                 await _while_running(process, self._reload_adapters())
         except EngineError as err:
             process.kill()
+            await self.client.close()
             raise EngineUnreachable(f"{err}\n{await process.wait()}") from None
         except BaseException:
             process.kill()
+            await self.client.close()
             raise
         process.started()
         self._confirm(version)
@@ -324,3 +326,4 @@ async def _while_running(process: EngineProcess, answering: Coroutine[Any, Any, 
     finally:
         first.cancel()
         ending.cancel()
+        await asyncio.wait({first, ending})  # until the request has closed its connection

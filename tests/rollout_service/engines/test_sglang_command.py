@@ -159,7 +159,7 @@ raise SystemExit(1)
 
 
 async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tmp_path: Path):
-    """The error is raised immediately, not at the deadline, although the process had a port."""
+    """The error is raised immediately, not at the deadline, although the process had a port; no connection is left."""
     engine = ManagedEngine(
         sglang_command(as_server(_EXITS_WHEN_ASKED)),
         SglangClient,
@@ -168,6 +168,8 @@ async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tm
     )
     with pytest.raises(EngineUnreachable, match=r"(?s)ended before it answered.*status 1.*CUDA out of memory"):
         await asyncio.wait_for(engine.load(tmp_path, V7), 30)
+    with pytest.raises(EngineUnreachable, match="client has been closed"):
+        await engine.client.served_version()
 
 
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path):
