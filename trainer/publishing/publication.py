@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ class VersionPublisher:
         self._models = ModelVersions(connections, writer, coordinator, policy=policy, epoch=epoch)
         self._adapters = AdapterVersions(connections, writer, coordinator, epoch=epoch)
         self._newest: Written | None = None
+        self._nonce = secrets.token_hex(8)  # in message ids: workers publish on the same stream, and must not take them
 
     @property
     def newest(self) -> Written | None:
@@ -170,7 +172,7 @@ class VersionPublisher:
                 manifest=written.reference,
                 num_bytes=manifest.num_bytes,
             ),
-            msg_id=f"w:{manifest.version}:{written.reference.sha256[:16]}",
+            msg_id=f"w:{manifest.version}:{written.reference.sha256[:16]}:{self._nonce}",
         ).wait()
 
     def _read_newest(self) -> Written | None:
