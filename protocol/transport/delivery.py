@@ -149,7 +149,9 @@ async def store_dead_letter(
         num_delivered=meta.num_delivered or 1,
         payload=msg.data,
     )
-    msg_id = f"{spec.stream}:{meta.sequence.stream}:{trace_context.trace_id((msg.headers or {}).get('traceparent', ''))}"
+    msg_id = (
+        f"{spec.stream}:{meta.sequence.stream}:{trace_context.trace_id((msg.headers or {}).get('traceparent', ''))}"
+    )
     await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=DURABLE_S)
     await acks.acknowledge(latest)
 

@@ -59,9 +59,7 @@ class PackAnnouncer:
             traceparent = trace_context.child(received.delivery.traceparent)
             msg_id = f"g:{received.pack_id}:{trace_context.trace_id(received.delivery.traceparent)}"
             await retry(
-                lambda: self._bus.publish(
-                    subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S, traceparent=traceparent
-                ),
+                lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S, traceparent=traceparent),
                 f"announce pack {received.pack_id}",
             )
         num_tokens = sum(sum(group.completion_tokens) for group in fact.groups)

@@ -106,9 +106,7 @@ class Settlement:
         trace_id = trace_context.trace_id(received.delivery.traceparent)
         msg_id = f"{STAGE}:{received.pack_id}:{tasks[0].group_id}:{reason.reason}:{trace_id}"
         await retry(
-            lambda: self._bus.publish(
-                subjects.dead(self._run_id, STAGE), letter, msg_id=msg_id, deadline_s=_PUBLISH_S
-            ),
+            lambda: self._bus.publish(subjects.dead(self._run_id, STAGE), letter, msg_id=msg_id, deadline_s=_PUBLISH_S),
             f"dead-letter tasks of pack {received.pack_id}",
         )
         self._metrics.groups_dead_lettered += len(tasks)

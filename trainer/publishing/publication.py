@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from penstock.protocol import subjects
-from penstock.protocol.facts import Head, WeightsPublished
+from penstock.protocol.facts import Head, WeightsPublished, encode
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer import crash_points
@@ -71,7 +71,6 @@ class VersionPublisher:
         self._models = ModelVersions(connections, writer, coordinator, policy=policy, epoch=epoch)
         self._adapters = AdapterVersions(connections, writer, coordinator, epoch=epoch)
         self._newest: Written | None = None
-        self._nonce = secrets.token_hex(8)  # in message ids: workers publish on the same stream, and must not take them
 
     @property
     def newest(self) -> Written | None:
@@ -163,7 +162,7 @@ class VersionPublisher:
 
     def _announce(self, written: Written) -> None:
         manifest = written.manifest
-        self._bus.publish(
+        subject, fact = (
             subjects.weights_published(self._run_id),
             WeightsPublished(
                 run_id=self._run_id,
@@ -172,8 +171,12 @@ class VersionPublisher:
                 manifest=written.reference,
                 num_bytes=manifest.num_bytes,
             ),
-            msg_id=f"w:{manifest.version}:{written.reference.sha256[:16]}:{self._nonce}",
-        ).wait()
+        )
+        msg_id = f"w:{manifest.version}:{written.reference.sha256[:16]}"
+        if self._bus.publish(subject, fact, msg_id=msg_id).wait().duplicate:
+            stored = self._bus.read_stream(f"{self._run_id}-weights", subject).wait()
+            if encode(fact) not in [message.data for message in stored]:  # a worker's message took the id
+                self._bus.publish(subject, fact, msg_id=f"{msg_id}:{secrets.token_hex(8)}").wait()
 
     def _read_newest(self) -> Written | None:
         """Return the version that the head names, reading its manifest on the first call of a session."""

@@ -16,7 +16,9 @@ def refused(sha256: str, worker: str = "w0") -> WeightsRefused:
 
 def newest(number: int, kind: str = "patch") -> Any:
     manifest = SimpleNamespace(version=number, kind=kind)
-    return cast(Any, SimpleNamespace(reference=BlobRef(key="k", size_bytes=1, sha256=f"{number:064x}"), manifest=manifest))
+    return cast(
+        Any, SimpleNamespace(reference=BlobRef(key="k", size_bytes=1, sha256=f"{number:064x}"), manifest=manifest)
+    )
 
 
 def test_what_is_remembered_of_refusals_is_bounded() -> None:
