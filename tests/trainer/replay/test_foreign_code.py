@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
+
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -70,7 +70,7 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """DeepSpeed reads its files with ``weights_only=False``; within the trainer's load that runs nothing."""
     monkeypatch.chdir(tmp_path)
     torch.save({"module": Payload()}, "states.pt", _use_new_zipfile_serialization=zipped)
-    with _without_pickled_code(), pytest.raises(pickle.UnpicklingError, match="mkdir"):
+    with _without_pickled_code(), pytest.raises(Exception, match="mkdir"):
         torch.load("states.pt", weights_only=False)
     assert not Path("it-ran").exists()
     torch.load("states.pt", weights_only=False)
