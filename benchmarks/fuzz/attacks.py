@@ -55,6 +55,7 @@ DEFENDED = {
     "heartbeats": "heartbeats, damaged and invented",
     "leases": "permits to swap and leases for clearing up",
     "progress": "records of partly scored packs",
+    "marks": "records of readers that were killed with a message",
     "registry": "the registry of reward endpoints",
     "weights": "well-formed manifests of versions that the trainer has not made",
     "votes": "checksums of engines, in the name of many workers",
@@ -610,6 +611,7 @@ def _state(attacker: Attacker, rng: random.Random) -> Attack | None:
 
 _MAKERS: tuple[tuple[str, float, Maker], ...] = (
     ("adapters", 2, forgeries.adapters),
+    ("marks", 3, forgeries.marks),
     ("refusals", 4, forgeries.refusals),
     ("taken-ids", 5, forgeries.taken_ids),
     ("events", 4, forgeries.events),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from benchmarks.fuzz import mutate_facts, values
 
-from penstock.protocol import subjects
+from penstock.protocol import streams, subjects
 from penstock.protocol.facts import RunEvent, WeightsRefused
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, adapter_digest, published_name
@@ -198,6 +198,22 @@ def _next(pack_id: str, rng: random.Random) -> str:
     digits = "".join(c if c.isdigit() else " " for c in pack_id).split()
     number = rng.choice(digits) if digits else "0"
     return pack_id.replace(number, str(int(number) + rng.randrange(1, 9)), 1)
+
+
+# ── marks ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def marks(attacker: Attacker, rng: random.Random) -> Attack | None:
+    """Write what a worker or a reward service would after its reader was killed, or what is no such record."""
+    role, stage = rng.choice((("rollout", "tasks"), ("reward", "generated")))
+    data = rng.choice(
+        (
+            b'{"killed": 1, "started": true}', b'{"killed": Infinity, "started": false}', b'{"killed": -9, "started": true}', b"", b"[]",
+            b'{"killed": {}, "started": []}', b"[" * 5000, rng.randbytes(20), json.dumps(values.leaf(rng), default=str).encode("utf-8", "replace"),
+        )
+    )  # fmt: skip
+    key = streams.kill_mark_key(stage, attacker.number_near(rng))
+    return _attack(rng, stage, role, f"$KV.{streams.scoring_bucket(attacker.run_id).bucket}.{key}", data)
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────
