@@ -169,13 +169,18 @@ class Trainable:
 
 @contextlib.contextmanager
 def _without_pickled_code() -> Iterator[None]:
-    """Have ``torch.load`` refuse all pickled code inside the block; DeepSpeed asks it to run what a checkpoint's files name."""
+    """Have ``torch.load`` refuse pickled code inside the block; DeepSpeed asks it to run whatever a checkpoint's files name.
+
+    What is allowed are the classes of DeepSpeed's own figures: none of them does anything when it is made.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: PLC0415
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415
+    from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415
 
     before = os.environ.get(_WEIGHTS_ONLY)
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
-        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler]):
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
             yield
     finally:
         if before is None:

@@ -39,6 +39,7 @@ class Objects:
         return self.get_range(ref, 0, ref.size_bytes, ref.sha256)
 
     def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
+        assert size_bytes < 10**9, f"{ref.key}: {size_bytes} bytes would be read into memory"
         if ref.key not in self.objects:
             raise BlobMissing(ref.key)
         data = self.objects[ref.key][offset : offset + size_bytes]
@@ -130,6 +131,8 @@ FORGERIES: dict[str, Callable[[Forgery], Any]] = {
     "another run": lambda f: f.manifest.update(run_id="r2"),
     "a root that leaves out the base": lambda f: f.manifest.update(state_root="0" * 64),
     "a huge configuration": lambda f: setattr(f, "config", f.config[:-2] + b" " * 10**6 + b"}"),
+    "a manifest of a terabyte": lambda f: f.manifest.update(size=10**12),
+    "a layout of a terabyte": lambda f: f.manifest.update(size_of_layout=10**12),
     "a configuration of a terabyte": lambda f: setattr(f, "size_of_config", 10**12),
     "a field twice": twice,
     "rank as text": set_config(r="2"),
@@ -170,7 +173,7 @@ def publish(forgery: Forgery) -> tuple[bytes, Objects]:
     anchor["version"] = given.get("base_version", 0)
     document = {
         "kind": "adapter", "run_id": given.get("run_id", "r1"), "version": given.get("version", 1), "step": 1, "epoch": 1, "anchor": anchor,
-        "layout": run.put("layout of the adapter", layout).model_dump(mode="json"), "objects": [blob.model_dump(mode="json")],
+        "layout": run.put("layout of the adapter", layout).model_dump(mode="json") | ({"size_bytes": given["size_of_layout"]} if "size_of_layout" in given else {}), "objects": [blob.model_dump(mode="json")],
         "buckets": [{
             "codec": "safetensors", "stored": whole, "num_words": num_words, "num_changed": num_words,
             "new_xxh3": bucket_codec.bucket_xxh3(np.frombuffer(raw, np.uint8)),
@@ -194,7 +197,7 @@ def export(forgery: Forgery, folder: Path) -> None:
     """Do what a worker does, then what `penstock weights export` does."""
     data, objects = publish(forgery)
     objects.objects["m"] = data
-    ref = BlobRef(key="m", size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    ref = BlobRef(key="m", size_bytes=forgery.manifest.get("size", len(data)), sha256=hashlib.sha256(data).hexdigest())
     manifest, blobs = VersionManifest.from_json(data), cast(Blobs, objects)
     reader = WeightReader(blobs, "r1")
     manifest = reader.manifest(ref, PolicyVersion(manifest.version))
