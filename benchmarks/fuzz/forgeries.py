@@ -42,13 +42,21 @@ def adapters(attacker: Attacker, rng: random.Random) -> Attack | None:
     tree = mutate_facts.unpack(found[1])
     fields = tree[1]
     data = attacker.fetch(fields["manifest"])
-    if data is None or (base := json.loads(data))["kind"] == "adapter":
+    if data is None:
         return None
-    layout = attacker.fetch(base["layout"])
+    real = json.loads(data)
+    layout = attacker.fetch(real["layout"])
     if layout is None:
         return None
-    weights = [t for b in json.loads(layout)["buckets"] for t in b["tensors"] if len(t["shape"]) == 2]
-    name, stored, document = _forged_adapter(rng, attacker.run_id, base, fields, rng.choice(weights))
+    tensors = [tensor for bucket in json.loads(layout)["buckets"] for tensor in bucket["tensors"]]
+    base, reference = real, fields["manifest"]
+    if real["kind"] == "adapter":
+        base, reference = {**real, **real["anchor"]}, real["anchor"]["manifest"]
+        tensors = _adapted({tensor["name"]: tensor["shape"] for tensor in tensors})
+    weights = [tensor for tensor in tensors if len(tensor["shape"]) == 2]
+    name, stored, document = _forged_adapter(rng, attacker.run_id, base, reference, rng.choice(weights))
+    if real["kind"] == "adapter":
+        document["version"] = real["version"] + rng.choice((0, 0, 1, 2))
     manifest = json.dumps(document).encode("utf-8", "replace")
     fields["version"] = document["version"] if isinstance(document["version"], int) else fields["version"] + 1
     sha256 = hashlib.sha256(manifest).hexdigest()
@@ -59,8 +67,19 @@ def adapters(attacker: Attacker, rng: random.Random) -> Attack | None:
     return made
 
 
+def _adapted(shapes: dict[str, list[int]]) -> list[Document]:
+    """Return the weights that an adapter changes, by the shapes of its factors."""
+    found = list[Document]()
+    for name, shape in shapes.items():
+        if name.endswith(".lora_B.weight"):
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+            width = shapes[name.replace(".lora_B.", ".lora_A.")][1]
+            found.append({"name": f"{layer}.weight", "shape": [shape[0], width]})
+    return found
+
+
 def _forged_adapter(
-    rng: random.Random, run_id: str, base: Document, announced: Document, weight: Document
+    rng: random.Random, run_id: str, base: Document, reference: Document, weight: Document
 ) -> tuple[str, list[tuple[str, bytes]], Document]:
     rank = rng.choice((1, 2, 8))
     layer = weight["name"].removesuffix(".weight")
@@ -98,7 +117,7 @@ def _forged_adapter(
     refs = {what: _ref(run_id, what, data) for what, data in objects.items()}
     anchor = {
         "version": base["version"],
-        "manifest": announced["manifest"],
+        "manifest": reference,
         "state_root": base["state_root"],
         "num_bytes": 1,
     }
