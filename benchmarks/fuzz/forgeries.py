@@ -57,7 +57,7 @@ def adapters(attacker: Attacker, rng: random.Random) -> Attack | None:
     name, stored, document = _forged_adapter(rng, attacker.run_id, base, reference, rng.choice(weights))
     if real["kind"] == "adapter":
         document["version"] = real["version"] + rng.choice((0, 0, 1, 2))
-    manifest = json.dumps(document).encode("utf-8", "replace")
+    manifest = json.dumps(document, default=repr).encode("utf-8", "replace")
     fields["version"] = document["version"] if isinstance(document["version"], int) else fields["version"] + 1
     sha256 = hashlib.sha256(manifest).hexdigest()
     key = f"runs/{attacker.run_id}/weights/v{fields['version']:08d}/fuzz/{sha256[:20]}.json"
@@ -110,11 +110,12 @@ def _forged_adapter(
     elif name == "size":
         layout["buckets"][0]["tensors"][0]["shape"][1] = 2 ** rng.choice((31, 40, 52))
     objects = {
-        "layout": json.dumps(layout).encode("utf-8", "replace"),
+        "layout": json.dumps(layout, default=repr).encode("utf-8", "replace"),
         "factors": header + raw.tobytes(),
-        "config": json.dumps(config).encode("utf-8", "replace"),
+        "config": json.dumps(config, default=repr).encode("utf-8", "replace"),
     }
     refs = {what: _ref(run_id, what, data) for what, data in objects.items()}
+    stored = [(str(refs[what]["key"]), data) for what, data in objects.items()]
     anchor = {
         "version": base["version"],
         "manifest": reference,
@@ -137,7 +138,7 @@ def _forged_adapter(
     }  # fmt: skip
     if name == "manifest":
         _change(rng, document)
-    return name, [(refs[what]["key"], data) for what, data in objects.items()], document
+    return name, stored, document
 
 
 def _ref(run_id: str, what: str, data: bytes) -> Document:
