@@ -27,10 +27,11 @@ def test_what_is_remembered_of_refusals_is_bounded() -> None:
     assert refusals.add(refused(f"{7:064x}"), now)
     for number in range(1000):
         assert not refusals.add(refused(f"{1000 + number:064x}"), now)
+    assert refusals.need_republication(now)
+    for number in range(1000):
         refusals.add(refused(f"{7:064x}", f"w{number}"), now)
     assert len(refusals._refused) <= 64
     assert sum(map(len, refusals._refused.values())) <= 128
-    assert refusals.need_republication(now)
 
 
 def test_republications_have_a_budget_that_refills() -> None:
