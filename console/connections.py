@@ -18,8 +18,12 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.record.own_file import read_own
 
 STORE = "store"
+_CONNECTION_PREFIXES = tuple(
+    f"{ENVIRONMENT_PREFIX}{section}__" for section in ("NATS", "S3")
+)  # nothing else is of servers
 _ANSWER_S = 1.0  # the default addresses are on this machine
 
 
@@ -82,12 +86,19 @@ def store_environment(store: Path) -> dict[str, str]:
     Raises ConfigError for a file that is not theirs.
     """
     try:
-        words = shlex.split((store / "environment").read_text(encoding="utf-8"))
+        words = shlex.split(read_own(store / "environment").decode())
     except OSError:
         return {}
     except ValueError:  # not UTF-8, or a quote without its end
         raise ConfigError(
             f"{store / 'environment'} cannot be read: start the servers again (penstock up --data {store}), which writes it"
         ) from None
-    assignments = [word for word in words if word.startswith(ENVIRONMENT_PREFIX)]
-    return dict(word.split("=", 1) for word in assignments if "=" in word)
+    assignments = [word for word in words if word.startswith(_CONNECTION_PREFIXES)]
+    found = dict(word.split("=", 1) for word in assignments if "=" in word)
+    for name, value in found.items():
+        if name.endswith("_FILE") and not Path(value).resolve().is_relative_to(store.resolve()):
+            raise ConfigError(
+                f"{store / 'environment'}: {name} names {value}, a file outside of {store}, whose content would be sent to a "
+                f"server; start the servers again (penstock up --data {store}), which writes it"
+            )
+    return found

@@ -17,6 +17,7 @@ from pathlib import Path
 from penstock.deploy.local import LocalStack
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.record.own_file import links_below
 
 _STOP_GRACE_S = 10.0  # of the command, after Ctrl-C
 
@@ -28,6 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("usage: python -m penstock.deploy.stored DIR -- COMMAND", file=sys.stderr)
         return 2
     logs.configure("stored", level="warning")
+    if links := links_below(Path(given[0])):
+        print(
+            f"penstock: {links[0]} is a link or no regular file: the servers would read and write what it leads to. Remove it, or, if "
+            f"the store is yours, start the servers yourself: penstock up --data {given[0]}",
+            file=sys.stderr,
+        )
+        return 1
     try:
         with LocalStack(Path(given[0])) as stack:
             return _run(given[2:], {**os.environ, **stack.environment()})

@@ -79,7 +79,7 @@ def rollout_rights(run_id: str) -> Rights:
             *subjects.of_every_split(subjects.generated, run_id),
             subjects.weights_applied(run_id),
             subjects.weights_refused(run_id),
-            subjects.events(run_id),
+            *(subjects.events(run_id, kind) for kind in subjects.EVENTS_OF_WORKERS),
             subjects.dead(run_id, "tasks"),
         ),
         fetches=consumers,
@@ -108,7 +108,7 @@ def reward_rights(run_id: str) -> Rights:
         "reward",
         publishes=(
             *subjects.of_every_split(subjects.scored, run_id),
-            subjects.events(run_id),
+            *(subjects.events(run_id, kind) for kind in subjects.EVENTS_OF_REWARD_SERVICES),
             subjects.dead(run_id, "generated"),
         ),
         fetches=consumers,

@@ -29,6 +29,9 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
+# The kinds of events that a role publishes; the trainer publishes every kind.
+EVENTS_OF_WORKERS = ("alarm", "log")
+EVENTS_OF_REWARD_SERVICES = ("dead", "log", "reward_error")
 _READERS = {"tasks": "a rollout worker", "generated": "the reward service", "scored": "the trainer"}
 
 
@@ -81,6 +84,11 @@ def weights(run_id: str) -> str:
 def events(run_id: str, kind: str = "*") -> str:
     """Return the subject of `RunEvent`; `*` for every kind."""
     return f"{PREFIX}.{run_id}.events.{kind}"
+
+
+def kind_of_event(subject: str) -> str:
+    """Return the kind of event that a subject is for; a login may publish some kinds only."""
+    return subject.rpartition(".")[2]
 
 
 def dead(run_id: str, stage: str = "*") -> str:

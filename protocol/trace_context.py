@@ -13,6 +13,16 @@ def new_trace() -> str:
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
+def trace_id(traceparent: str) -> str:
+    """Return the trace id of a header, 32 hex digits; empty when the header is missing or malformed.
+
+    It is random, and a service reads it only in a message that it holds. A message id that contains it can therefore not be
+    taken beforehand by another login, and is the same whenever that message is delivered again.
+    """
+    match = _TRACEPARENT.fullmatch(traceparent)
+    return "" if match is None else match[1]
+
+
 def child(traceparent: str) -> str:
     """Continue a trace in a new span; starts a new trace when the header is missing or malformed."""
     match = _TRACEPARENT.fullmatch(traceparent)

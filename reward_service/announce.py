@@ -59,8 +59,7 @@ class Announcer:
             groups=tuple(groups),
         )
         ids = [group.generated.group_id for group in groups]
-        # With the message's number in its stream: another message that states the same pack id must not take this one's.
-        msg_id = f"s:{delivery.sequence}:{generated.pack_id}:{hash_of(ids)}"
+        msg_id = f"s:{_message_id(delivery)}:{generated.pack_id}:{hash_of(ids)}"
         try:
             await self._bus.publish(subject, fact, msg_id=msg_id, traceparent=trace_context.child(delivery.traceparent))
         except MessageTooLarge as err:
@@ -91,13 +90,13 @@ class Announcer:
         await self._bus.publish(
             subjects.dead(self._run_id, STAGE),
             letter,
-            msg_id=f"dead:{delivery.sequence}:{hash_of(ids)}",
+            msg_id=f"dead:{_message_id(delivery)}:{hash_of(ids)}",
             traceparent=trace_context.child(delivery.traceparent),
         )
         await self.event(
             "dead",
             {"stage": STAGE, "reason": reason, "detail": detail[:500], "group_ids": ids, "pack_id": generated.pack_id},
-            msg_id=f"dead-event:{delivery.sequence}:{hash_of(ids)}",
+            msg_id=f"dead-event:{_message_id(delivery)}:{hash_of(ids)}",
         )
 
     async def waiting(
@@ -113,12 +112,20 @@ class Announcer:
             "num_delivered": delivery.num_delivered,
             "delay_s": delay_s,
         }
-        await self.event("reward_error", data, msg_id=f"wait:{delivery.sequence}:{delivery.num_delivered}")
+        await self.event("reward_error", data, msg_id=f"wait:{_message_id(delivery)}:{delivery.num_delivered}")
 
     async def event(self, kind: str, data: dict[str, Any], *, msg_id: str) -> None:
         """Publish a run event."""
         event = RunEvent(run_id=self._run_id, source=self._source, kind=kind, at=time.time(), data=data)
         await self._bus.publish(subjects.events(self._run_id, kind), event, msg_id=f"{self._source}:{msg_id}")
+
+
+def _message_id(delivery: Delivery[GroupGenerated]) -> str:
+    """Return what no other message has: its number in the stream, and its trace, which no other login knows.
+
+    Another message that states the same pack id, or a login that guesses, must not take the ids that follow from it.
+    """
+    return f"{delivery.sequence}:{trace_context.trace_id(delivery.traceparent)}"
 
 
 def hash_of(group_ids: Sequence[str]) -> str:

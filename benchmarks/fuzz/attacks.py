@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.fuzz import mutate_facts, mutate_packs, values
+from benchmarks.fuzz import forgeries, mutate_facts, mutate_packs, values
 from benchmarks.fuzz.capture import Corpus
 
 from penstock.protocol import streams, subjects
@@ -55,9 +55,14 @@ DEFENDED = {
     "heartbeats": "heartbeats, damaged and invented",
     "leases": "permits to swap and leases for clearing up",
     "progress": "records of partly scored packs",
+    "marks": "records of readers that were killed with a message",
     "registry": "the registry of reward endpoints",
     "weights": "well-formed manifests of versions that the trainer has not made",
     "votes": "checksums of engines, in the name of many workers",
+    "adapters": "adapters with forged factors, layouts, configurations and bases, under real and later announcements",
+    "refusals": "refusals of versions, in the name of real and invented workers",
+    "taken-ids": "messages under the ids that other messages will have",
+    "events": "events of kinds and figures that another role reports, under every subject that the login may use",
     "wrong-role": "what another role may publish; the server must refuse it",
     "js-api": "requests that change streams and consumers; the server must refuse them",
 }
@@ -131,6 +136,10 @@ class Attacker:
         data = self._corpus.fetch(fields["pack"], self._blobs)
         return None if data is None else (fields, data)
 
+    def number_near(self, rng: random.Random) -> int:
+        """Return a number like those of the next messages of a stream, or of the next step."""
+        return rng.choice((self._corpus.newest_step, self._corpus.num_seen // 8)) + rng.randrange(-3, 40)
+
     def fetch(self, ref: dict[str, Any]) -> bytes | None:
         """Return an object that a message names."""
         return self._corpus.fetch(ref, self._blobs)
@@ -152,6 +161,11 @@ _FACTS: dict[str, dict[str, type[Fact]]] = {
     "reward": {"scored": GroupScored, "events": RunEvent, "dead": DeadLetter},
     "trainer": {"tasks": TaskIssued, "weights.published": WeightsPublished, "events": RunEvent, "dead": DeadLetter},
 }  # fmt: skip
+_EVENTS = {
+    "rollout": subjects.EVENTS_OF_WORKERS,
+    "reward": subjects.EVENTS_OF_REWARD_SERVICES,
+    "trainer": ("step", "eval", "weights", "log", "state", "drop", "alarm", "dead"),
+}
 _DEAD_STAGE = {"rollout": "tasks", "reward": "generated", "trainer": "scored"}
 _LOUD = {"tasks": 0.35}  # each valid one costs an engine a generation
 
@@ -167,7 +181,7 @@ def _subject(attacker: Attacker, role: str, stage: str, rng: random.Random) -> s
     if stage == "dead":
         return subjects.dead(run_id, _DEAD_STAGE[role])
     if stage == "events":
-        return subjects.events(run_id, rng.choice(("step", "eval", "weights", "log", "state", "drop", "alarm", "dead")))
+        return subjects.events(run_id, rng.choice(_EVENTS[role]))
     if stage.startswith("weights."):
         return f"{subjects.PREFIX}.{run_id}.{stage}"
     splits = ("train",) if stage == "tasks" else ("train", "train", "train", "eval")
@@ -487,10 +501,14 @@ def _wrong_role(attacker: Attacker, rng: random.Random) -> Attack | None:
     writer, stage, _ = _fact(rng)
     role = rng.choice([role for role in ROLES if role != writer])
     found = attacker.real(rng, stage)
-    if found is None or (stage == "events" and role != "viewer"):
+    if found is None:
         return None
     subject = found[0]
-    if rng.random() < 0.3:
+    if stage == "events":
+        role = rng.choice(("rollout", "reward", "viewer"))
+        others = sorted({*_EVENTS["trainer"], *_EVENTS["reward"], "any"} - set(_EVENTS.get(role, ())))
+        subject = subjects.events(attacker.run_id, rng.choice(others))
+    elif rng.random() < 0.3:
         other = rng.choice([name for name in ("rollout", "reward", "trainer") if name != role])
         subject = f"$KV.{attacker.run_id}-live.{streams.heartbeat_key(other, 'fuzz')}"
     elif stage == "dead":
@@ -592,6 +610,11 @@ def _state(attacker: Attacker, rng: random.Random) -> Attack | None:
 
 
 _MAKERS: tuple[tuple[str, float, Maker], ...] = (
+    ("adapters", 2, forgeries.adapters),
+    ("marks", 3, forgeries.marks),
+    ("refusals", 4, forgeries.refusals),
+    ("taken-ids", 5, forgeries.taken_ids),
+    ("events", 4, forgeries.events),
     ("bytes", 14, _of_real(_bytes)),
     ("fields", 22, _of_real(_fields)),
     ("model", 8, _model),

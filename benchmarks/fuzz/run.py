@@ -87,7 +87,7 @@ _STOPPED = (0, 128 + signal.SIGTERM)  # exit codes of a trainer that was asked t
 
 _RUN_FILE = """\
 run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
-model = {{ path = "{folder}/model" }}
+model = {{ path = "{folder}/model"{lora} }}
 reward = {{ name = "chaos_reward" }}
 eval = {{ every = 20, at_start = false, at_end = false }}
 
@@ -129,7 +129,7 @@ class FuzzRun:
         self.run_file.write_text(
             _RUN_FILE.format(
                 run_id=self.run_id, folder=folder, seed=seed, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE,
-                max_new_tokens=quickstart_task.MAX_NEW_TOKENS,
+                max_new_tokens=quickstart_task.MAX_NEW_TOKENS, lora=", lora = { rank = 4 }" if options.lora else "",
             )
         )  # fmt: skip
 
@@ -429,6 +429,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=800.0, help="most attacks a second")
     parser.add_argument("--depth", type=int, default=250, help="most messages that wait in a queue")
     parser.add_argument("--kill-every", type=float, default=20.0, help="mean seconds between two SIGKILLs; 0: none")
+    parser.add_argument("--lora", action="store_true", help="the run trains and publishes adapters")
     parser.add_argument("--without", nargs="*", default=[], metavar="CLASS", help="leave these classes out")
     parser.add_argument(
         "--with", nargs="*", default=[], metavar="CLASS", dest="and_also", help="also what is not defended"

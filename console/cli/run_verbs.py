@@ -136,6 +136,7 @@ def replay(
     first: Annotated[int | None, Parameter(name="--from")] = None,
     last: Annotated[int | None, Parameter(name="--to")] = None,
     model: Path | None = None,
+    user_code: Flag = False,
     json: Flag = False,
 ) -> None:
     """Train a run again from its stored groups and compare the hash of every version.
@@ -159,6 +160,9 @@ def replay(
         Last version to train.
     model
         Folder of the initial model, if it has moved since the run.
+    user_code
+        Run the losses, estimators, filters and corrections that the record names by path. Without this, a run that has any
+        is not replayed: the record may be another person's.
     json
         Print one JSON object.
     """
@@ -166,6 +170,7 @@ def replay(
 
     given = {"--from": first, "--to": last, "--model": model}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    options += ["--user-code"] if user_code else []
     stored_run.replace_process(
         run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json)
     )

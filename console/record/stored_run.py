@@ -16,10 +16,12 @@ from penstock.console.tools.runs import is_locked, unknown_run
 from penstock.protocol import logs, streams
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import BusRefused, ConfigError
+from penstock.protocol.record.own_file import read_own
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 5.0
+_MOST_RANKS = 256  # processes that a file in the folder of a run starts
 _SET_SERVERS = ", or set nats.url and s3.endpoint"
 
 
@@ -30,9 +32,11 @@ def replay(
     check_run_id(run)
     path = connections.find(arguments, environ).settings.run.dir / run / "config.json"
     try:
-        ranks = int(json.loads(path.read_bytes())["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
+        ranks = int(json.loads(read_own(path))["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise ConfigError(f"{path} has no trainer.num_ranks ({type(err).__name__}: {err})") from None
+    if not 0 < ranks <= _MOST_RANKS:
+        raise ConfigError(f"{path}: trainer.num_ranks = {ranks}, expected 1 to {_MOST_RANKS}; restore the file")
     return launch.trainer(ranks, "replay", run, *arguments, *options, *(["--json"] if as_json else []))
 
 

@@ -14,6 +14,7 @@ from penstock.console.report import curves, drop_reasons, learning
 from penstock.console.report.curves import Curves
 from penstock.console.report.measures import HeldOut
 from penstock.console.report.run_summary import RunSummary
+from penstock.protocol.record.own_file import read_own
 
 _WIDTH, _HEIGHT = 60, 8
 _JSON = "report.json"
@@ -42,7 +43,7 @@ def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) 
 def stored_summary(folder: Path) -> RunSummary | None:
     """Return the summary in a run folder's report; None without a report that can be read."""
     try:
-        document = json.loads((folder / _JSON).read_text(encoding="utf-8"))
+        document = json.loads(read_own(folder / _JSON))
         return RunSummary.model_validate({name: value for name, value in document.items() if name != "curves"})
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

@@ -31,6 +31,7 @@ from penstock.protocol.facts import (
 )
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
 from penstock.protocol.subjects import check_run_id
+from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry
@@ -168,7 +169,9 @@ class DeadLetters:
     def send(self, letter: Letter) -> None:
         """Send a letter again and store that it was sent."""
         message = resent(letter)
-        self.bus.publish(message.subject, message.fact, msg_id=message.msg_id, full_deadline_s=_FULL_S).wait()
+        self.bus.publish(
+            message.subject, message.fact, msg_id=message.msg_id, full_deadline_s=_FULL_S, traceparent=new_trace()
+        ).wait()
         mark = {"times": letter.times_sent + 1, "at": datetime.now(UTC).isoformat(timespec="seconds")}
         self._state.put(f"{streams.RESENT_KEY}.{letter.number}", json.dumps(mark).encode()).wait()
 

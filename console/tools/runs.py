@@ -24,6 +24,7 @@ from penstock.console.tables import console
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.record import run_lock
+from penstock.protocol.record.own_file import read_own
 from penstock.protocol.subjects import RUN_ID, check_run_id
 from penstock.protocol.transport.bus import Bus
 
@@ -82,12 +83,14 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     if not folder.is_dir():
         raise unknown_run(run, folder.parent)
     try:
-        text = printable((folder / "report.md").read_text(encoding="utf-8", errors="replace"))
+        text = printable(read_own(folder / "report.md").decode("utf-8", "replace"))
     except FileNotFoundError:
         line = describe(folder)
         print(f"run {run} has no report yet: {line.state}, step {line.step if line.step is not None else '–'}")
         print(f"next: penstock watch {run}")
         return 0
+    except OSError as err:
+        raise ConfigError(f"{folder / 'report.md'} cannot be read ({err}); remove it") from None
     if sys.stdout.isatty():
         Console().print(Markdown(text))
     else:
@@ -188,7 +191,7 @@ def is_finished(folder: Path) -> bool:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_own(path))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -170,6 +170,9 @@ class Blobs:
         if ref.size_bytes <= 64 * _CHUNK_BYTES:
             partial.write_bytes(self.get(ref))
         else:
+            found = self._retry(lambda: self._client.stat_object(self.bucket, ref.key), f"stat {ref.key}")
+            if found.size != ref.size_bytes:  # a larger one would fill the disk first
+                raise BlobCorrupt(f"{ref.key}: {found.size} bytes, expected {ref.size_bytes}")
             self._retry(lambda: self._client.fget_object(self.bucket, ref.key, str(partial)), f"get {ref.key}")
             digest = hashlib.sha256()
             with partial.open("rb") as file:

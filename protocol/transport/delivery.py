@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import nats.errors
 from nats.aio.msg import Msg
 
-from penstock.protocol import subjects
+from penstock.protocol import subjects, trace_context
 from penstock.protocol.facts import DeadLetter, Fact
 from penstock.protocol.streams import ConsumerSpec
 from penstock.protocol.transport.acks import DURABLE_S, Acks, LatestHandle
@@ -149,7 +149,9 @@ async def store_dead_letter(
         num_delivered=meta.num_delivered or 1,
         payload=msg.data,
     )
-    msg_id = f"{spec.stream}:{meta.sequence.stream}"
+    msg_id = (
+        f"{spec.stream}:{meta.sequence.stream}:{trace_context.trace_id((msg.headers or {}).get('traceparent', ''))}"
+    )
     await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=DURABLE_S)
     await acks.acknowledge(latest)
 

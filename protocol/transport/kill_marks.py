@@ -64,9 +64,9 @@ class KillMarks:
         try:
             store = await self._bound()
             entry = await store.get(self._key(sequence)) if num_delivered > 1 else None
-            killed = 0 if entry is None else json.loads(entry.value)["killed"]
+            killed = 0 if entry is None else max(0, _killed(entry.value) - 1)  # this reader's own mark says it started
             await store.put(self._key(sequence), _record(killed, started=False))
-        except (BusError, ValueError, KeyError, TypeError) as err:
+        except BusError as err:
             log.debug("return of a message not recorded", sequence=sequence, error=str(err))
 
     async def forget(self, sequence: int) -> None:
@@ -90,9 +90,11 @@ def _record(killed: int, *, started: bool) -> bytes:
 
 
 def _killed(value: bytes) -> int:
-    """Return how many readers were killed, by a record that an earlier delivery left."""
+    """Return how many readers were killed, by a record that an earlier delivery left; 1 for what is no such record."""
     try:
         record = json.loads(value)
-        return int(record["killed"]) + bool(record["started"])
-    except (ValueError, KeyError, TypeError):
+        killed, started = record["killed"], record["started"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return 1
+    is_record = type(killed) is int and 0 <= killed <= MOST_KILLED and type(started) is bool
+    return killed + started if is_record else 1

@@ -17,8 +17,8 @@ import structlog
 from nats.aio.msg import Msg
 
 from penstock.protocol import subjects
-from penstock.protocol.errors import BusError, MissingStream, WireError
-from penstock.protocol.facts import Fact, decode
+from penstock.protocol.errors import BusError, MalformedFact, MissingStream, WireError
+from penstock.protocol.facts import Fact, RunEvent, decode
 from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.stream_admin import stream_state
@@ -125,6 +125,7 @@ class Tail(Generic[F]):
     def _hand_over(self, subject: str, data: bytes, sequence: int) -> None:
         try:
             fact = decode(data, self._fact)
+            _check_kind(fact, subject)
         except WireError as err:
             log.warning("skipped a message that does not decode", subject=subject, error=str(err))
             self._on_unreadable(err)
@@ -133,3 +134,9 @@ class Tail(Generic[F]):
             self._on_fact(fact, sequence, subject)
         except Exception:  # a reader that cannot use one message still gets the others
             log.exception("a reader failed on a message; it gets the next ones", subject=subject, sequence=sequence)
+
+
+def _check_kind(fact: Fact, subject: str) -> None:
+    """Raise MalformedFact for an event under the subject of another kind: a login may publish some kinds only."""
+    if isinstance(fact, RunEvent) and fact.kind != subjects.kind_of_event(subject):
+        raise MalformedFact(f"an event of kind {fact.kind[:40]!r} was published to {subject}")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,6 +22,7 @@ from penstock.protocol.weights.digest import TensorDigest, weights_digest
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 64 * 1024
 _NAME = "policy@"
 _PREFIX = "base_model.model."
 _DOWN, _UP, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
@@ -59,14 +61,33 @@ class AdapterConfig(BaseModel):
 
     @classmethod
     def from_json(cls, data: bytes) -> AdapterConfig:
-        """Read a file of `to_json`; raises MalformedWeights."""
+        """Read a file of `to_json`; raises MalformedWeights.
+
+        Engines and `peft` read more fields than these: one that `to_json` does not write could change what is served, or name a
+        base to download, so it is refused.
+        """
         try:
-            return cls.model_validate_json(data)
+            config = cls.model_validate_json(data)
+            fields = json.loads(data, object_pairs_hook=_each_once)
         except ValidationError as err:
             first = err.errors()[0]
             raise MalformedWeights(
                 f"{ADAPTER_CONFIG}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
             ) from None
+        written = json.loads(config.to_json()) | {"target_modules": list(config.target_modules)}
+        other = [name for name in fields if name not in written or fields[name] != written[name]]
+        if other:
+            raise MalformedWeights(
+                f"{ADAPTER_CONFIG}: {other[0][:40]} = {str(fields[other[0]])[:40]!r} is not what a trainer writes there"
+            )
+        return config
+
+
+def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise MalformedWeights(f"{ADAPTER_CONFIG}: a field is there twice")
+    return fields
 
 
 def adapter_name(version: PolicyVersion) -> str:

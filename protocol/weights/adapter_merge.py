@@ -27,22 +27,26 @@ class Factors:
 def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes) -> dict[str, Factors]:
     """Return the factors of an adapter's one bucket by the name of the weight they change.
 
-    Raises MalformedWeights for tensors that are not pairs of factors of the adapter's rank.
+    Raises MalformedWeights for tensors that are not pairs of finite factors of the adapter's rank.
     """
     bucket = layout.buckets[0]
-    tensors = {
-        placed.name: _decode(bucket.dtype, raw[placed.byte_offset :][: placed.num_bytes]).reshape(placed.shape)
-        for placed in bucket.tensors
-    }
+    placed = {tensor.name: tensor for tensor in bucket.tensors}
+
+    def values(name: str) -> Floats:
+        tensor = placed[name]
+        found = _decode(bucket.dtype, raw[tensor.byte_offset :][: tensor.num_bytes]).reshape(tensor.shape)
+        if not np.isfinite(found).all():
+            raise MalformedWeights(f"tensor {name} has values that are not finite")
+        return found
+
     found = {}
-    for weight, down, up in factor_pairs(tensors):
-        factors = Factors(tensors[down], tensors[up])
-        shapes = factors.down.shape, factors.up.shape
+    for weight, down, up in factor_pairs(placed):
+        shapes = placed[down].shape, placed[up].shape
         if [len(shape) for shape in shapes] != [2, 2] or not shapes[0][0] == shapes[1][1] == config.r:
             raise MalformedWeights(
                 f"the factors of {weight} are {shapes[0]} and {shapes[1]}, the adapter's rank is {config.r}"
             )
-        found[weight] = factors
+        found[weight] = Factors(values(down), values(up))
     return found
 
 

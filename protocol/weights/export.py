@@ -13,9 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.protocol.errors import ConfigError, StateMismatch
+from penstock.protocol.errors import ConfigError, MalformedWeights, StateMismatch
 from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig
+from penstock.protocol.weights.adapter_format import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MAX_CONFIG_BYTES,
+    AdapterConfig,
+)
 from penstock.protocol.weights.adapter_merge import Factors, check_fit, merge_into, read_factors
 from penstock.protocol.weights.digest import TensorDigest
 from penstock.protocol.weights.layout import bucket_digests, shard_header, shard_index, shard_name
@@ -32,7 +37,8 @@ def export_version(manifest: VersionManifest, folder: Path, *, reader: WeightRea
     """
     before = reader.num_bytes
     model = manifest if manifest.base is None else reader.base(manifest)
-    plan, layout = reader.plan(model, None), reader.layout(model)
+    plan = reader.plan(model, None)
+    layout = reader.layout_of(plan)
     digests: list[TensorDigest] = []
     with _new_folder(folder) as partial:
         factors: dict[str, Factors] = {}
@@ -68,13 +74,16 @@ def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightRea
         layout = reader.layout(manifest)
         check_fit(read_factors(config, layout, raw), reader.layout(reader.base(manifest)))
         (partial / ADAPTER_WEIGHTS).write_bytes(shard_header(layout.buckets[0]) + raw.tobytes())
-        (partial / ADAPTER_CONFIG).write_bytes(blobs.get(manifest.model_files[0].blob))
+        (partial / ADAPTER_CONFIG).write_bytes(config.to_json())
     return reader.num_bytes - before
 
 
 def read_adapter(manifest: VersionManifest, reader: WeightReader, blobs: Blobs) -> tuple[AdapterConfig, Bytes]:
     """Return an adapter's config and its raw bucket, verified; raises one of `version_reader.UNUSABLE`."""
-    config = AdapterConfig.from_json(blobs.get(manifest.model_files[0].blob))
+    blob = manifest.model_files[0].blob
+    if blob.size_bytes > MAX_CONFIG_BYTES:
+        raise MalformedWeights(f"{blob.key}: {blob.size_bytes} bytes, the limit is {MAX_CONFIG_BYTES}")
+    config = AdapterConfig.from_json(blobs.get(blob))
     bucket = reader.layout(manifest).buckets[0]
     raw = np.zeros(bucket.num_bytes, np.uint8)
     reader.bring(reader.plan(manifest, None), 0, raw)

@@ -24,6 +24,7 @@ from penstock.protocol.weights.digest import SAFETENSORS_DTYPES, TensorDigest, t
 
 BUCKET_BYTES = 64 * 1024**2
 MAX_LAYOUT_BYTES = 256 * 1024**2
+_MAX_DIMS = 16  # the product of millions of sizes takes hours
 _ALIGNMENT = 64  # the data of a shard file begins at a multiple of it, so that a mapped file has aligned words
 _DTYPES = {dtype: (code, num_bytes) for code, (dtype, num_bytes) in SAFETENSORS_DTYPES.items()}
 
@@ -42,7 +43,7 @@ class PlacedTensor(Wire):
     """A tensor in its bucket: its raw bytes are ``[byte_offset, byte_offset + num_bytes)``."""
 
     name: TensorName
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=_MAX_DIMS)]
     byte_offset: Count
     num_bytes: Count
 

@@ -25,8 +25,8 @@ from penstock.protocol.facts import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
-from penstock.protocol.weights.layout import WeightLayout, shard_header
-from penstock.protocol.weights.manifest import BucketState, VersionManifest
+from penstock.protocol.weights.layout import MAX_LAYOUT_BYTES, WeightLayout, shard_header
+from penstock.protocol.weights.manifest import MAX_MANIFEST_BYTES, BucketState, VersionManifest
 from penstock.protocol.weights.manifest_chain import (
     MAX_HOPS,
     CatchUp,
@@ -61,6 +61,8 @@ class WeightReader:
         """Return the manifest of a version of this run; raises ChainBroken for another version."""
         found = self._manifests.get(ref.sha256)
         if found is None:
+            if ref.size_bytes > MAX_MANIFEST_BYTES:
+                raise MalformedFact(f"{ref.key}: {ref.size_bytes} bytes, the limit is {MAX_MANIFEST_BYTES}")
             found = VersionManifest.from_json(self._blobs.get(ref))
         if (found.run_id, found.version) != (self._run_id, version):
             raise ChainBroken(
@@ -81,14 +83,33 @@ class WeightReader:
         return found
 
     def layout(self, manifest: VersionManifest) -> WeightLayout:
-        """Return the layout of a version; raises ChainBroken when its buckets are not the manifest's."""
+        """Return the layout of a version; raises ChainBroken when its buckets are not those that the manifest says are stored.
+
+        So a caller may allocate a bucket: what is stored whole has the size that the layout states.
+        """
         found = self._layouts.get(manifest.layout_id)
         if found is None:
+            if manifest.layout.size_bytes > MAX_LAYOUT_BYTES:
+                raise MalformedFact(
+                    f"{manifest.layout.key}: {manifest.layout.size_bytes} bytes, the limit is {MAX_LAYOUT_BYTES}"
+                )
             found = WeightLayout.from_json(self._blobs.get(manifest.layout))
             self._layouts[manifest.layout_id] = found
         if [bucket.num_words for bucket in found.buckets] != [bucket.num_words for bucket in manifest.buckets]:
             raise ChainBroken(f"version {manifest.version}: its buckets are not those of its layout")
+        for number, (bucket, state) in enumerate(zip(found.buckets, manifest.buckets, strict=True)):
+            if state.codec == "safetensors" and state.stored is not None and state.stored.size_bytes < bucket.num_bytes:
+                raise ChainBroken(
+                    f"version {manifest.version}: bucket {number} has {bucket.num_bytes} bytes in its layout, and "
+                    f"{state.stored.size_bytes} are stored"
+                )
         return found
+
+    def layout_of(self, plan: CatchUp) -> WeightLayout:
+        """Return the layout of a plan's target, compared with what the plan's full snapshot says is stored."""
+        if plan.anchor is not None:
+            self.layout(plan.anchor)
+        return self.layout(plan.target)
 
     def plan(self, target: VersionManifest, held: Held | None) -> CatchUp:
         """Return the cheapest plan from the held version to another, fetching the manifests it needs."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,7 @@ from penstock.reward_service.errors import UserFileError
 from penstock.reward_service.user_code.user_function import Style, UserReward
 
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
+_STANDARD = {sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"}  # Python's own modules
 _GIVEN: dict[Style, tuple[str, ...]] = {
     Style.COMPLETION: ("data_source", "solution_str", "ground_truth", "extra_info", "prompt"),
     Style.BATCH: ("data_sources", "solution_strs", "ground_truths", "extra_infos", "prompts"),
@@ -26,6 +29,8 @@ def load(file: Path, function: str | None = None, *, conversational: bool = Fals
 
     Raises UserFileError saying what is wrong with the file, and where.
     """
+    if not os.path.isfile(file):  # noqa: PTH113  False, not an error, for a name that no file can have
+        raise UserFileError(f"{file}: no such file")
     module = _import(file.resolve())
     name, found = _choose(module, file, function)
     return of(found, name, file, conversational=conversational)
@@ -61,14 +66,13 @@ def of(found: Any, name: str, file: Path, *, conversational: bool = False) -> Us
 
 
 def _import(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise UserFileError(f"{file}: no such file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    name = _module_name(file)
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserFileError(f"{file}: not a Python file (its name must end in .py)")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # dataclasses and pickling libraries look a class's module up there
-    sys.path.insert(0, str(file.parent))  # it may import modules of its folder, as when it is run as a script
+    sys.modules[name] = module  # dataclasses and pickling libraries look a class's module up there
+    sys.path.insert(_after_standard_library(), str(file.parent))  # it may import modules of its folder
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as err:
@@ -76,6 +80,21 @@ def _import(file: Path) -> ModuleType:
         line = f", line {frames[-1].lineno}" if frames else ""
         raise UserFileError(f"{file}{line}: cannot be loaded: {type(err).__name__}: {err}") from err
     return module
+
+
+def _module_name(file: Path) -> str:
+    """Return the file's name, or another one where a module has it: ``json.py`` must not take the place of Python's own."""
+    known = sys.modules.get(file.stem)
+    is_taken = file.stem in sys.stdlib_module_names or (
+        known is not None and getattr(known, "__file__", "") != str(file)
+    )
+    return f"reward_file_{file.stem}" if is_taken else file.stem
+
+
+def _after_standard_library() -> int:
+    """Return the place in ``sys.path`` before all installed packages, and after Python's own modules."""
+    own = [number for number, path in enumerate(sys.path) if path in _STANDARD]
+    return max(own, default=-1) + 1
 
 
 def _choose(module: ModuleType, file: Path, wanted: str | None) -> tuple[str, Any]:

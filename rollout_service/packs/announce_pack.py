@@ -41,8 +41,8 @@ class PackAnnouncer:
     async def announce(self, received: ReceivedPack, groups: Sequence[Group]) -> None:
         """Store the groups and announce them; wait while S3 or NATS is unreachable or the stream is full.
 
-        The message id is the pack's: a pack that was generated twice, because a worker was killed before it acknowledged
-        the task, is announced once.
+        The message id is that of the pack and of the task's trace: a pack that was generated twice, because a worker was
+        killed before it acknowledged the task, is announced once.
         """
         if not groups:
             return
@@ -57,10 +57,9 @@ class PackAnnouncer:
             )
             subject = subjects.generated(self._run_id, received.split)
             traceparent = trace_context.child(received.delivery.traceparent)
+            msg_id = f"g:{received.pack_id}:{trace_context.trace_id(received.delivery.traceparent)}"
             await retry(
-                lambda: self._bus.publish(
-                    subject, fact, msg_id=f"g:{received.pack_id}", deadline_s=_PUBLISH_S, traceparent=traceparent
-                ),
+                lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S, traceparent=traceparent),
                 f"announce pack {received.pack_id}",
             )
         num_tokens = sum(sum(group.completion_tokens) for group in fact.groups)

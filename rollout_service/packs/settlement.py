@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 
 import structlog
 
-from penstock.protocol import subjects
+from penstock.protocol import subjects, trace_context
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
 from penstock.protocol.facts import DeadLetter, RunEvent, Task, TaskIssued, encode
 from penstock.protocol.transport.bus import Bus
@@ -103,13 +103,10 @@ class Settlement:
             num_delivered=received.delivery.num_delivered,
             payload=encode(TaskIssued(run_id=self._run_id, pack_id=received.pack_id, tasks=tuple(tasks))),
         )
+        trace_id = trace_context.trace_id(received.delivery.traceparent)
+        msg_id = f"{STAGE}:{received.pack_id}:{tasks[0].group_id}:{reason.reason}:{trace_id}"
         await retry(
-            lambda: self._bus.publish(
-                subjects.dead(self._run_id, STAGE),
-                letter,
-                msg_id=f"{STAGE}:{received.pack_id}:{tasks[0].group_id}:{reason.reason}",
-                deadline_s=_PUBLISH_S,
-            ),
+            lambda: self._bus.publish(subjects.dead(self._run_id, STAGE), letter, msg_id=msg_id, deadline_s=_PUBLISH_S),
             f"dead-letter tasks of pack {received.pack_id}",
         )
         self._metrics.groups_dead_lettered += len(tasks)

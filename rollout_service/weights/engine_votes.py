@@ -14,7 +14,9 @@ from penstock.protocol.facts import WeightsApplied
 from penstock.protocol.versions import PolicyVersion
 
 _MAX_VERSIONS = 64  # a version is compared while workers apply it; older ones are forgotten
-_MAX_WORKERS = 10_000  # that are compared for one version
+_MAX_WORKERS = 2_000  # that are compared for one version: each report compares all of them
+_MAX_VOTES = 20_000  # of all versions
+_MAX_CHARS = 256  # of a checksum or a layout; what is longer is none, and would be kept for each worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,17 @@ class EngineVotes:
 
         The less frequent checksums are the minority; of equally frequent ones, those that were reported later.
         """
+        if max(len(fact.checksum), len(fact.layout)) > _MAX_CHARS:
+            return None
         key = (fact.version, fact.layout)
         votes = self._votes.setdefault(key, {})
         if votes.pop(fact.worker_id, None) is None and len(votes) >= _MAX_WORKERS:
             return None
         # A worker that applies a version again replaces its vote, and votes last.
         votes[fact.worker_id] = fact.checksum
-        while len(self._votes) > _MAX_VERSIONS:
+        while len(self._votes) > _MAX_VERSIONS or (
+            len(self._votes) > 1 and sum(map(len, self._votes.values())) > _MAX_VOTES
+        ):
             del self._votes[next(iter(self._votes))]
         counts = Counter(votes.values())
         if len(counts) == 1:

@@ -104,7 +104,7 @@ class Slot:
 
     def advance(self, plan: CatchUp, reference: BlobRef, reader: WeightReader, link: Link) -> None:
         """Bring the folder to the plan's target; raises what `WeightReader.bring` raises, and leaves it torn then."""
-        layout, target = reader.layout(plan.target), plan.target
+        layout, target = reader.layout_of(plan), plan.target
         becoming = HeldVersion(
             version=target.version, manifest=reference, state_root=target.state_root, layout=target.layout
         )

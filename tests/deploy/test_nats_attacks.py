@@ -65,17 +65,20 @@ READS = {  # streams whose state and stored messages a role reads
 }
 WRITES = {  # subjects that a role publishes, keys included
     "rollout": (
-        *(f"penstock.{RUN}.{kind}" for kind in ("generated.train", "generated.eval", "events.log", "dead.tasks")),
+        *(f"penstock.{RUN}.{kind}" for kind in ("generated.train", "generated.eval", "dead.tasks")),
+        *(f"penstock.{RUN}.events.{kind}" for kind in ("alarm", "log")),
         *(f"penstock.{RUN}.weights.applied", f"penstock.{RUN}.weights.refused"),
         *(f"$KV.{RUN}-live.rollout.w0", f"$KV.{RUN}-leases.swap.0", f"$KV.{RUN}-scoring.started.tasks.1"),
     ),
     "reward": (
-        *(f"penstock.{RUN}.{kind}" for kind in ("scored.train", "scored.eval", "events.log", "dead.generated")),
+        *(f"penstock.{RUN}.{kind}" for kind in ("scored.train", "scored.eval", "dead.generated")),
+        *(f"penstock.{RUN}.events.{kind}" for kind in ("dead", "log", "reward_error")),
         *(f"$KV.{RUN}-live.reward.r0", f"$KV.{RUN}-scoring.reward.7", f"$KV.{RUN}-scoring.started.generated.1"),
         *("$KV.penstock-rewards.x", "$KV.penstock-secrets.endpoint.x"),
     ),
     "trainer": (
-        *(f"penstock.{RUN}.{kind}" for kind in ("tasks.train", "tasks.eval", "events.log", "dead.scored")),
+        *(f"penstock.{RUN}.{kind}" for kind in ("tasks.train", "tasks.eval", "dead.scored")),
+        *(f"penstock.{RUN}.events.{kind}" for kind in ("alarm", "dead", "log", "reward_error", "state", "step")),
         *(f"penstock.{RUN}.weights.published", f"$KV.{RUN}-live.trainer.t0"),
         *(f"$KV.{RUN}-state.{key}" for key in ("head", "lease", "checkpoint", "floor")),
         *(f"$KV.{RUN}-leases.{key}" for key in ("gc", "expiry")),

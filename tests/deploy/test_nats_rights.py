@@ -152,6 +152,7 @@ def test_a_refused_request_raises_the_reason_of_the_server(roles: NatsRoles, sec
     """What another role publishes, and deleting a stream, raises BusRefused with the server's text."""
     run = secured_run
     generated = make_generated(run, make_groups(1))
+    event = RunEvent(run_id=run, source="trainer", kind="step", at=0.0)
     attempts = [
         roles.bus(user).publish(subject, fact, msg_id="x", deadline_s=1.0)
         for user, subject, fact in (
@@ -160,6 +161,8 @@ def test_a_refused_request_raises_the_reason_of_the_server(roles: NatsRoles, sec
             ("reward", subjects.generated(run, "train"), generated),
             ("trainer", subjects.scored(run, "train"), make_scored(generated)),
             ("viewer", subjects.tasks(run, "train"), make_task_issued(run)),
+            ("rollout", subjects.events(run, "step"), event),
+            ("reward", subjects.events(run, "step"), event),
         )
     ]
     deletion = roles.bus("trainer").delete_stream(f"{run}-dead")

@@ -69,6 +69,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--to", dest="last", type=int, help="last version to replay")
     parser.add_argument("--model", type=Path, help="folder of the initial model (default: as recorded)")
+    parser.add_argument("--user-code", action="store_true", help="run the code that the record names by path")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_known_args(arguments)
 
@@ -98,7 +99,7 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
             return None if entry is None else entry.value
 
     record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
-    wanted = Wanted(options.first, options.last, options.model, tuple(files))
+    wanted = Wanted(options.first, options.last, options.model, tuple(files), options.user_code)
 
     def show(version: int) -> None:
         if not options.json and sys.stderr.isatty():

@@ -28,6 +28,7 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import Schedule
 
 _DISABLE = "TORCHDYNAMO_DISABLE"
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # a setting of torch that stands above what its caller asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,10 @@ class Trainable:
         Raises CheckpointError for another number of ranks or a broken folder.
         """
         try:
-            found, state = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._has_frozen)
+            with _without_pickled_code():
+                found, state = self._engine.load_checkpoint(
+                    str(folder), tag=tag, load_module_strict=not self._has_frozen
+                )
         except Exception as err:  # DeepSpeed and torch raise many kinds of errors for a broken folder
             if "Error(s) in loading state_dict" in str(err):
                 raise CheckpointError(
@@ -161,6 +165,28 @@ class Trainable:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""
         norms = [p.grad.norm() for p in self.module.parameters() if p.grad is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+@contextlib.contextmanager
+def _without_pickled_code() -> Iterator[None]:
+    """Have ``torch.load`` refuse pickled code inside the block; DeepSpeed asks it to run whatever a checkpoint's files name.
+
+    What is allowed are the classes of DeepSpeed's own figures: none of them does anything when it is made.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: PLC0415
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415
+    from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415
+
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import structlog
 
 from penstock.protocol import subjects
-from penstock.protocol.facts import Head, WeightsPublished
+from penstock.protocol.facts import Head, WeightsPublished, encode
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer import crash_points
@@ -161,7 +162,7 @@ class VersionPublisher:
 
     def _announce(self, written: Written) -> None:
         manifest = written.manifest
-        self._bus.publish(
+        subject, fact = (
             subjects.weights_published(self._run_id),
             WeightsPublished(
                 run_id=self._run_id,
@@ -170,8 +171,12 @@ class VersionPublisher:
                 manifest=written.reference,
                 num_bytes=manifest.num_bytes,
             ),
-            msg_id=f"w:{manifest.version}:{written.reference.sha256[:16]}",
-        ).wait()
+        )
+        msg_id = f"w:{manifest.version}:{written.reference.sha256[:16]}"
+        if self._bus.publish(subject, fact, msg_id=msg_id).wait().duplicate:
+            stored = self._bus.read_stream(f"{self._run_id}-weights", subject).wait()
+            if encode(fact) not in [message.data for message in stored]:  # a worker's message took the id
+                self._bus.publish(subject, fact, msg_id=f"{msg_id}:{secrets.token_hex(8)}").wait()
 
     def _read_newest(self) -> Written | None:
         """Return the version that the head names, reading its manifest on the first call of a session."""

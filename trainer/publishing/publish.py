@@ -32,6 +32,8 @@ from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 log = structlog.get_logger("trainer.publish")
 
 _FULL_SNAPSHOT_DEADLINE_S = 60.0  # at the end of the run
+_RECHECK_S = 30.0  # a refused version is published again once the budget for that allows it
+_MAX_REASON = 500  # characters of a refusal's reason that are logged
 
 
 class Publisher:
@@ -217,7 +219,8 @@ class Publisher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing or self._is_refused())
+                while not (self._waiting or self._closing or self._is_refused()):
+                    self._changed.wait(_RECHECK_S)
                 self._publishing = snapshot = self._waiting.pop(0) if self._waiting else None
                 is_refused = self._is_refused()
                 if snapshot is None and not is_refused:
@@ -245,12 +248,14 @@ class Publisher:
 
     def _on_refusal(self, fact: WeightsRefused) -> None:
         """Record that a worker cannot use a version (called on the bus's thread)."""
-        log.warning(
-            "a worker refused a version", worker_id=fact.worker_id, policy_version=fact.version, reason=fact.reason
-        )
         with self._changed:
-            self._refusals.add(fact)
+            is_new = self._refusals.add(fact, self._versions.newest)
             self._changed.notify_all()
+        if is_new:
+            reason = fact.reason[:_MAX_REASON]
+            log.warning(
+                "a worker refused a version", worker_id=fact.worker_id, policy_version=fact.version, reason=reason
+            )
 
     def _is_refused(self) -> bool:
         return self._refusals.need_republication(self._versions.newest)

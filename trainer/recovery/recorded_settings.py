@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import RECORDED
+from penstock.trainer.algorithm.chosen_parts import BY_KEY
 from penstock.trainer.settings import TrainerSettings
 
 _CONNECTIONS = ("nats", "s3")  # addresses of servers may change between a run and its replay
@@ -49,6 +50,20 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
             f"{where} does not hold the settings of a run ({type(err).__name__}: {err}); restore the file"
         ) from None
     return settings, flat(values)
+
+
+def named_code(document: bytes) -> list[str]:
+    """Return the user code that settings name by path, which `read_settings` imports and so runs.
+
+    What cannot be read names none; an extension that an installed package registers under a name is not named by path.
+    """
+    try:
+        algorithm = json.loads(document)["settings"]["algorithm"]
+        values = [algorithm.get(key) for key in BY_KEY]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return [name for name in names if isinstance(name, str) and ":" in name]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:

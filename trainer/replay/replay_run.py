@@ -38,7 +38,7 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
 from penstock.trainer.recovery.checkpoint_files import verify_files
-from penstock.trainer.recovery.recorded_settings import read_settings, what_steps_read
+from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
 from penstock.trainer.replay.replay_findings import config_findings, drift, figure_differences, missing_packs
 from penstock.trainer.replay.replay_verdict import Difference, Verdict
 from penstock.trainer.settings import TrainerSettings
@@ -54,6 +54,7 @@ class Wanted:
     last: int | None = None
     model: Path | None = None  # folder of the initial model; None: as recorded
     run_files: tuple[Path, ...] = ()  # to compare with the record
+    user_code: bool = False  # run the code that the record names by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class Replay:
     def __init__(self, record: StoredRecord, blobs: Blobs, ranks: Ranks, folder: Path, wanted: Wanted) -> None:
         """Prepare to replay what is ``wanted``; ``folder`` is the run's own and may hold checkpoints.
 
-        Raises RecordBroken for versions that the record does not have, ConfigError for settings of another build.
+        Raises RecordBroken for versions that the record does not have, ConfigError for settings of another build or, unless
+        it is ``wanted``, for user code.
         """
         self._record, self._blobs, self._ranks, self._folder, self._wanted = record, blobs, ranks, folder, wanted
         self._last = record.last_version if wanted.last is None else wanted.last
@@ -84,6 +86,8 @@ class Replay:
             if version is not None:
                 record.maker_of(version)
         self._documents = {life.config.key: blobs.get(life.config) for life in record.sessions}
+        if not wanted.user_code:
+            _refuse_code(record.run_id, self._documents)
         self._read = {key: read_settings(document, where=key) for key, document in self._documents.items()}
         self._rank_group: RankGroup | None = None
         self._session = record.sessions[0]
@@ -238,6 +242,16 @@ class Replay:
         ):
             if line not in self.verdict.environment_differences:
                 self.verdict.environment_differences.append(line)
+
+
+def _refuse_code(run_id: str, documents: Mapping[str, bytes]) -> None:
+    """Raise ConfigError for settings that name code by path: a record may be another person's."""
+    names = sorted({name for document in documents.values() for name in named_code(document)})
+    if names:
+        raise ConfigError(
+            f"the record of run {run_id} names user code, which a replay runs: {', '.join(name[:200] for name in names[:8])!r}; "
+            "read it, then add --user-code"
+        )
 
 
 def _num_threads(session: RecordedSession) -> int:

@@ -66,6 +66,18 @@ def test_an_object_of_another_size_is_corrupt(blobs: Blobs, run_id: str) -> None
             blobs.get(ref.model_copy(update={"size_bytes": size}))
 
 
+def test_a_large_file_of_another_size_is_not_fetched(
+    blobs: Blobs, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object that is larger than its message states would fill the disk before its hash is known."""
+    ref = blobs.put(f"runs/{run_id}/large", b"x" * 1000)
+    monkeypatch.setattr("penstock.protocol.transport.blobs._CHUNK_BYTES", 1)
+    monkeypatch.setattr(blobs._client, "fget_object", lambda *_: pytest.fail("it is fetched"))
+    with pytest.raises(BlobCorrupt, match="1000 bytes, expected 500"):
+        blobs.get_file(ref.model_copy(update={"size_bytes": 500}), tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_large_file_is_verified_too(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
     """A file too large for memory is hashed on disk before it gets its name."""
     source = tmp_path / "source"

@@ -111,6 +111,22 @@ def test_a_queue_is_read_without_taking_from_it(bus: Bus, run_streams: str) -> N
         bus.read_stream("no-such-tasks").wait()
 
 
+def test_an_event_under_the_subject_of_another_kind_is_not_handed_over(bus: Bus, run_streams: str) -> None:
+    """A login that may publish `log` alone cannot report a step: its event is skipped as unreadable, and the next is read."""
+    found: list[RunEvent] = []
+    problems: list[str] = []
+    bus.tail(
+        f"{run_streams}-events", subjects.events(run_streams), RunEvent, found.append, from_start=True,
+        on_unreadable=lambda err: problems.append(str(err)),
+    ).wait()  # fmt: skip
+    for kind in ("step", "log"):
+        event = RunEvent(run_id=run_streams, source="w0", kind=kind, at=0.0, data={"step": 1})
+        bus.publish(subjects.events(run_streams, "log"), event, msg_id=kind).wait()
+    wait_for(lambda: found, "the event")
+    assert [event.kind for event in found] == ["log"]
+    assert problems == [f"an event of kind 'step' was published to {subjects.events(run_streams, 'log')}"]
+
+
 @pytest.mark.parametrize("headers", [{"Status": "404"}, {"Status": "503"}, {"Nats-Sequence": "x", "Nats-Subject": "y"}])
 def test_headers_of_a_stored_message_do_not_end_a_listing(
     bus: Bus, run_streams: str, nats_settings: NatsSettings, headers: dict[str, str]

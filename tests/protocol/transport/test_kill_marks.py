@@ -15,6 +15,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.transport.kill_marks import _killed
 
 SHORT = StreamLimits(ack_wait_s=0.4)
 
@@ -81,3 +82,35 @@ def test_a_message_of_another_run_is_a_dead_letter(bus: Bus, run: str) -> None:
     wait_for(lambda: found.extend(inbox.fetch(2, 0.2).wait()) or letters or len(found) > 1, "the dead letter", 15.0)
     assert [delivery.fact.run_id for delivery in found] == [run]
     assert [letter.reason for letter in letters] == ["MalformedFact"]
+
+
+HOSTILE = {
+    "infinite": b'{"killed": Infinity, "started": false}',
+    "not a number": b'{"killed": NaN, "started": false}',
+    "negative": b'{"killed": -1000000, "started": false}',
+    "more than are counted": b'{"killed": 3, "started": true}',
+    "a fraction": b'{"killed": 1.5, "started": false}',
+    "text": b'{"killed": "1", "started": false}',
+    "a truth": b'{"killed": true, "started": false}',
+    "no truth": b'{"killed": 0, "started": 7}',
+    "nested": b"[" * 100_000,
+    "no object": b"[]",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_mark_that_is_none_counts_as_one_killed_reader(what: str) -> None:
+    """A login of the role may write anything there: no value ends a reader, or keeps a message from being quarantined."""
+    assert _killed(HOSTILE[what]) == 1
+
+
+def test_a_hostile_mark_neither_ends_nor_starves_a_reader(bus: Bus, run: str, nats_settings: NatsSettings) -> None:
+    """The message is delivered, given back and delivered again."""
+    assert _take_and_die(nats_settings, run) == 1
+    marks = bus.key_value(streams.scoring_bucket(run).bucket).wait()
+    marks.put(streams.kill_mark_key("tasks", 1), HOSTILE["infinite"]).wait()
+    delivery = _take(_inbox(bus, run))
+    marks.put(streams.kill_mark_key("tasks", 1), HOSTILE["nested"]).wait()
+    delivery.give_back(0.0).wait()
+    _take(_inbox(bus, run)).ack().wait()

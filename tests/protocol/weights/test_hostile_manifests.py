@@ -84,6 +84,9 @@ def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
     [
         pytest.param(lambda b: b["tensors"][0].update(shape=[2**40, 2**40]), id="a huge shape"),
         pytest.param(lambda b: b["tensors"][0].update(shape=[-1]), id="a negative shape"),
+        pytest.param(
+            lambda b: b["tensors"][0].update(shape=[1] * 1000 + b["tensors"][0]["shape"]), id="a thousand dimensions"
+        ),
         pytest.param(lambda b: b["tensors"][0].update(byte_offset=8), id="a gap"),
         pytest.param(lambda b: b["tensors"][0].update(num_bytes=1), id="another size"),
         pytest.param(lambda b: b["tensors"][0].update(name="a\0b"), id="NUL in a name"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.protocol.facts import WeightsApplied
+from penstock.rollout_service.weights import engine_votes
 from penstock.rollout_service.weights.engine_votes import EngineVotes
 
 
@@ -53,3 +56,19 @@ def test_the_last_report_of_an_engine_counts():
     votes.add(applied("a", "x"))
     assert votes.add(applied("b", "y")) is not None
     assert votes.add(applied("b", "x")) is None
+
+
+def test_what_is_kept_of_invented_reports_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    """A login of a worker may report any texts for any number of workers and versions: each worker of the run reads them."""
+    monkeypatch.setattr(engine_votes, "_MAX_WORKERS", 20)
+    monkeypatch.setattr(engine_votes, "_MAX_VOTES", 50)
+    votes = EngineVotes()
+    for version in range(1, 101):
+        for worker in range(30):
+            assert votes.add(applied(f"w{worker}", "x", version=version)) is None
+    assert sum(map(len, votes._votes.values())) <= 50
+    assert max(map(len, votes._votes.values())) == 20
+    for text in ("checksum", "layout"):
+        assert votes.add(applied("a", "x", version=100).model_copy(update={text: "y" * 60_000})) is None
+    assert "y" not in str(votes._votes)
+    assert votes.add(applied("w19", "y", version=100)) is not None

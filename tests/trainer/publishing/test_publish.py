@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.quickstart_task import write_model
 from penstock.deploy.servers import NatsServer, S3Server
-from penstock.protocol import streams, subjects
+from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode, encode
 from penstock.protocol.transport.blobs import Blobs
@@ -27,6 +27,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
@@ -273,6 +274,49 @@ def test_a_refused_patch_is_answered_with_a_full_snapshot(connections: Connectio
     publish(publisher, 3)
     publisher.close()
     assert_head_is(connections, 3)
+
+
+def test_an_announcement_whose_id_a_worker_took_is_made(
+    connections: Connections, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads the object store knows the id before the announcement; the stream has the announcement all the same, once."""
+    stream = f"{connections.run_id}-weights"
+
+    def take(point: CrashPoint) -> None:
+        if point is CrashPoint.HEAD_MOVED:
+            head = head_of(connections)
+            fact = WeightsRefused(
+                run_id=connections.run_id, worker_id="w0", version=99, manifest=head.manifest, serving=None, reason=""
+            )
+            msg_id = f"w:{head.version}:{head.manifest.sha256[:16]}"
+            connections.bus.publish(subjects.weights_refused(connections.run_id), fact, msg_id=msg_id).wait()
+
+    monkeypatch.setattr(crash_points, "reach", take)
+    publisher = Publisher(connections, model_folder=model_folder)
+    publish(publisher, 0)
+    publisher.close()
+    found = connections.bus.read_stream(stream, subjects.weights_published(connections.run_id)).wait()
+    assert [decode(message.data, WeightsPublished).version for message in found] == [0]
+
+
+def test_forged_refusals_do_not_make_every_version_a_full_snapshot(
+    connections: Connections, model_folder: Path
+) -> None:
+    """Invented workers refuse each version: six are published again, then patches follow on patches."""
+    publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
+    publish(publisher, 0)
+    for version in range(1, 9):
+        publish(publisher, version)
+        refused = head_of(connections).manifest
+        for worker in ("forged-0", "forged-1"):
+            refuse(connections, worker)
+        if version <= 6:
+            wait_for(lambda refused=refused: head_of(connections).manifest != refused, "the answer")
+    publisher.close()
+    keys = [stat.key for stat in connections.blobs.list(blob_keys.all_weights_prefix(connections.run_id))]
+    assert sum(key.endswith("manifest.json") for key in keys) == 9 + 6
+    assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
+    assert_head_is(connections, 8)
 
 
 def test_a_version_overtaken_by_the_next_is_skipped(

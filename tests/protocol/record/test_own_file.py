@@ -1,0 +1,109 @@
+"""The folder of a run may be a copy from somebody else: no file of it leads elsewhere, or is waited for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.console import connections
+from penstock.console.live import watched_totals
+from penstock.console.record import stored_run
+from penstock.console.record.reported_steps import from_metrics
+from penstock.console.report import curves
+from penstock.console.report.report import stored_summary
+from penstock.console.tools.runs import list_folder, print_one
+from penstock.deploy import stored
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record.checkpoint_state import CheckpointState, read_state
+from penstock.protocol.record.own_file import links_below, read_own
+from penstock.trainer.replay.replay_findings import config_findings
+
+RUN = "foreign"
+FILES = ("config.json", "report.json", "report.md", "metrics.jsonl", "state.json", "watched.json", "environment")
+
+
+def replaced(path: Path, kind: str) -> None:
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "endless":
+            path.symlink_to("/dev/zero")
+        case "link":
+            path.symlink_to(path.parent.parent / "private")
+        case _:
+            path.mkdir()
+
+
+@pytest.fixture(params=["pipe", "endless", "link", "folder"])
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run's folder whose every file is something else; the link leads to a file that is valid JSON."""
+    (tmp_path / "private").write_text('{"settings": {"trainer": {"num_ranks": 3}}, "finished": true, "steps": 1}\n')
+    home = tmp_path / RUN
+    home.mkdir()
+    for name in {*FILES, watched_totals.FILE}:
+        replaced(home / name, request.param)
+    return home
+
+
+@pytest.mark.timeout(20)
+def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(
+    folder: Path,
+) -> None:
+    """Every reader of a run's folder reports a file that cannot be read, at once."""
+    for name in FILES:
+        with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"):
+            read_own(folder / name)
+    with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"):
+        read_state(folder)
+    assert list(curves.rows(folder)) == []
+    assert curves.num_unreadable(folder) == 1
+    assert stored_summary(folder) is None
+    assert watched_totals.load(folder) is None
+    assert [line.step for line in list_folder(folder.parent)] in ([None], [])
+    state = CheckpointState.model_construct(metrics_bytes=2**40)
+    assert "cannot be read" in from_metrics(folder, state).problems[0]
+    assert all("does not hold the settings" in line for line in config_findings(folder / "config.json", {}))
+    assert connections.store_environment(folder) == {}
+    with pytest.raises(ConfigError, match=r"report\.md cannot be read"):
+        print_one(RUN, [f"run.dir={folder.parent}"], {})
+
+
+@pytest.mark.parametrize("ranks", [10**6, 257, 0, -1])
+def test_a_file_does_not_start_processes_without_end(tmp_path: Path, ranks: int) -> None:
+    """The number of ranks of a replay is read from the folder of the run."""
+    (tmp_path / RUN).mkdir()
+    (tmp_path / RUN / "config.json").write_text(f'{{"settings": {{"trainer": {{"num_ranks": {ranks}}}}}}}')
+    with pytest.raises(ConfigError, match="expected 1 to 256"):
+        stored_run.replay(RUN, [f"run.dir={tmp_path}"], {}, [], as_json=False)
+
+
+def test_the_environment_of_servers_names_no_other_file_and_no_other_setting(tmp_path: Path) -> None:
+    """A password is sent to the server as it is: a file elsewhere would be, too. Settings of a run are not taken from there."""
+    store, private = tmp_path / "store", tmp_path / "private"
+    store.mkdir()
+    private.write_text("a private key")
+    own = f"export PENSTOCK_NATS__PASSWORD_FILE={store / 'nats.password'}\n"
+    (store / "environment").write_text(f"{own}export PENSTOCK_ALGORITHM__LOSS=evil.py:loss PATH=/evil\n")
+    assert connections.store_environment(store) == {"PENSTOCK_NATS__PASSWORD_FILE": str(store / "nats.password")}
+    for path in (private, store / ".." / "private"):
+        (store / "environment").write_text(f"export PENSTOCK_NATS__PASSWORD_FILE={path}\n")
+        with pytest.raises(ConfigError, match="a file outside"):
+            connections.store_environment(store)
+    (store / "nats.password").symlink_to(private)
+    (store / "environment").write_text(own)
+    with pytest.raises(ConfigError, match="a file outside"):
+        connections.store_environment(store)
+
+
+def test_servers_are_not_started_over_a_store_with_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would write to what a link leads to: a log, or an object, in place of any file of this machine."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "nats-server.log").symlink_to(tmp_path.parent / "profile")
+    (tmp_path / "objects").mkdir()
+    assert links_below(tmp_path) == [tmp_path / "logs" / "nats-server.log"]
+    assert stored.main([str(tmp_path), "--", "true"]) == 1
+    assert "is a link" in capsys.readouterr().err
+    assert not (tmp_path.parent / "profile").exists()
+    assert not (tmp_path / "lock").exists()
