@@ -180,25 +180,27 @@ def _make(options: Options, show: _Progress) -> Path:
     show(f"model     Qwen3 architecture, {num_parameters:,} parameters, random; task: sort {task.NUM_DIGITS} digits")
     show(f"data      {SFT_STEPS * SFT_BATCH:,} examples, {num_train:,} prompts, {HELD_OUT} held out; all in {data}")
     run_file = options.folder / "run.toml"
-    run_file.write_text(
-        _RUN_FILE.format(
-            file=run_file,
-            run_id=options.run_id,
-            dir=options.folder.parent,
-            folder=options.folder,
-            seed=options.seed,
-            steps=options.steps,
-            warmup_steps=min(10, options.steps // 2),
-            groups_per_step=GROUPS_PER_STEP,
-            group_size=GROUP_SIZE,
-            max_new_tokens=task.MAX_NEW_TOKENS,
-            eval_every=max(1, options.steps // 6),
-            sft_steps=SFT_STEPS,
-            sft_batch=SFT_BATCH,
-        )
-        + _engine_sections(options.engine)
-    )
+    run_file.write_text(run_file_text(options, run_file) + _engine_sections(options.engine))
     return run_file
+
+
+def run_file_text(options: Options, file: Path) -> str:
+    """Return the run file without its sections about the engine."""
+    return _RUN_FILE.format(
+        file=file,
+        run_id=options.run_id,
+        dir=options.folder.parent,
+        folder=options.folder,
+        seed=options.seed,
+        steps=options.steps,
+        warmup_steps=min(10, options.steps // 2),
+        groups_per_step=GROUPS_PER_STEP,
+        group_size=GROUP_SIZE,
+        max_new_tokens=task.MAX_NEW_TOKENS,
+        eval_every=max(1, options.steps // 6),
+        sft_steps=SFT_STEPS,
+        sft_batch=SFT_BATCH,
+    )
 
 
 def _engine_sections(engine: str) -> str:

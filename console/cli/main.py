@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
 
 from cyclopts import App
 
 from penstock import __version__
 from penstock.console import launch
 from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs
-from penstock.console.cli.verb_parts import INSPECT, OWN_HELP, SERVE, START, TRAIN, Flag, Raw
+from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
 
@@ -80,6 +82,59 @@ def sft(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.trainer", "sft", *arguments))
 
 
+@app.command(group=START)
+def init(  # noqa: PLR0913 - each is an option of the command
+    file: Path = Path("run.toml"),
+    /,
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    eval: str | None = None,
+    reward: str | None = None,
+    gpus: int | None = None,
+    steps: int | None = None,
+    run: str | None = None,
+    algorithm: str | None = None,
+    no_schema: Flag = False,
+) -> int:
+    """Write a commented run file; on a terminal it asks for what no flag gives. Existing files are never overwritten.
+
+    Example:  penstock init
+              penstock init gsm8k.toml --model Qwen3-0.6B --data train.parquet --reward gsm8k
+              penstock init --model Qwen3-0.6B --data train.jsonl --reward my_reward.py --gpus 1
+    Then:     penstock config show run.toml
+
+    Parameters
+    ----------
+    file
+        The run file to write.
+    model
+        Hugging Face model folder.
+    data
+        File with the training prompts.
+    eval
+        File with held-out prompts.
+    reward
+        A built-in reward, an endpoint, your FILE.py, or none: by the data_source of each row.
+    gpus
+        GPUs of this machine to use; 0: the CPU.
+    steps
+        Optimizer steps.
+    run
+        Name of the run; default: that of the file.
+    algorithm
+        Algorithm; default async_grpo.
+    no_schema
+        Do not write run.schema.json, with which editors complete and check the run file.
+    """
+    from penstock.console.tools.init_run_file import Answers
+    from penstock.console.tools.init_run_file import init as write
+
+    answers = Answers(model, data, eval, reward, gpus, steps, run, algorithm)
+    ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
+    return write(file, answers, schema=not no_schema, ask=ask)
+
+
 @config.command
 def show(*arguments: Raw) -> None:
     """Show every setting of a run file, its value and the source of the value.
@@ -123,7 +178,7 @@ def up(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.deploy.local", *arguments))
 
 
-@app.command(group=SERVE, help_flags=OWN_HELP)
+@app.command(group=SERVE)
 def bootstrap(*arguments: Raw) -> None:
     """Create the streams, consumers and buckets of a run on NATS and S3, or delete them with --delete.
 
@@ -221,6 +276,51 @@ def chat(
     return start_chat(run, arguments, os.environ, options)
 
 
+@app.command(group=START)
+def settings(topic: str | None = None, /, *, json: Flag = False, json_schema: Flag = False) -> int:
+    """Explain the settings of a run file: type, default, allowed values, unit, and other projects' names.
+
+    Example:  penstock settings
+              penstock settings trainer
+              penstock settings rollout.max_staleness
+              penstock settings --json-schema > run.schema.json
+    Then:     penstock config show run.toml
+
+    Parameters
+    ----------
+    topic
+        A section, a setting, or the last word of one; another project's key is answered with ours.
+    json
+        Print one JSON array.
+    json_schema
+        Print the JSON Schema of a run file, for editors.
+    """
+    from penstock.console.tools import explain_settings
+
+    if json_schema:
+        return explain_settings.print_schema()
+    return explain_settings.print_settings(topic, as_json=json)
+
+
+@app.command(group=INSPECT)
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the script that completes verbs, flags and settings in a shell.
+
+    Example:  penstock completion bash >> ~/.bashrc
+              penstock completion zsh > ~/.zfunc/_penstock
+              penstock completion fish > ~/.config/fish/completions/penstock.fish
+    Then:     start a new shell, and type: penstock train rollout.<TAB>
+
+    Parameters
+    ----------
+    shell
+        The shell.
+    """
+    from penstock.console.cli.completion import script
+
+    print(script(shell, app), end="")
+
+
 @app.command(group=INSPECT)
 def version() -> None:
     """Print the versions that a bug report needs.
@@ -243,6 +343,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     internal_errors.install("command")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if {"--help", "-h"} & set(tokens):
+            from penstock.console.cli import verb_help
+
+            verb_help.attach(app)
         code = app(tokens or ["--help"]) or 0
         sys.stdout.flush()
         sys.exit(code)
@@ -251,6 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_BROKEN_PIPE)
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
+        sys.exit(1)
+    except EOFError:  # Ctrl-D instead of an answer
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
