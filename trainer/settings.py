@@ -305,18 +305,6 @@ class TrainerSettings(Section):
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
 
     @model_validator(mode="after")
-    def _groups_can_be_compared(self, info: ValidationInfo) -> TrainerSettings:
-        """Refuse groups of one where advantages compare the completions of a group; a run's record is read as it is."""
-        needed = self.algorithm.needs_groups
-        if self.rollout.group_size == 1 and needed and self.data.from_run is None and info.context != RECORDED:
-            raise ValueError(
-                f"rollout.group_size = 1 with {needed}, which compares the completions of a prompt: every advantage would be "
-                "0 and nothing would be learned; raise rollout.group_size, or set algorithm.name to reinforce_pp, "
-                "reinforce_pp_baseline, remax or ppo"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.trainer.micro_batch_tokens:
@@ -364,6 +352,18 @@ class TrainerSettings(Section):
             section = "trainer" if self.trainer.warmup_steps > self.trainer.steps else "sft"
             raise ValueError(
                 f"{section}.warmup_steps is more than {section}.steps; lower it, so that the peak is reached"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self, info: ValidationInfo) -> TrainerSettings:
+        """Refuse groups of one where advantages compare the completions of a group; a run's record is read as it is."""
+        needed = self.algorithm.needs_groups
+        if self.rollout.group_size == 1 and needed and self.data.from_run is None and info.context != RECORDED:
+            raise ValueError(
+                f"rollout.group_size = 1 with {needed}, which compares the completions of a prompt: every advantage would be "
+                "0 and nothing would be learned; raise rollout.group_size, or set algorithm.name to reinforce_pp, "
+                "reinforce_pp_baseline, remax or ppo"
             )
         return self
 
