@@ -22,6 +22,7 @@ from penstock.console import launch
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
+from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.child import Child
 from penstock.deploy.early_checks import check_inputs
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if finished := finished_run.notice(settings):
             return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
         check_inputs(settings)
+        for change in resumption.changes(rest, os.environ):
+            print(change, file=sys.stderr)
         create_what_is_missing(settings)
         with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
             code, summary = _watch(trainer, settings, quiet=options.json)
@@ -67,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"penstock train: {err}", file=sys.stderr)
         return _ERROR
     if trainer.stop_requested:
-        print("penstock train: stopped on request; start the run again to resume it", file=sys.stderr)
+        again = sys.argv[1:] if arguments is None else arguments
+        print(f"penstock train: {resumption.stopped('train', again)}", file=sys.stderr)
     elif code and trainer.is_logged:
         print(
             f"penstock train: the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}",
