@@ -1,4 +1,4 @@
-"""What a person needs to resume a run: the command, and which settings it changes."""
+"""What a person needs to know when a run is stopped or started: the command that resumes it, and notes on its settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 
+from penstock.deploy.settings_notes import notes
 from penstock.protocol.config.run_file import config_document, load, split_arguments
 from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.settings import TrainerSettings
@@ -16,15 +17,16 @@ def stopped(verb: str, arguments: Sequence[str]) -> str:
     return f"stopped on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
 
 
-def changes(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each setting that a run resumed with these arguments changes; none for a run without a checkpoint.
+def start_notes(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return a line for each setting that does nothing, and for each that a resumed run changes.
 
     Raises ConfigError when the settings cannot be read.
     """
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=environ)
     folder = loaded.settings.run.folder
+    found = [f"note: {note}" for note in notes(loaded)]
     if not any((folder / "checkpoints").glob("step*")):
-        return []
+        return found
     changed = changed_settings(folder / "config.json", json.dumps(config_document(loaded)).encode())
-    return [f"changed since the last session: {line}" for line in changed]
+    return [*found, *(f"changed since the last session: {line}" for line in changed)]

@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if finished := finished_run.notice(settings):
             return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
         check_inputs(settings)
-        for change in resumption.changes(rest, os.environ):
-            print(change, file=sys.stderr)
+        for note in resumption.start_notes(rest, os.environ):
+            print(note, file=sys.stderr)
         create_what_is_missing(settings)
         with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
             code, summary = _watch(trainer, settings, quiet=options.json)

@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if finished := finished_run.notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)
             run.check()
-            for change in resumption.changes(rest, os.environ):
-                print(change, file=sys.stderr)
+            for note in resumption.start_notes(rest, os.environ):
+                print(note, file=sys.stderr)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()

@@ -29,13 +29,16 @@ def test_changed_settings_are_listed_for_a_run_with_a_checkpoint(tmp_path: Path)
     (tmp_path / "r").mkdir()
     document = config_document(load(TrainerSettings, overrides=before))
     (tmp_path / "r" / "config.json").write_text(json.dumps(document))
-    assert resumption.changes(now, {}) == []
+    assert resumption.start_notes(now, {}) == []
     (tmp_path / "r" / "checkpoints" / "step00000001").mkdir(parents=True)
-    assert resumption.changes(now, {}) == [
+    assert resumption.start_notes(now, {}) == [
         "changed since the last session: rollout.max_staleness = 1, was 2",
         "changed since the last session: trainer.lr = 0.0002, was 0.0001",
     ]
-    assert resumption.changes(before, {}) == []
+    assert resumption.start_notes(before, {}) == []
+    assert resumption.start_notes([*before, "trainer.resume=true", "eval.samples=1"], {}) == [
+        "note: eval.samples has no effect without data.eval [override]"
+    ]
 
 
 class Started(Exception):
