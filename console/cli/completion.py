@@ -43,19 +43,12 @@ def words_of(app: App) -> Words:
     known = reference.load()
     verbs: dict[str, list[str]] = {}
     flags: dict[str, list[str]] = {}
-    for verb, one in _verbs(app):
+    for verb, one in verb_help.verbs_of(app):
         verbs[verb] = sorted(name for name in one if not name.startswith("-"))
         flags[verb] = sorted({*_own_flags(one), *(name for flag in verb_help.flags_of(verb) for name in flag.names)})
     keys = [key for key in known.settings if f".{ANY_NAME}." not in key]
     values = {key: one.values for key, one in known.settings.items() if one.values}
     return Words(verbs, flags, keys, values, list(known.sections))
-
-
-def _verbs(app: App, verb: str = "") -> Iterator[tuple[str, App]]:
-    yield verb, app
-    for name in app:
-        if not name.startswith("-"):
-            yield from _verbs(app[name], f"{verb} {name}".strip())
 
 
 def _own_flags(app: App) -> Iterator[str]:

@@ -5,6 +5,7 @@ Both come from the files of `console/tools/reference.py`; only the choice of set
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -91,14 +92,32 @@ def flags_of(verb: str) -> tuple[CommandFlag, ...]:
 
 
 def attach(app: App) -> None:
-    """Add usage, flags and settings to the help of every verb."""
-    for verb in dict.fromkeys((*_STARTS_A_PROCESS, *SETTINGS)):
-        one = app
-        for word in verb.split():
-            one = one[word]
+    """Add usage, flags and settings to the help of every verb, and let its text fill the terminal's width."""
+    for verb, one in verbs_of(app):
+        if one.default_command is not None:
+            one.help = flowing(inspect.getdoc(one.default_command) or "")
         if verb in _STARTS_A_PROCESS:
             one.usage = f"Usage: {_usage(verb)}"
-        one.help_epilogue = "\n".join(_epilogue(verb))
+        if verb in _STARTS_A_PROCESS or verb in SETTINGS:
+            one.help_epilogue = "\n".join(_epilogue(verb))
+
+
+def verbs_of(app: App, verb: str = "") -> Iterator[tuple[str, App]]:
+    """Yield every verb with its application; the command itself is the verb ''."""
+    yield verb, app
+    for name in app:
+        if not name.startswith("-"):
+            yield from verbs_of(app[name], f"{verb} {name}".strip())
+
+
+def flowing(docstring: str) -> str:
+    """Return a verb's docstring without its parameters, each paragraph on one line; examples keep their lines."""
+    text = docstring.partition("\n\nParameters\n---")[0]
+    paragraphs = [
+        paragraph if paragraph.startswith("Example:") else " ".join(paragraph.split("\n"))
+        for paragraph in text.split("\n\n")
+    ]
+    return "\n\n".join(paragraphs)
 
 
 def _usage(verb: str) -> str:
