@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -78,7 +78,8 @@ def reference_document() -> dict[str, Any]:
 
 def run_file_schema() -> dict[str, Any]:
     """Return the JSON Schema of a run file, whose every key may be left to another file or an override."""
-    by_class, document = models_json_schema([(one, "validation") for one in SERVICES], ref_template="#/$defs/{model}")
+    models: list[tuple[type[BaseModel], Literal["validation"]]] = [(one, "validation") for one in SERVICES]
+    by_class, document = models_json_schema(models, ref_template="#/$defs/{model}")
     definitions = document["$defs"]
     sections: dict[str, Any] = {}
     for reference_to in by_class.values():

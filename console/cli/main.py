@@ -1,7 +1,7 @@
 """The `penstock` command and its top-level verbs.
 
 A verb that runs a service replaces this process by the service's (`console/launch.py`). Verbs with a
-subject are in its file (`reward_verbs`, `run_verbs`, `dead_letter_verbs`). Slow imports are inside
+subject are in its file (`reward_verbs`, `run_verbs`, `setting_verbs`, `dead_letter_verbs`). Slow imports are inside
 the verbs, so that ``--help`` answers at once.
 """
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from cyclopts import App
 
 from penstock import __version__
 from penstock.console import launch
-from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs
+from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs, setting_verbs
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
@@ -41,6 +40,7 @@ data = App(name="data", help="Check data files.", help_format="plaintext", group
 for part in (config, data, reward_verbs.app, run_verbs.runs, run_verbs.weights, dead_letter_verbs.app):
     app.command(part)
 app.update(run_verbs.record)
+app.update(setting_verbs.app)
 app["--help"].show = app["--version"].show = False  # the text above and the verb say the same
 
 
@@ -80,59 +80,6 @@ def sft(*arguments: Raw) -> None:
     Then:     penstock train run.toml model.path=FOLDER, with the folder it printed
     """
     launch.replace_process(launch.module("penstock.trainer", "sft", *arguments))
-
-
-@app.command(group=START)
-def init(  # noqa: PLR0913 - each is an option of the command
-    file: Path = Path("run.toml"),
-    /,
-    *,
-    model: str | None = None,
-    data: str | None = None,
-    eval: str | None = None,
-    reward: str | None = None,
-    gpus: int | None = None,
-    steps: int | None = None,
-    run: str | None = None,
-    algorithm: str | None = None,
-    no_schema: Flag = False,
-) -> int:
-    """Write a commented run file; on a terminal it asks for what no flag gives. Existing files are never overwritten.
-
-    Example:  penstock init
-              penstock init gsm8k.toml --model Qwen3-0.6B --data train.parquet --reward gsm8k
-              penstock init --model Qwen3-0.6B --data train.jsonl --reward my_reward.py --gpus 1
-    Then:     penstock config show run.toml
-
-    Parameters
-    ----------
-    file
-        The run file to write.
-    model
-        Hugging Face model folder.
-    data
-        File with the training prompts.
-    eval
-        File with held-out prompts.
-    reward
-        A built-in reward, an endpoint, your FILE.py, or none: by the data_source of each row.
-    gpus
-        GPUs of this machine to use; 0: the CPU.
-    steps
-        Optimizer steps.
-    run
-        Name of the run; default: that of the file.
-    algorithm
-        Algorithm; default async_grpo.
-    no_schema
-        Do not write run.schema.json, with which editors complete and check the run file.
-    """
-    from penstock.console.tools.init_run_file import Answers
-    from penstock.console.tools.init_run_file import init as write
-
-    answers = Answers(model, data, eval, reward, gpus, steps, run, algorithm)
-    ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
-    return write(file, answers, schema=not no_schema, ask=ask)
 
 
 @config.command
@@ -274,32 +221,6 @@ def chat(
         model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens
     )
     return start_chat(run, arguments, os.environ, options)
-
-
-@app.command(group=START)
-def settings(topic: str | None = None, /, *, json: Flag = False, json_schema: Flag = False) -> int:
-    """Explain the settings of a run file: type, default, allowed values, unit, and other projects' names.
-
-    Example:  penstock settings
-              penstock settings trainer
-              penstock settings rollout.max_staleness
-              penstock settings --json-schema > run.schema.json
-    Then:     penstock config show run.toml
-
-    Parameters
-    ----------
-    topic
-        A section, a setting, or the last word of one; another project's key is answered with ours.
-    json
-        Print one JSON array.
-    json_schema
-        Print the JSON Schema of a run file, for editors.
-    """
-    from penstock.console.tools import explain_settings
-
-    if json_schema:
-        return explain_settings.print_schema()
-    return explain_settings.print_settings(topic, as_json=json)
 
 
 @app.command(group=INSPECT)
