@@ -32,7 +32,7 @@ def print_settings(topic: str | None, *, as_json: bool) -> int:
     elif len(found) == 1:
         print("\n".join(explain(found[0])))
     else:
-        if topic in known.sections:
+        if topic is not None and topic in known.sections:
             print(f"[{topic}]  {known.sections[topic]}\n")
         print("\n".join(table(found)))
         print("\nnext: penstock settings KEY shows one in full")

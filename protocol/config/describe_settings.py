@@ -96,7 +96,7 @@ def as_toml(value: Any) -> str:
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
         nested = next((one for one in _members(field.annotation) if get_origin(one) is dict or _is_model(one)), None)
-        if _is_model(nested):
+        if nested is not None and _is_model(nested):
             yield from _fields(nested, f"{prefix}{name}.")
         elif nested is not None and _is_model(get_args(nested)[1]):
             yield f"{prefix}{name}", field
@@ -162,7 +162,7 @@ def _type_name(annotation: Any, *, many: bool = False) -> str:
     members = _members(annotation)
     if len(members) > 1:
         return " or ".join(dict.fromkeys(_type_name(one, many=many) for one in members if one is not type(None)))
-    [annotation] = members
+    annotation = members[0]
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         name = _type_name(type(parts[0]))
