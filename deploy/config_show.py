@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from penstock.deploy.settings_notes import notes
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.settings import RewardSettings
@@ -65,8 +66,10 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as err:
         sys.stderr.write(f"{err}\n")
         return _ERROR
-    text = json.dumps(as_document(services)) + "\n" if "--json" in arguments else as_text(services)
-    sys.stdout.write(text)
+    if "--json" in arguments:
+        sys.stdout.write(json.dumps(as_document(services)) + "\n")
+    else:
+        sys.stdout.write(as_text(services) + "".join(f"# note: {note}\n" for note in notes(services[0])))
     return 0
 
 

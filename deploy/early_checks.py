@@ -9,11 +9,12 @@ from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.recovery.same_model import check_same_model
+from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
 
 
 def check_inputs(trainer: TrainerSettings) -> None:
-    """Check that model and data exist, and that a resumed run keeps its model; raises ConfigError."""
+    """Check that model and data exist, and that a resumed run keeps its model and ranks; raises ConfigError."""
     if not trainer.model.path.exists():
         raise ConfigError(
             f"model.path = {trainer.model.path}: there is no such folder; set it to a Hugging Face model folder"
@@ -23,6 +24,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
             if missing := [str(file) for file in files if not file.exists()]:
                 raise ConfigError(f"{key}: there is no file {', '.join(missing)}; check the path")
     check_same_model(trainer.run.folder, trainer.model.path)
+    check_same_ranks(trainer.run.folder, trainer.trainer.num_ranks)
 
 
 def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:

@@ -20,6 +20,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -221,7 +222,7 @@ def stop_on_signals() -> threading.Event:
     return requested
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Start the servers, print the environment that uses them, and run until Ctrl-C."""
     parser = argparse.ArgumentParser(prog="penstock up", description="NATS and S3 on this machine.")
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of all stored data (default: data)")
@@ -233,7 +234,7 @@ def main() -> int:
         "--s3-port", type=int, default=0, help="port of S3 (default: the last one used, else a free one)"
     )
     parser.add_argument("--max-store-gb", type=int, default=50, help="disk space that all streams together may reserve")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logs.configure("local")
     stop_requested = stop_on_signals()
     try:

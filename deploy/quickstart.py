@@ -29,7 +29,7 @@ from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import quickstart_task as task
-from penstock.deploy import sglang_cpu
+from penstock.deploy import resumption, sglang_cpu
 from penstock.deploy.child import Child, DeployError, describe_exit
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"quickstart: {err}\nlogs: {options.folder / 'logs'}\nnext: penstock doctor", file=sys.stderr)
         return 1
     if code is None:
-        print("quickstart: stopped on request; all processes have exited", file=sys.stderr)
+        print(f"quickstart: all processes have exited; {_again(options)}", file=sys.stderr)
         return _STOPPED_ON_REQUEST
     if code:
         return code
@@ -142,6 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = {"report": str(path), "model": str(options.folder / "model")}
         print(json.dumps({**json.loads(summary.to_line()), **total, **files}))
     return 0
+
+
+def _again(options: Options) -> str:
+    """Return how to go on after a stop: the run is resumed from its file once the warm-up has made its model."""
+    if (options.folder / "sft" / "config.json").is_file():
+        return resumption.stopped("train", [os.path.relpath(options.folder / "run.toml"), "--local"])
+    return "stopped on request before the training; start it again with: penstock quickstart"
 
 
 def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> tuple[int | None, RunSummary, float]:
@@ -180,25 +187,27 @@ def _make(options: Options, show: _Progress) -> Path:
     show(f"model     Qwen3 architecture, {num_parameters:,} parameters, random; task: sort {task.NUM_DIGITS} digits")
     show(f"data      {SFT_STEPS * SFT_BATCH:,} examples, {num_train:,} prompts, {HELD_OUT} held out; all in {data}")
     run_file = options.folder / "run.toml"
-    run_file.write_text(
-        _RUN_FILE.format(
-            file=run_file,
-            run_id=options.run_id,
-            dir=options.folder.parent,
-            folder=options.folder,
-            seed=options.seed,
-            steps=options.steps,
-            warmup_steps=min(10, options.steps // 2),
-            groups_per_step=GROUPS_PER_STEP,
-            group_size=GROUP_SIZE,
-            max_new_tokens=task.MAX_NEW_TOKENS,
-            eval_every=max(1, options.steps // 6),
-            sft_steps=SFT_STEPS,
-            sft_batch=SFT_BATCH,
-        )
-        + _engine_sections(options.engine)
-    )
+    run_file.write_text(run_file_text(options, run_file) + _engine_sections(options.engine))
     return run_file
+
+
+def run_file_text(options: Options, file: Path) -> str:
+    """Return the run file without its sections about the engine."""
+    return _RUN_FILE.format(
+        file=file,
+        run_id=options.run_id,
+        dir=options.folder.parent,
+        folder=options.folder,
+        seed=options.seed,
+        steps=options.steps,
+        warmup_steps=min(10, options.steps // 2),
+        groups_per_step=GROUPS_PER_STEP,
+        group_size=GROUP_SIZE,
+        max_new_tokens=task.MAX_NEW_TOKENS,
+        eval_every=max(1, options.steps // 6),
+        sft_steps=SFT_STEPS,
+        sft_batch=SFT_BATCH,
+    )
 
 
 def _engine_sections(engine: str) -> str:

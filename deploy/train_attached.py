@@ -20,6 +20,7 @@ from types import FrameType
 from penstock.console import launch
 from penstock.console.live.panel import LivePanel
 from penstock.console.report.run_summary import RunSummary
+from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.child import Child
 from penstock.deploy.early_checks import check_inputs
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_inputs(settings)
         algorithm = summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
         print(f"algorithm {algorithm}", file=sys.stderr)
+        for note in resumption.start_notes(rest, os.environ):
+            print(note, file=sys.stderr)
         create_what_is_missing(settings)
         with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
             if trainer.is_logged:
@@ -70,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"penstock train: {err}", file=sys.stderr)
         return _ERROR
     if trainer.stop_requested:
-        print("penstock train: stopped on request; start the run again to resume it", file=sys.stderr)
+        again = sys.argv[1:] if arguments is None else arguments
+        print(f"penstock train: {resumption.stopped('train', again)}", file=sys.stderr)
     elif code and trainer.is_logged:
         print(
             f"penstock train: the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}",

@@ -6,6 +6,7 @@ python -m penstock.deploy.train_local run.toml [--workers N] [--serve my_reward.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
+from penstock.deploy import resumption
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.protocol import logs
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if finished := finished_run.notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)
             run.check()
+            for note in resumption.start_notes(rest, os.environ):
+                print(note, file=sys.stderr)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()
@@ -59,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"penstock train: {err}", file=sys.stderr)
         return 1
     if code is None:
-        print("penstock train: stopped on request; start the run again to resume it", file=sys.stderr)
+        again = [*(sys.argv[1:] if arguments is None else arguments), "--local"]
+        print(f"penstock train: {resumption.stopped('train', again)}", file=sys.stderr)
         return _STOPPED_ON_REQUEST
     if code:
         print(

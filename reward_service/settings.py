@@ -25,7 +25,7 @@ def _default_id() -> str:
 
 
 class RewardServiceSection(Section):
-    """The section ``[reward_service]`` of a run file."""
+    """The reward service: its HTTP API, its limits, its graders."""
 
     id: str = Field(
         default_factory=_default_id,

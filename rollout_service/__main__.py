@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,11 @@ def main() -> int:
         asyncio.run(_serve(settings))
     except* PenstockError as failures:
         problems += _flatten(failures)
+    if not problems and sys.stderr.isatty():
+        again = shlex.join(["penstock", "rollout", *sys.argv[1:]])
+        sys.stderr.write(
+            f"stopped on request; what it held is finished or queued again. Start it again with: {again}\n"
+        )
     for problem in problems:
         log.error("worker stopped by an error", kind=type(problem).__name__, error=str(problem))
     return 1 if problems else 0

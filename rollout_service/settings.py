@@ -219,7 +219,17 @@ class RolloutSettings(Section):
                     f"{name}.{changed[0]} does nothing with worker.engine = {self.worker.engine}; "
                     f'set worker.engine = "{name}", or leave it out'
                 )
+        if own != "worker":
+            self._refuse_options_of_the_embedded_engine()
         return self
+
+    def _refuse_options_of_the_embedded_engine(self) -> None:
+        for key in ("device", "dtype", "max_running"):
+            if getattr(self.worker, key) != _default(self.worker, key):
+                raise ValueError(
+                    f"worker.{key} does nothing with worker.engine = {self.worker.engine}: it is an option of the embedded "
+                    "engine; leave it out, and give that server its own"
+                )
 
     @property
     def cache_dir(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,6 +18,7 @@ COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
     "data-check": ("FILE ... [--model FOLDER]", "check what data files can train"),
     "data-rows": ("FILE [--number N]", "print rows of a data file as the input of a reward"),
 }
+STOPPED = 128 + 2  # exit code after Ctrl-C, as of a shell
 USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
 
 
@@ -31,6 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
         return USAGE_ERROR
+    except KeyboardInterrupt:  # `train` writes a checkpoint first, once it has started
+        kept = "its result is written at the end, so nothing of it is kept; " if arguments[0] == "sft" else ""
+        again = f"penstock {arguments[0].replace('-', ' ')} {shlex.join(arguments[1:])}"
+        sys.stderr.write(f"\nstopped on request; {kept}start it again with: {again.strip()}\n")
+        return STOPPED
 
 
 def usage() -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Identifier
-from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
 from penstock.trainer.lora_settings import LoraSettings
 
@@ -152,7 +152,7 @@ class RolloutSettings(Section):
 
 
 class OptimizerSettings(Section):
-    """The trainer section: optimizer, ranks, checkpoints, deadlines."""
+    """Optimizer, ranks, checkpoints, deadlines."""
 
     steps: int = Field(default=100, ge=1, description="Optimizer steps of the whole run, resumed ones included.")
     lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
@@ -352,6 +352,18 @@ class TrainerSettings(Section):
             section = "trainer" if self.trainer.warmup_steps > self.trainer.steps else "sft"
             raise ValueError(
                 f"{section}.warmup_steps is more than {section}.steps; lower it, so that the peak is reached"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self, info: ValidationInfo) -> TrainerSettings:
+        """Refuse groups of one where advantages compare the completions of a group; a run's record is read as it is."""
+        needed = self.algorithm.needs_groups
+        if self.rollout.group_size == 1 and needed and self.data.from_run is None and info.context != RECORDED:
+            raise ValueError(
+                f"rollout.group_size = 1 with {needed}, which compares the completions of a prompt: every advantage would be "
+                "0 and nothing would be learned; raise rollout.group_size, or set algorithm.name to reinforce_pp, "
+                "reinforce_pp_baseline, remax or ppo"
             )
         return self
 

@@ -1,7 +1,7 @@
 """The `penstock` command and its top-level verbs.
 
 A verb that runs a service replaces this process by the service's (`console/launch.py`). Verbs with a
-subject are in its file (`reward_verbs`, `run_verbs`, `dead_letter_verbs`). Slow imports are inside
+subject are in its file (`reward_verbs`, `run_verbs`, `setting_verbs`, `dead_letter_verbs`). Slow imports are inside
 the verbs, so that ``--help`` answers at once.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from cyclopts import App
 
 from penstock import __version__
 from penstock.console import launch
-from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs
-from penstock.console.cli.verb_parts import INSPECT, OWN_HELP, SERVE, START, TRAIN, Flag, Raw
+from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs, setting_verbs
+from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
 
@@ -39,6 +40,7 @@ data = App(name="data", help="Check data files.", help_format="plaintext", group
 for part in (config, data, reward_verbs.app, run_verbs.runs, run_verbs.weights, dead_letter_verbs.app):
     app.command(part)
 app.update(run_verbs.record)
+app.update(setting_verbs.app)
 app["--help"].show = app["--version"].show = False  # the text above and the verb say the same
 
 
@@ -123,7 +125,7 @@ def up(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.deploy.local", *arguments))
 
 
-@app.command(group=SERVE, help_flags=OWN_HELP)
+@app.command(group=SERVE)
 def bootstrap(*arguments: Raw) -> None:
     """Create the streams, consumers and buckets of a run on NATS and S3, or delete them with --delete.
 
@@ -222,6 +224,25 @@ def chat(
 
 
 @app.command(group=INSPECT)
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the script that completes verbs, flags and settings in a shell.
+
+    Example:  penstock completion bash >> ~/.bashrc
+              penstock completion zsh > ~/.zfunc/_penstock
+              penstock completion fish > ~/.config/fish/completions/penstock.fish
+    Then:     start a new shell, and type: penstock train rollout.<TAB>
+
+    Parameters
+    ----------
+    shell
+        The shell.
+    """
+    from penstock.console.cli.completion import script
+
+    print(script(shell, app), end="")
+
+
+@app.command(group=INSPECT)
 def version() -> None:
     """Print the versions that a bug report needs.
 
@@ -243,6 +264,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     internal_errors.install("command")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if {"--help", "-h"} & set(tokens):
+            from penstock.console.cli import verb_help
+
+            verb_help.attach(app)
         code = app(tokens or ["--help"]) or 0
         sys.stdout.flush()
         sys.exit(code)
@@ -251,6 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_BROKEN_PIPE)
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
+        sys.exit(1)
+    except EOFError:  # Ctrl-D instead of an answer
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from penstock.console import launch
-from penstock.console.cli.verb_parts import OWN_HELP, REWARD_URL, SERVE, Endpoint, Flag, Raw, ServiceUrl, TokenFile
+from penstock.console.cli.verb_parts import REWARD_URL, SERVE, Endpoint, Flag, Raw, ServiceUrl, TokenFile
 
 app = App(name="reward", help="Serve, list and test rewards.", help_format="plaintext", group=SERVE)
 
@@ -28,7 +28,7 @@ def service(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.reward_service", *arguments))
 
 
-@app.command(help_flags=OWN_HELP)
+@app.command
 def serve(*arguments: Raw) -> None:
     """Serve the reward function or class of a Python file (verl, TRL, OpenRLHF) as a reward endpoint.
 
@@ -38,7 +38,7 @@ def serve(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.reward_service", "serve", *arguments))
 
 
-@app.command(name="serve-judge", help_flags=OWN_HELP)
+@app.command(name="serve-judge")
 def serve_judge(*arguments: Raw) -> None:
     """Serve a language model as a judge endpoint, scoring single answers or comparing pairs.
 
@@ -48,7 +48,7 @@ def serve_judge(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.reward_service", "serve-judge", *arguments))
 
 
-@app.command(name="serve-grader", help_flags=OWN_HELP)
+@app.command(name="serve-grader")
 def serve_grader(*arguments: Raw) -> None:
     """Serve a grader in OpenAI's JSON format as a reward endpoint.
 
@@ -58,7 +58,7 @@ def serve_grader(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.reward_service", "serve-grader", *arguments))
 
 
-@app.command(name="serve-model", help_flags=OWN_HELP)
+@app.command(name="serve-model")
 def serve_model(*arguments: Raw) -> None:
     """Serve a reward model from its folder as a reward endpoint.
 

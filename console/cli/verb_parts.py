@@ -18,5 +18,4 @@ TRAIN = Group("Train", sort_key=1)
 SERVE = Group("Services", sort_key=2)
 INSPECT = Group("Inspect", sort_key=3)
 
-OWN_HELP = ()  # --help is passed to the process that replaces the command, which lists its own options
 REWARD_URL = "http://127.0.0.1:8700"

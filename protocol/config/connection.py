@@ -25,7 +25,10 @@ class RunSettings(Section):
         default=Path("runs"), description="Parent folder of all runs; each run uses the sub-folder named by its id."
     )
     seed: int = Field(
-        default=0, ge=0, description="Seed of the data order, the model's initialisation and the sampler."
+        default=0,
+        ge=0,
+        description="Seed of the order of the prompts and examples. Nothing else follows from it: engines sample with random "
+        "seeds, and adapters and critics start from the same values in every run.",
     )
 
     @field_validator("id")

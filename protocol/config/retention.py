@@ -41,7 +41,7 @@ class StoredObject(Protocol):
 
 
 class RetentionSettings(Section):
-    """Section ``retention``."""
+    """How long the parts of a run are kept."""
 
     trained_packs_h: float = Field(
         default=0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 
 import pytest
 
@@ -32,6 +33,38 @@ def test_every_section_is_shown_once_with_its_origins(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (
+            ["trainer.min_lr_ratio=0.5"],
+            "trainer.min_lr_ratio has no effect with trainer.schedule = constant [override]",
+        ),
+        (["trainer.min_lr_ratio=0.5", "sft.schedule=linear"], ""),
+        (
+            ["trainer.max_mismatch=none", "trainer.mismatch_patience=2"],
+            "trainer.mismatch_patience has no effect without",
+        ),
+        (["trainer.resume=false", "trainer.resume_older_step=2"], "trainer.resume_older_step has no effect with"),
+        (["eval.num_prompts=3"], "eval.num_prompts has no effect without data.eval"),
+        (["eval.num_prompts=3", "data.eval=e"], ""),
+        (["data.from_run=x", "data.train=t"], "data.train has no effect with data.from_run"),
+        (
+            ["algorithm.kl_coefficient=0.1", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
+            "the reference is also computed on the CPU, many times slower than on a GPU; other projects only keep it there "
+            "[override as actor_rollout_ref.ref.fsdp_config.param_offload]",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str], note: str) -> None:
+    """As a comment after the settings, which stay valid TOML; nothing where there is nothing to say."""
+    code, text, _ = shown(capsys, *arguments)
+    said = [line for line in text.splitlines() if line.startswith("# note: ")]
+    assert code == 0
+    assert [note in line for line in said] == ([True] if note else [])
+    tomllib.loads(text)
+
+
+@pytest.mark.parametrize(
     ("arguments", "answer"),
     [
         (["worker.engin=x"], "override: unknown key worker.engin; did you mean worker.engine?"),
@@ -41,6 +74,11 @@ def test_every_section_is_shown_once_with_its_origins(capsys: pytest.CaptureFixt
         (
             ["sglang.tp_size=4"],
             'sglang.tp_size does nothing with worker.engine = embedded; set worker.engine = "sglang"',
+        ),
+        (["worker.device=cuda", "worker.engine=sglang"], "worker.device does nothing with worker.engine = sglang"),
+        (
+            ["worker.max_running=4", "worker.engine=vllm-url", "worker.engine_url=http://h:1"],
+            "worker.max_running does nothing with worker.engine = vllm-url",
         ),
         (["vllm.max_num_seqs=1", "worker.engine=sglang"], "vllm.max_num_seqs does nothing with worker.engine = sglang"),
     ],

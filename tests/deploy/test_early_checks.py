@@ -61,6 +61,24 @@ def test_a_run_is_not_resumed_with_another_model(tmp_path: Path) -> None:
         check_inputs(settings(tmp_path, larger))
 
 
+def test_a_run_is_resumed_on_as_many_ranks_as_wrote_its_checkpoint(tmp_path: Path) -> None:
+    """The newest checkpoint counts; the error names both numbers and two ways on."""
+    one = settings(tmp_path, model_folder(tmp_path / "model"))
+    for step, ranks in (("step00000002", 1), ("step00000004", 2)):
+        folder = tmp_path / "r" / "checkpoints" / step
+        folder.mkdir(parents=True)
+        for rank in range(ranks):
+            (folder / f"random_state_{rank}.bin").touch()
+    (tmp_path / "r" / "checkpoints" / "step00000006.e1.partial").mkdir()
+    with pytest.raises(
+        ConfigError,
+        match=r"step00000004 was written by 2 rank\(s\), and trainer\.num_ranks = 1.*Resume with trainer\.num_ranks=2, or .*"
+        r"penstock weights export r ",
+    ):
+        check_inputs(one)
+    check_inputs(one.model_copy(update={"trainer": one.trainer.model_copy(update={"num_ranks": 2})}))
+
+
 def test_a_model_that_the_engine_does_not_serve_is_refused(tmp_path: Path) -> None:
     """GPT-2 with the embedded engine; another engine may serve it."""
     trainer = settings(tmp_path, model_folder(tmp_path / "gpt2", architectures=["GPT2LMHeadModel"]))

@@ -171,7 +171,8 @@ class _GeneralSettings(Section):
         default=None, description="Model folder of the reference; none: model.path as the run started."
     )
     reference_device: Literal["same", "cpu"] = Field(
-        default="same", description="Where the reference is kept: on the policy's device, or in host memory."
+        default="same",
+        description="Where the reference is kept and computed: on the policy's device, or, many times slower, on the CPU.",
     )
 
     options: dict[str, Any] = Field(
@@ -307,6 +308,15 @@ class AlgorithmSettings(_AllSettings):
     def needs_baseline(self) -> bool:
         """Whether every group carries a greedy completion that is not trained on."""
         return ESTIMATORS.find(self.advantage).value.needs_baseline
+
+    @property
+    def needs_groups(self) -> str:
+        """The setting with which a group of one completion teaches nothing; empty for none."""
+        if self.dynamic_sampling:  # equal rewards, and one reward equals itself
+            return "algorithm.dynamic_sampling = true"
+        if self.reward_norm == "group" and self.reward_shift:
+            return "algorithm.reward_norm = group"
+        return f"algorithm.advantage = {self.advantage}" if ESTIMATORS.find(self.advantage).value.group_relative else ""
 
     @property
     def has_critic(self) -> bool:

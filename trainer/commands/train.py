@@ -20,6 +20,7 @@ from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
 from penstock.trainer.recovery.same_model import check_same_model
+from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer")
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     settings = loaded.settings
     check_same_model(settings.run.folder, settings.model.path)
+    check_same_ranks(settings.run.folder, settings.trainer.num_ranks)
     logs.configure("trainer")
     if finished := finished_run.notice(settings):
         if os.environ.get("RANK", "0") == "0":

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -39,7 +40,7 @@ from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.dead_count import DeadCount
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker, IssuedGroups
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.drops import DropReason, describe_drops
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -93,6 +94,7 @@ class Collector:
         self._silent_s = silent_s
         self._reader = reader or PackReader(connections.blobs.get)
         self._held: dict[int, Delivery[GroupScored]] = {}
+        self._dropped_at_last_batch: Counter[DropReason] = Counter()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closing = False
@@ -144,6 +146,7 @@ class Collector:
                     rest_s = full_since + self._backoff.scale(overtake_wait_s) - time.monotonic()
                 if rest_s <= 0.0 and (batch := self._tracker.take(version)):
                     self._backoff.record(overtook=overtakes)
+                    self._dropped_at_last_batch = self._tracker.dropped.copy()
                     return batch
                 num_ready = self._tracker.num_ready
                 self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
@@ -157,7 +160,7 @@ class Collector:
                 raise CollectTimeout(
                     f"no full batch within trainer.collect_deadline_s = {self._deadline_s:.0f} s: {num_ready} groups "
                     f"ready, {len(self._issued.outstanding())} outstanding. {waiting.describe(self._bus, self._run_id)}"
-                    f"{self._dead_lettered()}"
+                    f"{self._dead_lettered()}{self._dropped_since_last_batch()}"
                 )
         return []
 
@@ -274,6 +277,11 @@ class Collector:
             if num_dead
             else ""
         )
+
+    def _dropped_since_last_batch(self) -> str:
+        with self._changed:
+            dropped = describe_drops(self._tracker.dropped - self._dropped_at_last_batch)
+        return f". Groups dropped since the last batch: {dropped}" if dropped else ""
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 

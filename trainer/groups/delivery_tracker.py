@@ -11,6 +11,7 @@ receive ──▶ wanted ──fetched──▶ offer ──▶ take ──▶ t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -70,6 +71,7 @@ class DeliveryTracker:
         self._issued = issued
         self._unsettled: dict[int, set[str]] = {}  # groups neither trained nor dropped, by message
         self._fetching: set[str] = set()  # wanted and not offered yet; they count as held
+        self.dropped: Counter[DropReason] = Counter()  # groups of this session
 
     @property
     def num_ready(self) -> int:
@@ -165,6 +167,7 @@ class DeliveryTracker:
             reason = DropReason.QUARANTINED
         drops = [Drop(group_id, reason, 0) for group_id in sorted(dead) if not self._has_arrived(group_id)]
         self._issued.drop_dead(drops, sequence)
+        self.dropped.update(drop.reason for drop in drops)
         self._settle([drop.group_id for drop in drops])
         return len(drops)
 
@@ -184,6 +187,7 @@ class DeliveryTracker:
     def _close(self, drops: Sequence[Drop]) -> None:
         for drop in drops:
             self._issued.drop(drop)
+        self.dropped.update(drop.reason for drop in drops)
         self._settle([drop.group_id for drop in drops])
 
     def _settle(self, group_ids: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,6 +26,27 @@ class DropReason(StrEnum):
     LOST = "lost"  # every queue is empty and it never arrived
     SUPERSEDED = "superseded"  # an earlier session had dropped it, and its next attempt has arrived
     ABANDONED = "abandoned"  # held-out: its evaluation failed, or ended with the trainer that started it
+
+
+_CURES: dict[DropReason, str] = {
+    DropReason.NO_SIGNAL: "all rewards of each were equal, and algorithm.dynamic_sampling waits for others: check the reward with "
+    "`penstock reward test`, use easier or harder prompts, raise rollout.group_size or rollout.temperature, or set "
+    "algorithm.dynamic_sampling = false",
+    DropReason.STALE: "older than rollout.max_staleness: raise it, or lower rollout.groups_per_step",
+    DropReason.UNREADABLE: "their objects are missing or corrupt: check the object store with `penstock audit`",
+    DropReason.LOST: "they were in no queue any more: look for workers and reward services that were stopped",
+    DropReason.NO_BASELINE: "issued under another algorithm, and remax needs a greedy completion: they are sampled again",
+}
+
+
+def describe_drops(counts: Mapping[DropReason, int]) -> str:
+    """Return how many groups were dropped for which reason, most first, with what to do; empty for none."""
+    most_first = sorted(counts.items(), key=lambda one: -one[1])
+    return "; ".join(
+        f"{count} {reason}" + (f" ({_CURES[reason]})" if reason in _CURES else "")
+        for reason, count in most_first
+        if count
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,19 @@ def test_foreign_names_lead_to_settings_that_exist():
             ["rollout.groups_per_step=1", "rollout.group_size=1", "trainer.num_ranks=2"],
             "lower trainer.num_ranks, so that every rank has one",
         ),
+        (
+            ["rollout.group_size=1"],
+            "rollout.group_size = 1 with algorithm.advantage = grpo, which compares the completions of a prompt",
+        ),
+        (["rollout.group_size=1", "algorithm.name=rloo"], "every advantage would be 0 and nothing would be learned"),
+        (
+            ["rollout.group_size=1", "algorithm.name=reinforce_pp", "algorithm.dynamic_sampling=true"],
+            "rollout.group_size = 1 with algorithm.dynamic_sampling = true",
+        ),
+        (
+            ["rollout.group_size=1", "algorithm.name=reinforce_pp", "algorithm.reward_norm=group"],
+            "rollout.group_size = 1 with algorithm.reward_norm = group",
+        ),
         (["rollout.max_staleness=8"], "raise it to at least 10"),
         (["eval.every=5"], "set data.eval, or eval.every = 0"),
         (["eval.samples=4"], "set eval.temperature above 0 or eval.samples = 1"),

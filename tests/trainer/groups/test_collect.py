@@ -81,7 +81,7 @@ class Session:
     """One session of the trainer's group handling: issuer, collector, and what they share."""
 
     def __init__(self, connections: Connections, prompts: PromptSet, ledger: Ledger | None = None, saved: IssuerState | None = None,
-        *, uses: int = 1, log: Path | None = None, **options: Any,
+        *, uses: int = 1, log: Path | None = None, needs_signal: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         self.ledger = ledger or Ledger()
@@ -98,7 +98,7 @@ class Session:
             self.issuer.keep_log(IssueLog(log, self.dispatch.state.order_id, may_arrive=self.dispatch.may_arrive))
         batcher = Batcher(
             groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger,
-            reuse=Reuse(uses),
+            reuse=Reuse(uses), needs_signal=needs_signal,
         )  # fmt: skip
         settings = {
             "deadline_s": 20.0, "max_dead": 100, "silent_s": 30.0, "letters_read": letters_read, **options
@@ -700,6 +700,24 @@ def test_the_deadline_of_a_batch_names_what_is_missing(connections: Connections,
     assert "0 groups ready, 8 outstanding" in text
     assert "tasks: 4 messages waiting, 0 in work" in text
     assert "rollout workers alive: NONE" in text
+
+
+def test_the_deadline_of_a_batch_names_the_groups_dropped_without_signal(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """With dynamic sampling and a reward that never differs: how many were dropped, for which reason, and what to do."""
+    with Session(connections, prompts, deadline_s=0.5, needs_signal=True) as session:
+        session.issuer.advance(V0, 4)
+        for message in manual.tasks(2):
+            scored = manual.scored(message)
+            equal = tuple(g.model_copy(update={"rewards": (1.0,) * len(g.rewards)}) for g in scored.groups)
+            manual._producer.announce(scored.model_copy(update={"groups": equal}))
+        wait_for(lambda: session.counters.dropped_groups["no_signal"] == 4, "the drops")
+        with pytest.raises(
+            CollectTimeout, match=r"Groups dropped since the last batch: 4 no_signal \(all rewards of each"
+        ) as caught:
+            session.collector.collect(V0)
+    assert "algorithm.dynamic_sampling = false" in str(caught.value)
 
 
 def test_a_foreign_group_is_counted_and_refused(

@@ -10,6 +10,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor
 @advantage_estimator(
     source="arXiv 2504.02546",
     presets={"gpg": {"advantage": "gpg", "loss": "ppo_clip", "aggregation": "token-mean"}},
+    group_relative=True,
 )
 def gpg(outcomes: Outcomes) -> Tensor:
     """Subtract the group's mean reward and multiply by trajectories / nonzero rewards of the batch, [B]."""

@@ -13,6 +13,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
     presets={
         "grpo": {"advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean"},
     },
+    group_relative=True,
 )
 def grpo(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:
     """Subtract the group's mean reward and divide by its standard deviation.

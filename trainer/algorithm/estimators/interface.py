@@ -36,6 +36,7 @@ class Estimator(Part[OptionsT_co]):
     """An advantage estimator: ``fn(outcomes, **options)`` returns one advantage per trajectory, [B]."""
 
     needs_baseline: bool = False  # every group carries a greedy completion that is not trained on
+    group_relative: bool = False  # compares the completions of a group: a group of one has an advantage of 0
     has_critic: bool = False  # a critic credits tokens; fn returns the rewards that it starts from
 
 
@@ -45,6 +46,7 @@ def advantage_estimator(
     source: str,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     needs_baseline: bool = False,
+    group_relative: bool = False,
     has_critic: bool = False,
 ) -> Callable[[AdvantageFunction], Estimator[OptionsT_co]]:
     """Make a function an advantage estimator of the function's name.
@@ -54,6 +56,7 @@ def advantage_estimator(
         source: Paper or code.
         presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
         needs_baseline: Whether ``outcomes.baselines`` must be given.
+        group_relative: Whether it compares the completions of a group, so that a group of one teaches nothing.
         has_critic: Whether `trainer/algorithm/token_credit.py` turns the result into advantages by token.
     """
 
@@ -65,6 +68,7 @@ def advantage_estimator(
             source=source,
             presets=presets or {},
             needs_baseline=needs_baseline,
+            group_relative=group_relative,
             has_critic=has_critic,
         )
 

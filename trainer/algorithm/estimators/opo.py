@@ -9,6 +9,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor
 @advantage_estimator(
     source="arXiv 2505.23585",
     presets={"opo": {"advantage": "opo", "loss": "ppo_clip", "aggregation": "token-mean"}},
+    group_relative=True,
 )
 def opo(outcomes: Outcomes) -> Tensor:
     """Subtract the group's mean reward weighted by length, [B]; a group of one gets 0 (verl: its own reward)."""

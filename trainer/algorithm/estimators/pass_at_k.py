@@ -18,6 +18,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
             "aggregation": "token-mean",
         },
     },
+    group_relative=True,
 )
 def pass_at_k(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:
     """Credit only the best of a group, by its lead on the second, [B].

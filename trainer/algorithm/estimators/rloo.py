@@ -10,6 +10,7 @@ from penstock.trainer.algorithm.lazy_torch import Tensor
 @advantage_estimator(
     source="arXiv 2402.14740",
     presets={"rloo": {"advantage": "rloo", "loss": "ppo_clip", "aggregation": "seq-mean-token-sum"}},
+    group_relative=True,
 )
 def rloo(outcomes: Outcomes) -> Tensor:
     """Subtract the mean reward of the group's other members, [B]; a group of one gets 0.

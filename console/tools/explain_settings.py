@@ -1,0 +1,175 @@
+"""`penstock settings`: the sections of a run file, the settings of one, or one setting in full."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.console.tools import reference
+from penstock.protocol.config.config_aliases import ALIASES, Alias
+from penstock.protocol.config.foreign_config import RENAMED, advice
+from penstock.protocol.config.setting_description import SettingDescription
+from penstock.protocol.errors import ConfigError
+
+_WIDEST = 120
+_NARROWEST = 60
+_FIRST_PART = re.compile(r"[;.] ")
+
+
+def print_settings(topic: str | None, *, as_json: bool) -> int:
+    """Print the sections, or the settings that a section, a key or the end of a key names; raises ConfigError."""
+    known = reference.load()
+    if topic is None and not as_json:
+        print("\n".join(_sections(known)))
+        return 0
+    found = list(known.settings.values()) if topic is None else find(topic)
+    if as_json:
+        print(json.dumps([one.to_document() for one in found], ensure_ascii=False))
+    elif len(found) == 1:
+        print("\n".join(explain(found[0])))
+    else:
+        if topic is not None and topic in known.sections:
+            print(f"[{topic}]  {known.sections[topic]}\n")
+        print("\n".join(table(found)))
+        print("\nnext: penstock settings KEY shows one in full")
+    return 0
+
+
+def print_schema() -> int:
+    """Print the JSON Schema of a run file."""
+    print(json.dumps(run_file_schema(), indent=1, ensure_ascii=False))
+    return 0
+
+
+def run_file_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a run file, in which other projects' names of settings are allowed, marked as such."""
+    return with_aliases(json.loads(reference.SCHEMA.read_text(encoding="utf-8")), ALIASES)
+
+
+def find(topic: str) -> list[SettingDescription]:
+    """Return the settings that a word names: a section, a table, a key, another project's key, or the end of keys.
+
+    Raises ConfigError with the nearest keys, or with what is said of another project's key.
+    """
+    settings = reference.load().settings
+    word = topic.removeprefix("--").strip("[]").replace("-", "_")
+    if word in settings:
+        return [settings[word]]
+    below = [one for key, one in settings.items() if key.startswith(f"{word}.")]
+    if below:
+        return below
+    meant = ALIASES[word].keys if word in ALIASES else ()
+    named = [one for key, one in settings.items() if key in meant or key.rpartition(".")[2] == word]
+    return named or _unknown(word)
+
+
+def _unknown(word: str) -> list[SettingDescription]:
+    if instead := advice(word):
+        raise ConfigError(f"{word} is a key of another project: {instead}")
+    near = reference.nearest(word)
+    hint = f"did you mean {', '.join(near)}?" if near else "`penstock settings` lists the sections"
+    raise ConfigError(f"no setting or section is named {word}; {hint}")
+
+
+def explain(one: SettingDescription) -> Iterator[str]:
+    """Yield the lines that say everything about a setting."""
+    yield one.key
+    yield from wrapped(one.description, "  ")
+    yield ""
+    for title, text in (
+        ("type", f"{one.type}, in {one.unit}" if one.unit else one.type),
+        ("default", one.default),
+        ("presets", _presets(one.presets)),
+        ("allowed", one.allowed),
+        ("read by", ", ".join(one.services)),
+        ("other names", ", ".join(_other_names(one.key, ALIASES))),
+        ("similar", ", ".join(_similar(one.key, RENAMED))),
+        ("run file", _in_a_file(one)),
+        ("command", "refused: every user of the machine can read it there" if one.secret else f"{one.key}=VALUE"),
+        ("environment", f"PENSTOCK_{one.key.upper().replace('.', '__')}=VALUE"),
+    ):
+        if text:
+            yield from wrapped(text, f"  {title:<12} ")
+
+
+def table(settings: Sequence[SettingDescription], *, indent: str = "", short: bool = False) -> Iterator[str]:
+    """Yield a line or more for each setting: key, type, default, description; if ``short`` only its first part."""
+    keys = max((len(one.key) for one in settings), default=0)
+    for one in settings:
+        about = first_part(one) if short else one.description
+        yield from wrapped(f"{summary(one)}  {about}", f"{indent}{one.key:<{keys}}  ")
+
+
+def first_part(one: SettingDescription) -> str:
+    """Return the description up to its first full stop or semicolon."""
+    return _FIRST_PART.split(one.description, maxsplit=1)[0].rstrip(".")
+
+
+def summary(one: SettingDescription) -> str:
+    """Return type, unit and default in a few words."""
+    unit = f" of {one.unit}" if one.unit and "number" in one.type else ""
+    default = one.default if one.default.startswith("made") else f"default {one.default}"
+    return f"({one.type}{unit}; {'required' if one.default == 'required' else default})"
+
+
+def with_aliases(schema: dict[str, Any], aliases: Mapping[str, Alias]) -> dict[str, Any]:
+    """Return a schema that also allows other projects' names of settings, each with the key that it sets."""
+    for name, alias in aliases.items():
+        node = schema
+        *tables, last = name.split(".")
+        for part in tables:
+            node = node.setdefault("properties", {}).setdefault(part, {"type": "object", "additionalProperties": False})
+            if "$ref" in node:
+                node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        note = f"Another project's name of {' and '.join(alias.keys)}."
+        node.setdefault("properties", {}).setdefault(last, {"description": note, "deprecated": True})
+    return schema
+
+
+def _sections(known: reference.Reference) -> Iterator[str]:
+    width = max(map(len, known.sections))
+    for name, about in known.sections.items():
+        count = sum(one.section == name for one in known.settings.values())
+        yield from wrapped(f"{count:>3}  {about}", f"{name:<{width}}  ", extra=5)
+    yield ""
+    yield "next: penstock settings SECTION, or penstock settings SECTION.KEY"
+
+
+def _presets(presets: Mapping[str, str]) -> str:
+    by_value: dict[str, list[str]] = {}
+    for name, value in presets.items():
+        by_value.setdefault(value, []).append(name)
+    return "; ".join(f"{value} in {', '.join(names)}" for value, names in by_value.items())
+
+
+def _other_names(key: str, aliases: Mapping[str, Alias]) -> list[str]:
+    """Return other projects' keys that set this one, and are accepted in a run file."""
+    return sorted(name for name, alias in aliases.items() if key in alias.keys)
+
+
+def _similar(key: str, renamed: Mapping[str, str]) -> list[str]:
+    """Return other projects' keys that are answered with this one, but differ in meaning or values."""
+    return sorted(name for name, target in renamed.items() if key in target.replace(",", " ").split())
+
+
+def _in_a_file(one: SettingDescription) -> str:
+    section, _, key = one.key.rpartition(".")
+    example = one.default if one.default[:1] in '"[{-0123456789tf' else "VALUE"
+    return f"[{section}] {key} = {example}"
+
+
+def wrapped(text: str, indent: str, *, extra: int = 0, width: int | None = None) -> list[str]:
+    """Return a text in lines, each after the first indented like it and by ``extra``, for the terminal or ``width``."""
+    width = width or min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent if indent == "# " else " " * (len(indent) + extra),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

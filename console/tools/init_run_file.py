@@ -1,0 +1,222 @@
+"""`penstock init`: write a commented run file from a few answers; an existing file is never touched."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.console.tools import explain_settings, reference
+from penstock.protocol.config.setting_description import MADE_AT_START, REQUIRED
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.subjects import check_run_id
+
+SCHEMA_NAME = "run.schema.json"
+BY_DATA_SOURCE = "none"
+
+Ask = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a run file is made of; None: not answered."""
+
+    model: str | None = None
+    data: str | None = None
+    eval: str | None = None
+    reward: str | None = None  # built in, an endpoint, FILE.py, FILE.py:FUNCTION, or BY_DATA_SOURCE
+    gpus: int | None = None
+    steps: int | None = None
+    run_id: str | None = None
+    algorithm: str | None = None
+
+    @property
+    def served_file(self) -> str:
+        """The reward file that a process of its own serves; empty for none."""
+        return self.reward if self.reward is not None and self.reward.endswith(".py") else ""
+
+    @property
+    def reward_name(self) -> str:
+        """The value of reward.name."""
+        return Path(self.served_file).stem if self.served_file else str(self.reward)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train: half of the GPUs, since the others generate."""
+        return max(1, int(self.gpus or 0) // 2)
+
+
+def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
+    """Write the run file, and the schema that editors read beside it; print the next commands.
+
+    Args:
+        file: The run file; it must not exist.
+        answers: What is known already.
+        schema: Whether the schema is written too, where there is none.
+        ask: Asks for what is missing; None: what has no default must be among the answers.
+
+    Raises:
+        ConfigError: The file exists, cannot be written, or an answer is missing or wrong.
+    """
+    if file.exists():
+        raise ConfigError(f"{file} exists and is not overwritten; name another file: penstock init other.toml")
+    answers = check(complete(answers, file, ask))
+    texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, schema=schema))}
+    if schema and not file.with_name(SCHEMA_NAME).exists():
+        texts[file.with_name(SCHEMA_NAME)] = json.dumps(explain_settings.run_file_schema(), ensure_ascii=False) + "\n"
+    try:
+        for path, text in texts.items():
+            with path.open("x", encoding="utf-8") as out:
+                out.write(text)
+    except OSError as err:
+        raise ConfigError(f"{err.filename} cannot be written ({err.strerror}); choose another folder") from None
+    print(f"wrote {' and '.join(map(str, texts))}")
+    for note in notes(answers):
+        print(f"note: {note}", file=sys.stderr)
+    print(f"next: {_line('penstock', 'config', 'show', str(file))}")
+    print(f"      {_train(answers, file)}")
+    return 0
+
+
+def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
+    """Return the answers with every gap filled: by asking, or by its default. Raises ConfigError for what has none."""
+    builtin = ", ".join(reference.load().settings["reward.name"].values)
+    questions: dict[str, tuple[str, str | None]] = {
+        "model": ("Model folder (Hugging Face: config.json, safetensors, tokenizer)", None),
+        "data": ("Training data (JSONL, JSON, CSV or Parquet file)", None),
+        "eval": ("Held-out data to evaluate on, if any", ""),
+        "reward": (f"Reward: your FILE.py, {BY_DATA_SOURCE} (each row's data_source chooses), or built in: {builtin}", None),
+        "gpus": ("GPUs of this machine to use; 0 trains on the CPU", "0"),
+        "steps": ("Optimizer steps", "100"),
+        "run_id": ("Name of the run", re.sub(r"[^a-z0-9-]+", "-", file.stem.lower()).strip("-") or "run"),
+        "algorithm": ("Algorithm", "async_grpo"),
+    }  # fmt: skip
+    missing = [name for name, (_, default) in questions.items() if getattr(answers, name) is None and default is None]
+    if ask is None and missing:
+        flags = " ".join(f"--{name} {name.upper()}" for name in missing)
+        raise ConfigError(f"{', '.join(missing)} not given: add {flags}, or run it on a terminal, where it asks")
+    for name, (question, default) in questions.items():
+        if getattr(answers, name) is not None:
+            continue
+        text = default or ""
+        if ask is not None:
+            while not (text := ask(f"{question}{f' [{default}]' if default else ''}: ").strip() or (default or "")):
+                if default is not None:
+                    break
+        answers = replace(answers, **{name: _number(name, text) if name in ("gpus", "steps") else text})
+    return answers
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}: expected a whole number, got {text!r}") from None
+
+
+def check(answers: Answers) -> Answers:
+    """Return the answers; raises ConfigError for one that no run file can hold."""
+    check_run_id(str(answers.run_id))
+    presets = reference.load().settings["algorithm.name"].values
+    if answers.algorithm not in presets:
+        near = difflib.get_close_matches(str(answers.algorithm), presets, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(presets)}"
+        raise ConfigError(f"no algorithm is named {answers.algorithm}; {hint}")
+    if int(answers.gpus or 0) < 0 or int(answers.steps or 0) < 1:
+        raise ConfigError("--gpus must be at least 0 and --steps at least 1")
+    name = answers.reward_name
+    if not re.fullmatch(r"[A-Za-z0-9_.:#-]{1,200}", name):
+        raise ConfigError(
+            f"the reward {name!r} is no name that a run file can hold (letters, digits, '_', '.', ':', '#', '-'); "
+            "run this in the folder of the file, or give FILE.py to serve it as an endpoint"
+        )
+    return answers
+
+
+def run_file(answers: Answers, file: Path, *, schema: bool) -> Iterator[str]:
+    """Yield the lines of the run file."""
+    if schema:
+        yield f"#:schema ./{SCHEMA_NAME}"
+    yield f"# Train:    {_train(answers, file)}"
+    if int(answers.gpus or 0) > 1:
+        yield from _two_kinds_of_gpus(answers, file)
+    yield f"# Check:    {_line('penstock', 'config', 'show', str(file))}"
+    yield "# Explain:  penstock settings SECTION.KEY"
+    section = ""
+    for key, value in _values(answers):
+        if key.rpartition(".")[0] != section:
+            section = key.rpartition(".")[0]
+            yield ""
+            yield f"[{section}]"
+        yield from _entry(key, value)
+
+
+def _values(answers: Answers) -> Iterator[tuple[str, object]]:
+    """Yield keys and values; None: the default, written as a comment."""
+    gpus = int(answers.gpus or 0)
+    steps = int(answers.steps or 1)
+    yield from (("run.id", answers.run_id), ("run.seed", None))
+    yield from (("model.path", answers.model), ("model.dtype", "bfloat16" if gpus else "float32"))
+    yield from (("data.train", answers.data), ("data.eval", answers.eval or None), ("data.max_prompt_tokens", 1024))
+    yield ("data.system_prompt", None)
+    yield ("reward.name", None if answers.reward == BY_DATA_SOURCE else answers.reward_name)
+    yield ("algorithm.name", answers.algorithm)
+    yield from (("rollout.group_size", 8), ("rollout.groups_per_step", 32), ("rollout.max_new_tokens", 256))
+    yield from (("rollout.max_staleness", None), ("rollout.temperature", None))
+    yield from (("trainer.steps", steps), ("trainer.lr", 1e-6), ("trainer.warmup_steps", None))
+    yield ("trainer.num_ranks", answers.num_ranks if gpus > 1 else None)
+    yield ("trainer.checkpoint_every_s", None)
+    yield from (("eval.every", max(1, steps // 10) if answers.eval else None), ("eval.num_prompts", None))
+    if gpus > 1:
+        yield from (("worker.engine", "sglang"), ("sglang.python", None), ("sglang.engines", gpus - answers.num_ranks))
+    else:
+        yield ("worker.device", "cuda" if gpus else "cpu")
+        yield ("worker.dtype", "bfloat16" if gpus else "float32")
+
+
+def _entry(key: str, value: object) -> Iterator[str]:
+    one = reference.load().settings[key]
+    yield from explain_settings.wrapped(explain_settings.first_part(one), "# ", width=100)
+    name = key.rpartition(".")[2]
+    if value is None:
+        example = one.default if one.default not in (REQUIRED, MADE_AT_START, '"none"', "[]") else '"..."'
+        yield f"# {name} = {example}"
+    else:
+        yield f"{name} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def _two_kinds_of_gpus(answers: Answers, file: Path) -> Iterator[str]:
+    ranks, gpus = answers.num_ranks, int(answers.gpus or 0)
+    trained, generated = ",".join(map(str, range(ranks))), ",".join(map(str, range(ranks, gpus)))
+    yield f"#           after `penstock up` in another terminal, with its settings loaded; {ranks} of {gpus} GPUs train:"
+    yield f"#           CUDA_VISIBLE_DEVICES={generated} {_line('penstock', 'rollout', str(file))}"
+    yield f"#           CUDA_VISIBLE_DEVICES={trained} is that of the trainer; `penstock reward service {file}` needs none"
+
+
+def notes(answers: Answers) -> Iterator[str]:
+    """Yield what has to be done before the run can start."""
+    for what, path in (("model", answers.model), ("data", answers.data), ("held-out data", answers.eval)):
+        if path and not Path(path).exists():
+            yield f"{what}: there is no {path} yet"
+    if answers.served_file and not Path(answers.served_file).exists():
+        yield f"reward: there is no {answers.served_file} yet"
+    if int(answers.gpus or 0) > 1:
+        yield "the engines are SGLang servers: set sglang.python to the Python that has it (docs/sglang.md)"
+
+
+def _train(answers: Answers, file: Path) -> str:
+    words = ["penstock", "train", str(file)]
+    if int(answers.gpus or 0) > 1:
+        return _line(*words)
+    serve = ["--serve", answers.served_file] if answers.served_file else []
+    workers = ["--workers", "1"] if answers.gpus else []
+    return _line(*words, "--local", *workers, *serve)
+
+
+def _line(*words: str) -> str:
+    return shlex.join(words)

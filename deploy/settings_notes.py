@@ -1,0 +1,40 @@
+"""Settings that are accepted and have no effect, or another one than their name promises in the project it is from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.protocol.config.run_file import Loaded
+from penstock.trainer.settings import TrainerSettings
+
+_EVALUATION = ("num_prompts", "at_start", "at_end", "temperature", "samples", "max_new_tokens", "environment")
+
+
+def notes(loaded: Loaded[TrainerSettings]) -> list[str]:
+    """Return a line for each setting that was given and does nothing here, and for a reference on the CPU."""
+    settings, origins = loaded.settings, loaded.origins
+    found = [
+        f"{key} has no effect {why} [{origins[key]}]"
+        for key, why in _idle(settings)
+        if origins.get(key, "default") != "default"
+    ]
+    if settings.algorithm.needs_reference and settings.algorithm.reference_device == "cpu":
+        found.append(
+            'algorithm.reference_device = "cpu": the reference is also computed on the CPU, many times slower than on a GPU; '
+            f"other projects only keep it there [{origins['algorithm.reference_device']}]"
+        )
+    return found
+
+
+def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
+    """Yield keys that do nothing beside the others, and why."""
+    if settings.trainer.schedule == "constant" and settings.sft.schedule == "constant":
+        yield "trainer.min_lr_ratio", "with trainer.schedule = constant"
+    if settings.trainer.max_mismatch is None:
+        yield "trainer.mismatch_patience", "without trainer.max_mismatch"
+    if not settings.trainer.resume:
+        yield "trainer.resume_older_step", "with trainer.resume = false"
+    if settings.data.from_run is not None:
+        yield from ((key, "with data.from_run") for key in ("data.train", "data.eval"))
+    if settings.data.from_run is not None or not settings.data.eval_files:
+        yield from ((f"eval.{name}", "without data.eval") for name in _EVALUATION)

@@ -1,0 +1,102 @@
+"""The help of every verb: its flags and its settings, from the code, without importing anything slow."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.console.cli import main, verb_help
+from penstock.console.cli.completion import words_of
+from penstock.console.tools import reference
+
+ROOT = Path(__file__).parents[3]
+_SLOW = ("torch", "deepspeed", "transformers", "pydantic", "pyarrow", "numpy", "nats", "minio", "fastapi", "httpx",
+         "tokenizers", "safetensors", "matplotlib", "penstock.trainer", "penstock.rollout_service", "penstock.deploy")  # fmt: skip
+_WALK = """
+import contextlib, io, json, sys
+from penstock.console.cli import main
+from penstock.console.cli.completion import words_of
+loaded = set(sys.modules)
+answers = {}
+for verb in words_of(main.app).verbs:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main.main([*verb.split(), "--help"])
+    answers[verb] = out.getvalue()
+print(json.dumps({"answers": answers, "modules": sorted(sys.modules)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def walk() -> dict:
+    """The help of every verb, and the modules that it took."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _WALK],
+        capture_output=True, text=True, timeout=60, check=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "110"},
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def test_every_help_lists_the_flags_and_settings_of_its_verb(walk: dict):
+    """Each flag with its value, each setting with type and default; a verb without either is a list of verbs."""
+    known = reference.load().settings
+    for verb, answer in walk["answers"].items():
+        if verb == "":
+            continue
+        for flag in verb_help.flags_of(verb):
+            assert all(name in answer for name in flag.names), (verb, flag.names)
+            assert flag.value in answer, (verb, flag.names)
+        for key in verb_help.SETTINGS.get(verb, ()):
+            assert f"  {key} " in answer, (verb, key)
+            assert known[key].type in " ".join(answer.split()), (verb, key)
+        if verb in main.app and not [name for name in main.app[verb] if not name.startswith("-")]:
+            listed = ("Flags:", "Settings it", "Parameters", "Arguments")
+            assert verb == "version" or any(title in answer for title in listed), verb
+
+
+@pytest.mark.parametrize(
+    ("verb", "listed"),
+    [
+        ("train", ["--local", "--workers", "--serve", "--json", "trainer.lr", "rollout.group_size", "default 100"]),
+        ("quickstart", ["--seed", "--steps", "--engine", "--no-kill"]),
+        ("up", ["--data", "--nats-port", "--max-store-gb"]),
+        ("data check", ["FILE ...", "--model", "--map", "--no-tests"]),
+        ("rollout", ["worker.engine", "worker.device", 'default "cpu"']),
+        ("sft", ["sft.steps", "sft.output"]),
+        ("config show", ["--json", "model.path", "required"]),
+        ("reward service", ["reward_service.port", "default 8700"]),
+        ("reward serve", ["--register", "def compute_score"]),
+    ],
+)
+def test_help_of_verbs_that_start_a_process(walk: dict, verb: str, listed: list[str]):
+    """What their processes take, although none of them was started to ask it."""
+    for text in listed:
+        assert text in walk["answers"][verb]
+
+
+def test_help_imports_nothing_slow(walk: dict):
+    """Neither torch nor a settings class, an HTTP or NATS client, or a service: that is what keeps help fast."""
+    assert not [
+        one for one in walk["modules"] if one.startswith(_SLOW) and (one in _SLOW or one.split(".")[0] in _SLOW)
+    ]
+    assert not [one for one in walk["modules"] if one.startswith(tuple(f"{slow}." for slow in _SLOW))]
+
+
+def test_settings_in_help_exist():
+    """Verbs and settings of the table are real ones."""
+    assert verb_help.SETTINGS.keys() <= words_of(main.app).verbs.keys()
+    keys = {key for keys in verb_help.SETTINGS.values() for key in keys}
+    assert keys <= reference.load().settings.keys()
+
+
+def test_help_of_train_says_what_needs_local():
+    """--workers and --serve have an effect only with --local."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+        main.main(["train", "--help"])
+    assert "with --local: number of rollout workers" in " ".join(out.getvalue().split())

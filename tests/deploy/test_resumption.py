@@ -1,0 +1,95 @@
+"""A stopped command says how to resume; a resumed run says which settings it changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from penstock.deploy import quickstart, resumption, train_attached, train_local
+from penstock.protocol import logs
+from penstock.protocol.config.run_file import config_document, load
+from penstock.trainer import __main__ as trainer
+from penstock.trainer.settings import TrainerSettings
+
+
+def test_the_command_is_that_of_the_stopped_one():
+    """Quoted, so that it can be pasted."""
+    line = resumption.stopped("train", ["my run.toml", "trainer.lr=1e-6", "--local"])
+    assert line == "stopped on request; resume it with: penstock train 'my run.toml' trainer.lr=1e-6 --local"
+
+
+def test_changed_settings_are_listed_for_a_run_with_a_checkpoint(tmp_path: Path):
+    """Each with its new and its old value; nothing for a run that starts from the beginning."""
+    before = ["model.path=m", f"run.dir={tmp_path}", "run.id=r", "trainer.lr=1e-4"]
+    now = [*before[:3], "trainer.lr=2e-4", "rollout.max_staleness=1"]
+    (tmp_path / "r").mkdir()
+    document = config_document(load(TrainerSettings, overrides=before))
+    (tmp_path / "r" / "config.json").write_text(json.dumps(document))
+    assert resumption.start_notes(now, {}) == []
+    (tmp_path / "r" / "checkpoints" / "step00000001").mkdir(parents=True)
+    assert resumption.start_notes(now, {}) == [
+        "changed since the last session: rollout.max_staleness = 1, was 2",
+        "changed since the last session: trainer.lr = 0.0002, was 0.0001",
+    ]
+    assert resumption.start_notes(before, {}) == []
+    assert resumption.start_notes([*before, "trainer.resume=true", "eval.samples=1"], {}) == [
+        "note: eval.samples has no effect without data.eval [override]"
+    ]
+
+
+class Started(Exception):
+    pass
+
+
+def start(_: object) -> None:
+    raise Started
+
+
+@pytest.mark.parametrize("command", [train_local, train_attached], ids=["--local", "attached"])
+def test_they_are_listed_before_anything_starts(
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """On the terminal, where the panel hides the trainer's log."""
+    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
+    model.mkdir()
+    data.touch()
+    given = [f"model.path={model}", f"data.train={data}", f"run.dir={tmp_path}", "run.id=r"]
+    (tmp_path / "r" / "checkpoints" / "step00000001").mkdir(parents=True)
+    (tmp_path / "r" / "config.json").write_text(json.dumps(config_document(load(TrainerSettings, overrides=given))))
+    monkeypatch.setattr(train_local.LocalRun, "start_services", start)
+    monkeypatch.setattr(train_local.LocalRun, "check", lambda _: None)
+    monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
+    monkeypatch.setattr(train_attached, "create_what_is_missing", start)
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    with pytest.raises(Started):
+        command.main([*given, "trainer.lr=3e-4"])
+    assert "changed since the last session: trainer.lr = 0.0003, was 1e-06" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("warm", "line"), [(True, "run.toml --local"), (False, "start it again with: penstock quickstart")]
+)
+def test_the_quickstart_is_resumed_from_its_run_file(tmp_path: Path, warm: bool, line: str):
+    """Once the warm-up has written the model; before that it starts again."""
+    if warm:
+        (tmp_path / "sft").mkdir()
+        (tmp_path / "sft" / "config.json").touch()
+    options = quickstart.Options(seed=0, steps=2, workers=1, run_id="r", folder=tmp_path, as_json=False, kill=False, engine="embedded")  # fmt: skip
+    assert quickstart._again(options).endswith(line)
+
+
+def test_a_command_of_the_trainer_that_is_stopped_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Supervised fine-tuning says that nothing is kept, and what to type."""
+
+    def stop(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "import_module", lambda _: SimpleNamespace(main=stop))
+    assert trainer.main(["sft", "run.toml", "sft.steps=3"]) == 130
+    assert "nothing of it is kept; start it again with: penstock sft run.toml sft.steps=3" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""Every setting is read by a service: none is accepted and then forgotten."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from penstock.console.tools import reference
+from penstock.protocol.config.setting_description import ANY_NAME
+
+ROOT = Path(__file__).parents[2]
+_PACKAGES = ("protocol", "trainer", "rollout_service", "reward_service")
+_CHECKS = ("field_validator", "model_validator")  # a setting that only these read is checked, and has no effect
+
+
+def names_read(tree: ast.AST) -> Iterator[str]:
+    """Yield every attribute that code reads, outside the checks of a settings class, and every keyword-only parameter."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            if any(isinstance(one, ast.Call) and getattr(one.func, "id", "") in _CHECKS for one in node.decorator_list):
+                continue
+            yield from (argument.arg for argument in node.args.kwonlyargs)  # an option of a part of the algorithm
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        yield from names_read(node)
+
+
+def unread(keys: Collection[str], read: Collection[str]) -> list[str]:
+    """Return the keys whose last word no code reads; tables of the user's own names are read as a whole."""
+    return [key for key in keys if ANY_NAME not in key and key.rpartition(".")[2] not in read]
+
+
+def test_every_setting_is_read() -> None:
+    """By its name, somewhere outside the validators; and a setting that nothing reads is found."""
+    files = [file for package in _PACKAGES for file in (ROOT / package).rglob("*.py")]
+    read = {name for file in files for name in names_read(ast.parse(file.read_text(encoding="utf-8")))}
+    assert unread(reference.load().settings, read) == []
+    assert unread(["trainer.steps", "trainer.forgotten_setting"], read) == ["trainer.forgotten_setting"]
+
+
+def test_a_validator_is_no_reader() -> None:
+    """What only a check of a settings class reads has no effect."""
+    checked = "class A:\n    @model_validator(mode='after')\n    def f(self):\n        return self.steps\n"
+    assert set(names_read(ast.parse(checked))) == set()
+    assert set(names_read(ast.parse(checked.replace("model_validator(mode='after')", "property")))) == {"steps"}
+
+
+def test_the_seed_is_that_of_the_order_alone() -> None:
+    """As its description says; another reader has to be named there."""
+    readers = {
+        str(file.relative_to(ROOT))
+        for package in _PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        if "settings.run.seed" in file.read_text(encoding="utf-8")
+    }
+    assert readers == {"trainer/groups/group_source.py", "trainer/learner/sft.py"}
+    assert "order of the prompts and examples" in reference.load().settings["run.seed"].description
