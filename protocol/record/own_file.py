@@ -16,10 +16,13 @@ def read_own(path: Path, most: int = MOST_BYTES) -> bytes:
     be waited for without end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is not a regular file; remove it")
-        return file.read(most)
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(most)
+    finally:
+        os.close(descriptor)
 
 
 def links_below(folder: Path) -> list[Path]:
