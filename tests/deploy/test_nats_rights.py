@@ -224,8 +224,9 @@ def test_every_right_works_through_the_code_of_the_services(
     for right in granted.tails:
         seen: list[RunEvent] = []
         bus.tail(right.stream, right.subject, RunEvent, seen.append).wait()
-        event = RunEvent(run_id=run, source="x", kind="log", at=0.0)
-        roles.bus("admin").publish(right.subject.replace("*", "log"), event, msg_id=right.subject).wait()
+        subject = right.subject.replace("*", "log")
+        event = RunEvent(run_id=run, source="x", kind=subjects.kind_of_event(subject), at=0.0)
+        roles.bus("admin").publish(subject, event, msg_id=subject).wait()
         wait_for(lambda seen=seen: seen, f"a message of {right.subject}")
     if granted.lists_streams:
         assert set(streams.stream_names(run)) <= set(bus.stream_names().wait())
