@@ -10,7 +10,7 @@ FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: bench-plane wheel-test test-vllm test-secrets mutation-proof
+.PHONY: docs docs-test bench-plane wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
 
@@ -92,6 +92,13 @@ bench-reward: $(STAMP)  ## load-test HTTP rewards with slow, hung, flaky, crashi
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart
 
+docs: $(VENV)/.docs  ## build the documentation site in build/docs; every warning is an error
+	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -n -q . build/docs
+	@echo "open build/docs/index.html"
+
+docs-test: $(STAMP)  ## run every command of README and docs that needs no GPU, docker or second machine (minutes)
+	$(BIN)/python -m tests.docs.run_commands
+
 setup: $(STAMP)  ## create the virtual environment only
 
 # Install the pinned torch first: its CPU build is small, other builds pull gigabytes; deepspeed is built against it.
@@ -103,6 +110,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[all,dev]'
 	touch $(STAMP)
 
+# Of the documentation alone: no test needs it.
+$(VENV)/.docs: $(STAMP) pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
 # --no-deps: the lock file lists every package, and SGLang's own requirements would pull gigabytes for CUDA.
 $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -110,4 +122,4 @@ $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) build/docs .pytest_cache .ruff_cache .hypothesis
