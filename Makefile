@@ -94,6 +94,7 @@ wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run 
 
 docs: $(VENV)/.docs  ## build the documentation site in build/docs; every warning is an error
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -n -q . build/docs
+	$(BIN)/python -m docs.self_contained build/docs
 	@echo "open build/docs/index.html"
 
 docs-test: $(STAMP)  ## run every command of README and docs that needs no GPU, docker or second machine (minutes)

@@ -13,6 +13,7 @@ import pytest
 
 from docs import generate
 from docs.generate import commands, diagnoses, settings
+from docs.self_contained import loads
 from penstock.console import launch
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
@@ -138,6 +139,23 @@ def test_images_load_nothing_and_have_both_colour_schemes():
         assert re.findall(r"(?:href|src)=|@import|url\((?!#)", text) == [], image.name
 
 
+@pytest.mark.parametrize(
+    ("text", "loaded"),
+    [
+        ('<script defer src="https://cdn.example/x.js"></script>', ["https://cdn.example/x.js"]),
+        ("<img alt='' src='//cdn.example/x.png'>", ["//cdn.example/x.png"]),
+        ('<link rel="stylesheet" href="https://fonts.example/css">', ["https://fonts.example/css"]),
+        ("@import url(https://fonts.example/css);", ["https://fonts.example/css"]),
+        ("a { background: url('http://x.example/y.png') }", ["http://x.example/y.png"]),
+        ('import("https://cdn.example/m.mjs")', ["https://cdn.example/m.mjs"]),
+        ('<a href="https://arxiv.org/abs/2505.24298">paper</a><script src="_static/x.js"></script>', []),
+    ],
+)
+def test_what_a_built_page_loads_from_elsewhere_is_found(text: str, loaded: list[str]):
+    """Scripts, images, style sheets, imports and urls of other hosts; not links that a reader follows."""
+    assert list(loads(text)) == loaded
+
+
 @cache
 def _process_flags() -> frozenset[str]:
     """Return the flags of the processes that verbs start."""
@@ -167,7 +185,7 @@ def _toml_keys(block: Block) -> set[str]:
     """Return the dotted keys of a TOML block that begin with a section of the run file."""
 
     def leaves(value: object, path: str) -> set[str]:
-        if isinstance(value, dict) and not _is_key(path):
+        if isinstance(value, dict) and value and path not in _keys():
             return {leaf for name, inner in value.items() for leaf in leaves(inner, f"{path}.{name}" if path else name)}
         return {path}
 
