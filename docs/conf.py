@@ -22,7 +22,7 @@ from penstock import __version__  # noqa: E402
 project = "Penstock"
 release = version = __version__
 author = "the Penstock authors"
-copyright = "the Penstock authors"  # noqa: A001 - Sphinx's name
+copyright = "the Penstock authors"
 
 extensions = ["myst_parser", "sphinx_copybutton"]
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from docs.generate import table
-from docs.generate.settings import _type as type_name
+from docs.generate.settings import type_name
 from penstock.protocol import facts, streams
 
 _RUN = "RUN"
@@ -48,4 +48,6 @@ def _model(model: type[BaseModel], lead: str) -> str:
     for name, field in model.model_fields.items():
         default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
         rows.append((f"`{name}`", type_name(field.annotation), default))
-    return f"### {model.__name__}\n\n{lead}{' '.join(summary.split())}\n\n" + table("field", "type", "default", rows=rows)
+    return f"### {model.__name__}\n\n{lead}{' '.join(summary.split())}\n\n" + table(
+        "field", "type", "default", rows=rows
+    )

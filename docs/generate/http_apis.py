@@ -7,7 +7,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from docs.generate import table
-from docs.generate.settings import _type as type_name
+from docs.generate.settings import type_name
 from penstock.reward_service.api import app as api
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints import wire

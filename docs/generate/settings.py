@@ -38,7 +38,7 @@ def sections() -> dict[str, tuple[type[BaseModel], list[str]]]:
     return found
 
 
-def keys() -> set[str]:
+def all_keys() -> set[str]:
     """Return every key as ``section.key``, nested tables as ``section.table.key``."""
     return {key for section, (model, _) in sections().items() for key, _ in _fields(section, model)}
 
@@ -46,7 +46,7 @@ def keys() -> set[str]:
 def _rows(section: str, model: type[BaseModel]) -> Iterator[tuple[object, ...]]:
     for key, field in _fields(section, model):
         default = "(host and process id)" if key in _DYNAMIC else _default(field)
-        yield f"`{key}`", _type(field.annotation), default, field.description or ""
+        yield f"`{key}`", type_name(field.annotation), default, field.description or ""
 
 
 def _fields(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
@@ -77,16 +77,17 @@ def _default(field: FieldInfo) -> str:
     return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
 
 
-def _type(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
+    """Return a type in words: `whole number`, `list of text`, the values of a choice."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type(arguments[0])
+        return type_name(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in {Union, types.UnionType}:
-        return " or ".join(_type(one) for one in arguments if one is not type(None))
+        return " or ".join(type_name(one) for one in arguments if one is not type(None))
     if origin in {list, tuple}:
-        return f"list of {_type(arguments[0])}" if arguments else "list"
+        return f"list of {type_name(arguments[0])}" if arguments else "list"
     if origin is dict:
         return "table"
     names = {str: "text", int: "whole number", float: "number", bool: "true, false", Path: "path"}

@@ -36,7 +36,13 @@ _SMALL = {
     "TRAINER__STEPS": "3", "TRAINER__LEASE_S": "2", "ROLLOUT__MAX_NEW_TOKENS": "9", "ROLLOUT__GROUP_SIZE": "2", "ROLLOUT__GROUPS_PER_STEP": "4",
     "DATA__MAX_PROMPT_TOKENS": "100", "TRAINER__WARMUP_STEPS": "0", "EVAL__EVERY": "0", "EVAL__NUM_PROMPTS": "4", "DATA__SYSTEM_PROMPT": "",
 }  # fmt: skip
-_SERVERS = ("penstock up", "penstock reward service", "penstock reward serve", "penstock rollout", "python examples/reward_endpoint.py")
+_SERVERS = (
+    "penstock up",
+    "penstock reward service",
+    "penstock reward serve",
+    "penstock rollout",
+    "python examples/reward_endpoint.py",
+)
 # What is run in place of a line: a make target of a repository, and numbers of the long run that is made short here.
 _INSTEAD = ((r"^make quickstart.*", "penstock quickstart --steps 12"), (r"^make test\b.*", "true"), (r"--version \d+ --to", "--version 3 --to"),
             (r"--version \d+", "--version 3"), (r"^penstock quickstart$", "penstock quickstart --steps 12"))  # fmt: skip
@@ -60,7 +66,12 @@ class Reader:
             for name in ("runs", "data"):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         if "services" in block.note and not _answers():
-            for line in ("penstock up", ". data/environment", "penstock bootstrap run.toml", "penstock reward service run.toml"):
+            for line in (
+                "penstock up",
+                ". data/environment",
+                "penstock bootstrap run.toml",
+                "penstock reward service run.toml",
+            ):
                 self._line(line)
         for command in block.commands():
             self._line(command)
@@ -95,7 +106,9 @@ class Reader:
         if done.returncode:
             raise CommandFailed(f"{line}\nexit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
         after = json.loads(environ_file.read_text())
-        self._environ |= {name: value for name, value in after.items() if name.startswith("PENSTOCK_") and name not in _small(line)}
+        self._environ |= {
+            name: value for name, value in after.items() if name.startswith("PENSTOCK_") and name not in _small(line)
+        }
 
     def _serve(self, line: str) -> None:
         """Start a server and wait until it serves."""
@@ -171,7 +184,9 @@ def _write_files(folder: Path) -> None:
     quickstart_task.write_model(folder / "models" / "Qwen3-0.6B", seed=0)
     (folder / "gsm8k").mkdir()
     for split, numbers in (("train", range(10, 74)), ("test", range(80, 90))):
-        rows = [{"question": f"sort {n}", "answer": f"the digits in order\n#### {''.join(sorted(str(n)))}"} for n in numbers]
+        rows = [
+            {"question": f"sort {n}", "answer": f"the digits in order\n#### {''.join(sorted(str(n)))}"} for n in numbers
+        ]
         pq.write_table(pa.Table.from_pylist(rows), folder / "gsm8k" / f"{split}.parquet")
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "run.toml").write_text(

@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
 from docs import generate
 from docs.generate import commands, diagnoses, settings
 from docs.self_contained import loads
+
 from penstock.console import launch
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
@@ -65,7 +65,9 @@ def test_every_setting_exists(page: Path):
     given = {word.partition("=")[0] for _, line in penstock_commands(page) for word in line if _is_override(word)}
     given |= {flag[2:] for _, line in penstock_commands(page) for flag, _ in pairwise(line) if _KEY.match(flag[2:])}
     given |= {key for block in blocks(page) if block.language == "toml" for key in _toml_keys(block)}
-    given |= {text.partition(" ")[0].partition("=")[0] for text in inline_code(page) if _is_override(text) or _KEY.match(text)}
+    given |= {
+        text.partition(" ")[0].partition("=")[0] for text in inline_code(page) if _is_override(text) or _KEY.match(text)
+    }
     assert sorted(key for key in given if not _is_key(key) and not key.endswith(_NO_KEYS)) == []
 
 
@@ -102,7 +104,9 @@ def test_quoted_messages_are_the_program_s():
 
 def test_every_generated_reference_has_a_page_and_every_mark_a_module():
     """Neither a module of docs/generate without a page nor a mark without a module."""
-    marks = {name for page in PAGES for name in re.findall(r"^<!-- generated: ([\w-]+) -->$", page.read_text(), re.MULTILINE)}
+    marks = {
+        name for page in PAGES for name in re.findall(r"^<!-- generated: ([\w-]+) -->$", page.read_text(), re.MULTILINE)
+    }
     assert marks == set(generate.NAMES)
 
 
@@ -110,8 +114,14 @@ def test_the_reference_has_every_verb_key_and_message():
     """Commands, settings and facts are read from the code that defines them."""
     assert {"train", "weights export", "dead-letters list", "reward serve"} <= _VERBS
     text = settings.text()
-    assert [key for key in settings.keys() if f"`{key}`" not in text] == []
-    assert {"trainer.lr", "model.lora.rank", "worker.engine", "reward_service.port", "algorithm.clip_low"} <= settings.keys()
+    assert [key for key in settings.all_keys() if f"`{key}`" not in text] == []
+    assert {
+        "trainer.lr",
+        "model.lora.rank",
+        "worker.engine",
+        "reward_service.port",
+        "algorithm.clip_low",
+    } <= settings.all_keys()
     assert all(tag in generate.text("facts") for tag in ("task_issued.v1", "group_scored.v1", "dead_letter.v1"))
 
 
@@ -173,7 +183,7 @@ def _is_override(word: str) -> bool:
 
 @cache
 def _keys() -> frozenset[str]:
-    return frozenset(settings.keys())
+    return frozenset(settings.all_keys())
 
 
 def _is_key(key: str) -> bool:
@@ -195,7 +205,9 @@ def _toml_keys(block: Block) -> set[str]:
 
 def _names_a_verb(text: str) -> bool:
     given = [word for word in text.split()[1:] if re.fullmatch(r"[a-z-]+", word)]
-    return not given or any(" ".join(given[:n]) in _VERBS for n in (1, 2)) or given[0].startswith("--") or given[0] in app
+    return (
+        not given or any(" ".join(given[:n]) in _VERBS for n in (1, 2)) or given[0].startswith("--") or given[0] in app
+    )
 
 
 @cache
