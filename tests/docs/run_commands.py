@@ -71,6 +71,7 @@ class Reader:
                 ". data/environment",
                 "penstock bootstrap run.toml",
                 "penstock reward service run.toml",
+                "penstock rollout run.toml",
             ):
                 self._line(line)
         for command in block.commands():
@@ -99,16 +100,23 @@ class Reader:
 
     def _call(self, line: str) -> None:
         """Run one line in a shell and keep the variables that it sets."""
-        environ_file = self.folder / ".environ.json"
-        keep = f"{line}\nstatus=$?\n{sys.executable} -c 'import json,os;json.dump(dict(os.environ),open({str(environ_file)!r},\"w\"))'\nexit $status"
-        done = subprocess.run(["bash", "-c", f"set -a\n{keep}"], cwd=self.folder, env=self._environ | _small(line), capture_output=True,
-                              text=True, timeout=_DEADLINE_S, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+        kept = self.folder / ".environ"
+        script = f"set -a\n{line}\nstatus=$?\nenv -0 > {kept}\nexit $status"
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.folder,
+            env=self._environ | _small(line),
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
         if done.returncode:
             raise CommandFailed(f"{line}\nexit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-        after = json.loads(environ_file.read_text())
-        self._environ |= {
-            name: value for name, value in after.items() if name.startswith("PENSTOCK_") and name not in _small(line)
-        }
+        after = dict(one.partition("=")[::2] for one in kept.read_text().split("\0"))
+        small = _small(line)
+        self._environ |= {n: value for n, value in after.items() if n.startswith("PENSTOCK_") and n not in small}
 
     def _serve(self, line: str) -> None:
         """Start a server and wait until it serves."""
