@@ -155,7 +155,7 @@ def test_images_load_nothing_and_have_both_colour_schemes():
         ('<script defer src="https://cdn.example/x.js"></script>', ["https://cdn.example/x.js"]),
         ("<img alt='' src='//cdn.example/x.png'>", ["//cdn.example/x.png"]),
         ('<link rel="stylesheet" href="https://fonts.example/css">', ["https://fonts.example/css"]),
-        ("@import url(https://fonts.example/css);", ["https://fonts.example/css"]),
+        ('@import "https://fonts.example/css";', ["https://fonts.example/css"]),
         ("a { background: url('http://x.example/y.png') }", ["http://x.example/y.png"]),
         ('import("https://cdn.example/m.mjs")', ["https://cdn.example/m.mjs"]),
         ('<a href="https://arxiv.org/abs/2505.24298">paper</a><script src="_static/x.js"></script>', []),
