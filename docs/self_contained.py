@@ -11,7 +11,6 @@ from pathlib import Path
 _LOADS = (
     re.compile(r"<(?:script|img|iframe|source|video|audio|embed|object)\b[^>]*?\b(?:src|srcset|data)=[\"']?\s*((?:https?:)?//[^\"'\s>]+)", re.IGNORECASE),
     re.compile(r"<link\b(?![^>]*\brel=[\"']?canonical)[^>]*?\bhref=[\"']?\s*((?:https?:)?//[^\"'\s>]+)", re.IGNORECASE),
-    re.compile(r"@import\s+(?:url\()?[\"']?\s*((?:https?:)?//[^\"')\s]+)", re.IGNORECASE),
     re.compile(r"url\(\s*[\"']?((?:https?:)?//[^\"')\s]+)", re.IGNORECASE),
     re.compile(r"\bimport\s*\(?\s*[\"']((?:https?:)?//[^\"']+)"),
 )  # fmt: skip
