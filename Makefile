@@ -10,7 +10,7 @@ FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: reference bench-plane wheel-test test-vllm test-secrets mutation-proof
+.PHONY: docs docs-test reference bench-plane wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
 
@@ -95,6 +95,14 @@ reference: $(STAMP)  ## write the descriptions of settings and flags anew that h
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart
 
+docs: $(VENV)/.docs  ## build the documentation site in build/docs; every warning is an error
+	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -n -q . build/docs
+	$(BIN)/python -m docs.self_contained build/docs
+	@echo "open build/docs/index.html"
+
+docs-test: $(STAMP)  ## run every command of README and docs that needs no GPU, docker or second machine (minutes)
+	$(BIN)/python -m tests.docs.run_commands
+
 setup: $(STAMP)  ## create the virtual environment only
 
 # Install the pinned torch first: its CPU build is small, other builds pull gigabytes; deepspeed is built against it.
@@ -106,6 +114,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[all,dev]'
 	touch $(STAMP)
 
+# Of the documentation alone: no test needs it.
+$(VENV)/.docs: $(STAMP) pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
 # --no-deps: the lock file lists every package, and SGLang's own requirements would pull gigabytes for CUDA.
 $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -113,4 +126,4 @@ $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) build/docs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The documentation: pages, and what writes parts of them from the code."""

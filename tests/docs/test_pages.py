@@ -1,0 +1,245 @@
+"""The documentation: what its pages name exists, and every block of commands says whether `make docs-test` runs it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from docs import generate
+from docs.generate import commands, diagnoses, settings
+from docs.self_contained import loads
+
+from penstock.console import launch
+from penstock.console.cli.main import app
+from penstock.console.report import diagnoses as rules
+from penstock.protocol.config.config_aliases import ALIASES
+from penstock.protocol.config.run_file import SECTIONS
+from tests.docs.pages import PAGES, READMES, ROOT, Block, blocks, inline_code, penstock_commands
+
+_KEY = re.compile(rf"^({'|'.join(SECTIONS)})\.[a-z_]+(\.[a-z_]+)*$")
+_OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", "algorithm.options.", "worker.engine_options.", "sglang.environ.", "vllm.environ.")  # fmt: skip
+_NO_KEYS = (".py", ".md", ".json", ".conf", ".toml")  # files named like a section
+_VERBS = {" ".join(words) for words, _ in commands.verbs()}
+_OF_PROCESSES = re.compile(r"add_argument\(\s*((?:\"-{1,2}[\w-]+\"(?:,\s*)?)+)")
+_PATHS = re.compile(r"^(?:docs|protocol|trainer|rollout_service|reward_service|reward_model|console|deploy|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
+
+
+def _ids(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_ids)
+def test_every_block_of_commands_is_marked(page: Path):
+    """As one that `make docs-test` runs, or not, with a reason."""
+    unmarked = [block.where for block in blocks(page) if block.is_shell and block.mark not in {"run", "not run"}]
+    assert unmarked == []
+    assert [block.where for block in blocks(page) if block.mark == "not run" and not block.note] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
+def test_every_command_has_its_verb_and_flags(page: Path):
+    """In shell blocks: the verb is one of the app's, each flag one of its own, of the process it starts, or a setting."""
+    wrong = []
+    for where, given in penstock_commands(page):
+        verb, rest = app, list(given)
+        while rest and rest[0] in verb:
+            verb, rest = verb[rest[0]], rest[1:]
+        if verb.default_command is None and not (verb is app and rest == ["--help"]):
+            wrong.append(f"{where}: no such verb: {' '.join(given)}")
+            continue
+        own = {name for argument in verb.assemble_argument_collection() for name in argument.names}
+        known = own | _process_flags() | {launch.LOCAL, launch.JSON, "--help"}
+        flags = [word.partition("=")[0] for word in rest if word.startswith("-") and not word.startswith("- ")]
+        wrong += [f"{where}: {flag}" for flag in flags if flag not in known and not _is_key(flag.removeprefix("--"))]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
+def test_every_setting_exists(page: Path):
+    """In commands, in TOML blocks, and in the text between back quotes."""
+    given = {word.partition("=")[0] for _, line in penstock_commands(page) for word in line if _is_override(word)}
+    given |= {flag[2:] for _, line in penstock_commands(page) for flag, _ in pairwise(line) if _KEY.match(flag[2:])}
+    given |= {key for block in blocks(page) if block.language == "toml" for key in _toml_keys(block)}
+    given |= {
+        text.partition(" ")[0].partition("=")[0] for text in inline_code(page) if _is_override(text) or _KEY.match(text)
+    }
+    assert sorted(key for key in given if not _is_key(key) and not key.endswith(_NO_KEYS)) == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=_ids)
+def test_every_verb_and_file_in_the_text_exists(page: Path):
+    """`penstock …` and paths of the repository between back quotes."""
+    texts = inline_code(page)
+    verbs = [text for text in texts if text.startswith("penstock ") and not _names_a_verb(text)]
+    paths = [text for text in texts if _PATHS.match(text) and not (ROOT / text).exists()]
+    assert (verbs, [path for path in paths if not (page.parent / path).exists()]) == ([], [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_ids)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path):
+    """Relative links; the anchor is a heading's."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_quoted_messages_are_the_program_s():
+    """The first column of the tables of messages in docs/troubleshooting.md; `…` stands for what changes."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(quoted) >= 15
+    assert [one for one in quoted if not any(_contains(message, one) for message in _messages())] == []
+
+
+def test_every_generated_reference_has_a_page_and_every_mark_a_module():
+    """Neither a module of docs/generate without a page nor a mark without a module."""
+    marks = {
+        name for page in PAGES for name in re.findall(r"^<!-- generated: ([\w-]+) -->$", page.read_text(), re.MULTILINE)
+    }
+    assert marks == set(generate.NAMES)
+
+
+def test_the_reference_has_every_verb_key_and_message():
+    """Commands, settings and facts are read from the code that defines them."""
+    assert {"train", "weights export", "dead-letters list", "reward serve"} <= _VERBS
+    text = settings.text()
+    assert [key for key in settings.all_keys() if f"`{key}`" not in text] == []
+    assert {
+        "trainer.lr",
+        "model.lora.rank",
+        "worker.engine",
+        "reward_service.port",
+        "algorithm.clip_low",
+    } <= settings.all_keys()
+    assert all(tag in generate.text("facts") for tag in ("task_issued.v1", "group_scored.v1", "dead_letter.v1"))
+
+
+def test_every_diagnosis_is_shown():
+    """Each rule of the report has an example in docs/metrics.md."""
+    shown = {one.key for run in diagnoses.RUNS for one in diagnoses.shown(run)}
+    assert len(diagnoses.RUNS) >= len(rules._RULES)
+    source = ast.parse((ROOT / "console" / "report" / "diagnoses.py").read_text())
+    keys = {word.value.value for node in ast.walk(source) if isinstance(node, ast.Call) for word in node.keywords if word.arg == "key" and isinstance(word.value, ast.Constant)}  # fmt: skip
+    assert shown == keys
+
+
+def test_every_package_of_the_site_is_pinned():
+    """The extra `docs` is in constraints.txt, so that two builds are the same."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert [name for name in (re.split(r"[<>=]", one)[0] for one in extra) if name not in pinned] == []
+
+
+def test_images_load_nothing_and_have_both_colour_schemes():
+    """Each picture is one SVG file without references to others, readable on light and dark pages."""
+    for image in sorted((ROOT / "docs" / "images").glob("*.svg")):
+        text = image.read_text(encoding="utf-8")
+        assert "prefers-color-scheme: dark" in text, image.name
+        assert re.findall(r"(?:href|src)=|@import|url\((?!#)", text) == [], image.name
+
+
+@pytest.mark.parametrize(
+    ("text", "loaded"),
+    [
+        ('<script defer src="https://cdn.example/x.js"></script>', ["https://cdn.example/x.js"]),
+        ("<img alt='' src='//cdn.example/x.png'>", ["//cdn.example/x.png"]),
+        ('<link rel="stylesheet" href="https://fonts.example/css">', ["https://fonts.example/css"]),
+        ('@import "https://fonts.example/css";', ["https://fonts.example/css"]),
+        ("a { background: url('http://x.example/y.png') }", ["http://x.example/y.png"]),
+        ('import("https://cdn.example/m.mjs")', ["https://cdn.example/m.mjs"]),
+        ('<a href="https://arxiv.org/abs/2505.24298">paper</a><script src="_static/x.js"></script>', []),
+    ],
+)
+def test_what_a_built_page_loads_from_elsewhere_is_found(text: str, loaded: list[str]):
+    """Scripts, images, style sheets, imports and urls of other hosts; not links that a reader follows."""
+    assert list(loads(text)) == loaded
+
+
+@cache
+def _process_flags() -> frozenset[str]:
+    """Return the flags of the processes that verbs start."""
+    found: set[str] = set()
+    for folder in ("deploy", "reward_service", "reward_model", "trainer/commands", "rollout_service"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for names in _OF_PROCESSES.findall(file.read_text(encoding="utf-8")):
+                found |= set(re.findall(r"-{1,2}[\w-]+", names))
+    return frozenset(found)
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and _KEY.match(word.partition("=")[0].strip()) is not None
+
+
+@cache
+def _keys() -> frozenset[str]:
+    return frozenset(settings.all_keys())
+
+
+def _is_key(key: str) -> bool:
+    tables = {one.rpartition(".")[0] for one in _keys()}
+    return key in _keys() or key in tables or key in ALIASES or key.startswith(_OPEN)
+
+
+def _toml_keys(block: Block) -> set[str]:
+    """Return the dotted keys of a TOML block that begin with a section of the run file."""
+
+    def leaves(value: object, path: str) -> set[str]:
+        if isinstance(value, dict) and value and path not in _keys():
+            return {leaf for name, inner in value.items() for leaf in leaves(inner, f"{path}.{name}" if path else name)}
+        return {path}
+
+    found = leaves(tomllib.loads(block.text), "")
+    return {key for key in found if key.partition(".")[0] in SECTIONS}
+
+
+def _names_a_verb(text: str) -> bool:
+    given = [word for word in text.split()[1:] if re.fullmatch(r"[a-z-]+", word)]
+    return (
+        not given or any(" ".join(given[:n]) in _VERBS for n in (1, 2)) or given[0].startswith("--") or given[0] in app
+    )
+
+
+@cache
+def _anchors(page: Path) -> frozenset[str]:
+    found = set()
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            title = re.sub(r"[`*]", "", line.lstrip("#").strip()).lower()
+            found.add(re.sub(r"[^\w\- ]", "", title).replace(" ", "-"))
+    return frozenset(found)
+
+
+@cache
+def _messages() -> tuple[str, ...]:
+    """Return every text of the program, `…` for what is filled in."""
+    found = []
+    for folder in ("protocol", "trainer", "rollout_service", "reward_service", "console", "deploy"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 10:
+                    found.append(node.value)
+    return tuple(found)
+
+
+def _contains(message: str, quoted: str) -> bool:
+    """Return True if the fixed pieces of the quoted text are in the message, in order."""
+    at = 0
+    for piece in (piece.strip() for piece in quoted.split("…")):
+        at = message.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True
