@@ -12,6 +12,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_lock
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.commands import train
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -76,6 +77,10 @@ def test_a_run_is_resumed_on_as_many_ranks_as_wrote_its_checkpoint(tmp_path: Pat
         r"penstock weights export r ",
     ):
         check_inputs(one)
+    with pytest.raises(
+        ConfigError, match=r"step00000004 was written by 2 rank"
+    ):  # by a scheduler, without `penstock train`
+        train.main([f"model.path={one.model.path}", f"run.dir={tmp_path}", "run.id=r"])
     check_inputs(one.model_copy(update={"trainer": one.trainer.model_copy(update={"num_ranks": 2})}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
@@ -47,6 +48,37 @@ class Started(Exception):
 
 def start(_: object) -> None:
     raise Started
+
+
+class StoppedTrainer(contextlib.AbstractContextManager):
+    stop_requested = True
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("command", "last"), [(train_local, " --local"), (train_attached, "")], ids=["--local", "attached"]
+)
+def test_a_stopped_run_says_how_to_resume_it(
+    command: ModuleType, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """After Ctrl-C: the command that was typed."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    given = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
+    for method in ("start_services", "check", "log_tail"):
+        monkeypatch.setattr(train_local.LocalRun, method, lambda *_: "")
+    monkeypatch.setattr(train_local, "stop_on_signals", threading.Event)
+    monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
+    monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
+    monkeypatch.setattr(command, "_watch", lambda *_, **__: (None if command is train_local else 130, None))
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    assert command.main(given) == 130
+    assert f"resume it with: penstock train {' '.join(given)}{last}\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", [train_local, train_attached], ids=["--local", "attached"])

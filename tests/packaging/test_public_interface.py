@@ -98,8 +98,9 @@ INTERFACE: dict[str, list[str]] = {
         "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'list[list[Trajectory]]'",
     ],
     "Estimator": [
-        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, needs_baseline: 'bool' = False, has_critic: 'bool' = False) -> None",
+        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False) -> None",
         "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
+        "group_relative",
         "has_critic",
         "needs_baseline",
         "option_names",
@@ -218,7 +219,7 @@ INTERFACE: dict[str, list[str]] = {
     "WeightCap": ["class(Options) (*, weight_cap: typing.Annotated[float, Gt(gt=0)] = 4.0) -> None", "model_config"],
     "__version__": ["str"],
     "advantage_estimator": [
-        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, needs_baseline: 'bool' = False, has_critic: 'bool' = False) -> 'Callable[[AdvantageFunction], Estimator[OptionsT_co]]'"
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False) -> 'Callable[[AdvantageFunction], Estimator[OptionsT_co]]'"
     ],
     "correction": [
         "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', switch: 'str' = '', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, repeats_ratio: 'bool' = False) -> 'Callable[[CorrectionFunction], Correction[OptionsT_co]]'"

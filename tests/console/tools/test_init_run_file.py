@@ -72,6 +72,18 @@ def test_nothing_is_overwritten(tmp_path: Path):
     assert (tmp_path / "other.toml").read_text().startswith(f"#:schema ./{SCHEMA_NAME}\n")
 
 
+def test_a_file_that_appears_while_it_asks_is_not_overwritten(tmp_path: Path):
+    """Written by another shell between the first question and the last."""
+
+    def ask(_: str) -> str:
+        (tmp_path / "run.toml").write_text("theirs")
+        return "x"
+
+    with pytest.raises(ConfigError, match=r"run\.toml cannot be written \(File exists\)"):
+        init(tmp_path / "run.toml", Answers("m", "d", "e", "gsm8k", 0, 5, algorithm="grpo"), schema=True, ask=ask)
+    assert (tmp_path / "run.toml").read_text() == "theirs"
+
+
 def test_on_a_terminal_it_asks_for_what_is_missing(tmp_path: Path):
     """What has no default is asked until it is answered; Enter takes a default."""
     asked: list[str] = []
