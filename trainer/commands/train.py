@@ -17,6 +17,7 @@ from penstock.protocol.config.run_file import Loaded, config_document, load, spl
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
 from penstock.trainer.recovery.same_model import check_same_model
@@ -31,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     """Train; returns 0, also for a run that is finished already, 130 or 143 after a signal, 2 for an error explained on stderr."""
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
-    settings = loaded.settings
-    check_same_model(settings.run.folder, settings.model.path)
+    check_same_model(loaded.settings.run.folder, loaded.settings.model.path)
     logs.configure("trainer")
+    settings = loaded.settings
     if finished := finished_run.notice(settings):
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{finished}\n")
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | None]) -> int:
-    settings = loaded.settings
+    settings = resolve_inputs(loaded.settings)
     gc.disable()  # until `process_memory.end_start`
     from penstock.trainer.assemble import train  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
