@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--no-tests", action="store_true", help="do not run the rows' test programs (they run in the sandbox)"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):

@@ -32,9 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     """Train; returns 0, also for a run that is finished already, 130 or 143 after a signal, 2 for an error explained on stderr."""
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
-    check_same_model(loaded.settings.run.folder, loaded.settings.model.path)
+    settings = resolve_inputs(loaded.settings)
+    loaded = Loaded(settings, loaded.origins)  # the run record names the files, not an id whose content may change
+    check_same_model(settings.run.folder, settings.model.path)
     logs.configure("trainer")
-    settings = loaded.settings
     if finished := finished_run.notice(settings):
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{finished}\n")
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | None]) -> int:
-    settings = resolve_inputs(loaded.settings)
+    settings = loaded.settings
     gc.disable()  # until `process_memory.end_start`
     from penstock.trainer.assemble import train  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415

@@ -21,7 +21,7 @@ from penstock.protocol.errors import ConfigError
 
 log = structlog.get_logger("trainer.data.hub")
 
-REACH_S = 1.8
+REACH_S = 1.4
 """Longest wait for the hub's answer to the first request, name lookup included, in s."""
 
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
@@ -135,7 +135,7 @@ def _cached(kind: Kind, repo_id: str, revision: str | None, key: str, choose: Ch
             f"{key} = {repo_id}: there is no such folder or file here, and the Hugging Face hub cannot be reached ({why}); set "
             f"{key} to a local path, download it where the hub is reachable, or check HF_ENDPOINT and the proxy"
         )
-    log.warning("hub not reached; using the copy of an earlier download", id=repo_id, folder=str(folder))
+    log.warning("hub not reached; using the copy of an earlier download", id=repo_id, first=str(files[0]))
     return files
 
 

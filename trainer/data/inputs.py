@@ -31,9 +31,8 @@ def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
     found = settings.model_copy(update={"model": model})
     if settings.data.from_run is None:
         found = found.model_copy(update={"data": _resolved(settings.data)})
-    if settings.sft.files:
-        data = data_files(settings.sft.files, "sft.data", "train")
-        found = found.model_copy(update={"sft": settings.sft.model_copy(update={"data": data})})
+    if (files := data_files(settings.sft.files, "sft.data", "train")) != list(settings.sft.files):
+        found = found.model_copy(update={"sft": settings.sft.model_copy(update={"data": files})})
     return found
 
 
@@ -97,11 +96,14 @@ def choose_files(names: Sequence[str], split: Split, pattern: str | None, where:
 
 
 def _resolved(data: DataSettings) -> DataSettings:
-    update: dict[str, list[Path]] = {}
-    if data.train:
-        update["train"] = data_files(data.train_files, "data.train", "train")
-    if data.eval:
-        update["eval"] = data_files(data.eval_files, "data.eval", "eval")
+    given: dict[str, tuple[tuple[Path, ...], Split]] = {
+        "train": (data.train_files if data.train else (), "train"),
+        "eval": (data.eval_files, "eval"),
+    }
+    found = {name: data_files(paths, f"data.{name}", split) for name, (paths, split) in given.items()}
+    update = {
+        name: files for name, files in found.items() if files != list(given[name][0])
+    }  # recorded as they were given
     return data.model_copy(update=update)
 
 
