@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -288,15 +289,20 @@ def test_data_check_reads_a_run_file(tmp_path: Path, model: Path, capsys: pytest
 @pytest.mark.parametrize("is_file", [True, False])
 def test_arrow_files_are_read(tmp_path: Path, is_file: bool):
     """Both Arrow layouts are rows, as `save_to_disk` of the datasets library writes them; a damaged one is refused."""
-    table = pa.Table.from_pylist([{"prompt": "a", "x": None}, {"prompt": "b", "x": 1}])
+    table = pa.Table.from_pylist([{"prompt": "aaaa", "x": None}, {"prompt": "bbbb", "x": 1}])
     path = tmp_path / "data-00000-of-00001.arrow"
     with pa.OSFile(str(path), "wb") as sink:
         new = pa.ipc.new_file if is_file else pa.ipc.new_stream
         with new(sink, table.schema) as writer:
             writer.write_table(table)
     rows = open_rows(path)
-    assert [rows.row(n) for n in range(len(rows))] == [{"prompt": "a"}, {"prompt": "b", "x": 1}]
-    path.write_bytes(path.read_bytes()[:-60] + b"\x01" * 30)
+    assert [rows.row(n) for n in range(len(rows))] == [{"prompt": "aaaa"}, {"prompt": "bbbb", "x": 1}]
+    good, offsets = path.read_bytes(), struct.pack("<3i", 0, 4, 8)
+    assert offsets in good
+    path.write_bytes(good.replace(offsets, struct.pack("<3i", 0, 4, 2**30)))  # texts beyond the end of the file
+    with pytest.raises(MalformedData, match="not a readable Arrow file"):
+        open_rows(path)
+    path.write_bytes(good[: len(good) // 2])
     with pytest.raises(MalformedData, match="not a readable Arrow file"):
         open_rows(path)
 

@@ -124,23 +124,40 @@ def test_what_the_hub_refuses_is_reported(endpoint: str, name: str, reply: str):
         model_folder(Path(name), "model.path")
 
 
-@pytest.mark.parametrize("answers", [True, False], ids=["refused", "silent"])
+@pytest.mark.parametrize("hub_is", ["absent", "silent", "trickling"])
 def test_an_unreachable_hub_is_reported_within_two_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_is: str
 ):
-    """Nothing listens, or something listens and never answers: the error says what to do, and comes in time."""
+    """Nothing listens, or something never answers, or never ends its answer: the error says what to do, in time."""
+    assert hub.REACH_S < 2
     monkeypatch.setattr(hub, "REACH_S", 0.5)
+    assert hub.huggingface_hub.HfApi  # imported at its first use
+    stop = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = 9 if answers else server.getsockname()[1]
-        use(monkeypatch, f"http://127.0.0.1:{port}", tmp_path)
-        assert hub.huggingface_hub.HfApi  # imported at its first use
+        thread = threading.Thread(target=trickle, args=(server, stop))
+        if hub_is == "trickling":
+            thread.start()
+        use(monkeypatch, f"http://127.0.0.1:{9 if hub_is == 'absent' else server.getsockname()[1]}", tmp_path)
         started = time.monotonic()
         with pytest.raises(
             ConfigError, match=r"data.train = org/rows: .* cannot be reached .* set data.train to a local path"
         ):
             data_files([Path("org/rows")], "data.train", "train")
         assert time.monotonic() - started < 1.5
-    assert hub.REACH_S < 2
+        stop.set()
+        if thread.ident:
+            thread.join()
+
+
+def trickle(server: socket.socket, stop: threading.Event) -> None:
+    """Send one header without end, a byte at a time; at most 4 s."""
+    connection, _ = server.accept()
+    with connection:
+        connection.send(b"HTTP/1.1 200 OK\r\nX-Long: ")
+        for _ in range(40):
+            if stop.wait(0.1):
+                return
+            connection.send(b"x")
 
 
 def test_files_are_recorded_as_they_were_given():
