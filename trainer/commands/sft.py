@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import ConfigError
-from penstock.trainer.commands.sft_settings import chosen_settings
+from penstock.trainer.commands.sft_settings import check_ranks, chosen_settings
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.settings import TrainerSettings
 
@@ -19,12 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     settings, unread = chosen_settings(loaded, overrides)
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if loaded.origins["trainer.num_ranks"] != "default" and settings.trainer.num_ranks != started:
-        raise ConfigError(
-            f"trainer.num_ranks = {settings.trainer.num_ranks}, but {started} process(es) were started; start it with "
-            f"torchrun --nproc-per-node {settings.trainer.num_ranks} -m penstock.trainer sft ..."
-        )
+    check_ranks(loaded, int(os.environ.get("WORLD_SIZE", "1")))
     settings = resolve_inputs(settings)
     if unread and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"penstock sft reads the section [sft]; it does not use {', '.join(unread)}\n")

@@ -69,6 +69,16 @@ def chosen_settings(loaded: Loaded[TrainerSettings], overrides: Sequence[str]) -
     return _with_meant(loaded), unread
 
 
+def check_ranks(loaded: Loaded[TrainerSettings], started: int) -> None:
+    """Raise ConfigError if a run file asks for another number of processes than were started."""
+    wanted = loaded.settings.trainer.num_ranks
+    if loaded.origins["trainer.num_ranks"] != "default" and wanted != started:
+        raise ConfigError(
+            f"trainer.num_ranks = {wanted}, but {started} process(es) were started; start it with torchrun --nproc-per-node "
+            f"{wanted} -m penstock.trainer sft ..., or set trainer.num_ranks={started} on the command line"
+        )
+
+
 def _changed(loaded: Loaded[TrainerSettings]) -> list[tuple[str, str]]:
     """Return the keys whose value differs from the default, with their origin."""
     standard = TrainerSettings.model_validate({"model": {"path": loaded.settings.model.path}})

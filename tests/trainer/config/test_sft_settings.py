@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from penstock.protocol.config.run_file import load, values_of
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.commands import sft_settings
-from penstock.trainer.commands.sft_settings import MEANT, READ, chosen_settings
+from penstock.trainer.commands.sft_settings import MEANT, READ, check_ranks, chosen_settings
 from penstock.trainer.settings import TrainerSettings
 
 MODEL = "model.path=m"
@@ -90,6 +90,7 @@ def test_the_source_reads_what_is_listed():
         "settings.py",
     )
     code = "\n".join((root / name).read_text() for name in files)
+    code += Path(sft_settings.__file__).read_text().partition("def check_ranks")[2]  # after the list itself
     for key in READ - {"run.id", "run.dir"}:
         section, name = key.split(".")
         owners = [f"settings.{section}", *(["data", "_data", "self"] if section == "data" else ["self"])]
@@ -127,3 +128,14 @@ def test_a_shared_run_file_lists_what_sft_does_not_use(tmp_path: Path):
     run_file.write_text(general)
     with pytest.raises(ConfigError, match=rf"{run_file}:6: trainer.lr is not read by `penstock sft`; use sft.lr"):
         chosen(run_file=run_file)
+
+
+def test_the_number_of_ranks_is_not_ignored():
+    """A number of processes that was asked for and not started is refused with both ways out; without one any number is right."""
+    asked = load(TrainerSettings, overrides=[MODEL, "trainer.num_ranks=2"])
+    with pytest.raises(
+        ConfigError, match=r"--nproc-per-node 2 -m penstock.trainer sft ..., or set trainer.num_ranks=1"
+    ):
+        check_ranks(asked, 1)
+    check_ranks(asked, 2)
+    check_ranks(load(TrainerSettings, overrides=[MODEL]), 2)
