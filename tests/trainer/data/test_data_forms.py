@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.__main__ import main
 from penstock.trainer.assemble import _open_data
 from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet, TurnSet
 from penstock.trainer.data.row_files import open_rows
 from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
@@ -311,3 +313,29 @@ def test_unknown_formats_are_refused_in_settings():
     """data.format takes the names of the documented forms only."""
     with pytest.raises(ConfigError, match=r"data.format"):
         load(TrainerSettings, overrides=["model.path=m", "data.format=dpo"])
+
+
+def test_the_forms_read_before_are_read_as_before(tmp_path: Path, model: Path):
+    """Prompts, ground truths and extra_info of the five older forms, and the order, are those of earlier releases (literal)."""
+    rows = (
+        {
+            "data_source": "s",
+            "prompt": [USER],
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+            "extra_info": {"i": 3},
+        },
+        {"prompt": "q", "ground_truth": "1", "data_source": "sort", "x": [1]},
+        {"prompt": "q", "completion": "a", "label": 3, "system": "be"},
+        {"messages": [USER, ANSWER], "tools": [{"n": 1}], "input": "i"},
+        {"question": "q", "answer": "a", "instruction": "z"},
+        {"prompt": json.dumps([USER]), "response": "b", "conversations": [1], "images": []},
+    )
+    loaded = opened(write(tmp_path, *rows), model)
+    order = DataOrder(len(loaded), seed=5)
+    found = [
+        (loaded[n].text, loaded[n].reward.model_dump_json()) for n in (order.at(k).prompt for k in range(len(rows)))
+    ]
+    assert (
+        hashlib.sha256(repr((found, loaded.fingerprint)).encode()).hexdigest()
+        == "548cb16361d31da54b4a0a87b27bed3d9ef8fade814ef80d1208a8e037fb0189"
+    )
