@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.recovery.same_model import check_same_model
 from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
@@ -15,6 +16,7 @@ from penstock.trainer.settings import TrainerSettings
 
 def check_inputs(trainer: TrainerSettings) -> None:
     """Check that model and data exist, and that a resumed run keeps its model and ranks; raises ConfigError."""
+    trainer = resolve_inputs(trainer)
     if not trainer.model.path.exists():
         raise ConfigError(
             f"model.path = {trainer.model.path}: there is no such folder; set it to a Hugging Face model folder"

@@ -56,7 +56,7 @@ from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
-from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.settings import DataSettings, TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
 from penstock.trainer.telemetry.event_writer import EventWriter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
@@ -203,15 +203,32 @@ def _open_data(settings: TrainerSettings) -> _Data:
         raise UnsupportedModel(
             f"model.path = {settings.model.path}: it has no config.json; set it to a Hugging Face model folder"
         )
-    tokenizer = ChatTokenizer.read(settings.model.path)
+    tokenizer = ChatTokenizer.read(
+        settings.model.path,
+        arguments=settings.data.template_arguments,
+        needs_template=settings.data.text_prompts == "chat" and settings.data.from_run is None,
+    )
     if settings.data.from_run is not None:  # nothing is generated: no prompts are needed, and none can be evaluated
         return _Data(None, None, tokenizer)
 
-    def opened(files: Sequence[Path]) -> PromptSet:
-        return PromptSet.open(files, data=settings.data, reward=settings.reward, tokenizer=tokenizer)
+    def opened(files: Sequence[Path], data: DataSettings, max_new_tokens: int) -> PromptSet:
+        prompts = PromptSet.open(
+            files, data=data, reward=settings.reward, tokenizer=tokenizer, max_new_tokens=max_new_tokens
+        )
+        for notes in prompts.notes:
+            log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
+        if prompts.dropped:
+            log.warning("prompts left out", files=[str(path) for path in files], **prompts.dropped)
+        return prompts
 
-    evaluated = opened(settings.data.eval_files) if settings.data.eval_files else None
-    return _Data(opened(settings.data.train_files), evaluated, tokenizer)
+    evaluated = None
+    if settings.data.eval_files:
+        all_rows = settings.data.model_copy(update={"max_samples": None})
+        evaluated = opened(
+            settings.data.eval_files, all_rows, settings.eval.max_new_tokens or settings.rollout.max_new_tokens
+        )
+    train = opened(settings.data.train_files, settings.data, settings.rollout.max_new_tokens)
+    return _Data(train, evaluated, tokenizer)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSet
 from penstock.trainer.critic_settings import CriticSettings
 from penstock.trainer.lora_settings import LoraSettings
 
-Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer"]
+Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
 Schedule = Literal["constant", "linear", "cosine"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Files = Path | list[Path]
@@ -37,7 +37,14 @@ COLUMNS = (
     "answer",
     "completion",
     "system",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "label",
+    "tools",
 )
+_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # given by Penstock
 
 
 def _listed(files: Files) -> tuple[Path, ...]:
@@ -50,7 +57,10 @@ _ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
 class ModelSettings(Section):
     """The policy and its numeric format."""
 
-    path: Path = Field(description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template.")
+    path: Path = Field(
+        description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template; or the id OWNER/NAME of one "
+        "on the Hugging Face hub, OWNER/NAME@REVISION."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Of forward and backward; float32 agrees with the embedded engine, bfloat16 suits GPUs.",
@@ -66,7 +76,9 @@ class DataSettings(Section):
     """Prompts to train and evaluate on, and how rows are read as prompts."""
 
     train: Files = Field(
-        default=[], description="JSONL, JSON, CSV or Parquet file with the training prompts, or a list of them."
+        default=[],
+        description="JSONL, JSON, CSV, Parquet or Arrow file with the training prompts, a folder of them, an id on the Hugging "
+        "Face hub (OWNER/NAME, OWNER/NAME:main/train-*), or a list of these.",
     )
     eval: Files = Field(default=[], description="Held-out prompts, same forms; none: no evaluation.")
     from_run: Identifier | None = Field(
@@ -82,9 +94,36 @@ class DataSettings(Section):
     max_prompt_tokens: int = Field(default=1024, ge=1, description="Longest prompt, template included, in tokens.")
     overlong: Literal["drop", "error"] = Field(
         default="drop",
-        description="Prompts above max_prompt_tokens: drop and count them, or refuse the file.",
+        description="Prompts above max_prompt_tokens, or too long for the model's context: drop and count them, or refuse the "
+        "file.",
     )
-    max_samples: int | None = Field(default=None, ge=1, description="Only the first rows, for a quick try; none: all.")
+    max_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only the first training rows, for a quick try; none: all. Of data.eval: eval.num_prompts.",
+    )
+    text_prompts: Literal["chat", "plain"] = Field(
+        default="chat",
+        description="A prompt that is a text: chat makes it a user message in the model's chat template (as verl does); plain "
+        "trains on the text itself (as TRL, ROLL and OpenRLHF do), also with a base model that has no template.",
+    )
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        default={}, description="Arguments of the chat template: data.template_arguments.enable_thinking = false."
+    )
+    use_tools: bool = Field(
+        default=False, description="Give a row's column tools to the chat template; false: only the reward sees it."
+    )
+    answer_is_ground_truth: bool = Field(
+        default=False,
+        description="The answer in a row without a ground truth (last assistant message, completion, response, output) is its "
+        "ground truth; false: only SFT uses it.",
+    )
+    roles: dict[str, str] = Field(
+        default={}, description='Other roles of messages, as found = "meant": data.roles.bot = "assistant".'
+    )
+    ignore: list[str] = Field(
+        default=[], description="Columns to leave out, as named in the file; no reward sees them."
+    )
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
 
     @field_validator("map")
@@ -94,6 +133,21 @@ class DataSettings(Section):
         if unknown:
             raise ValueError(f"data.map.{unknown[0]} maps a column that is not read; use one of {', '.join(COLUMNS)}")
         return value
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _free_names(cls, value: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+        if taken := sorted(_TEMPLATE_NAMES & value.keys()):
+            raise ValueError(f"data.template_arguments.{taken[0]} is set by Penstock for every chat; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _one_reading(self) -> DataSettings:
+        if both := sorted(set(self.ignore) & set(self.map.values())):
+            raise ValueError(f"data.ignore leaves out {both[0]}, which data.map reads; remove it from one of them")
+        if self.text_prompts == "plain" and self.system_prompt:
+            raise ValueError('data.system_prompt has no place with data.text_prompts = "plain"; remove one of them')
+        return self
 
     @property
     def least_age(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,14 +14,18 @@ from typing import Any, get_args
 
 import numpy as np
 
+from penstock.protocol.config.run_file import load
 from penstock.trainer.commands import row_tests
 from penstock.trainer.commands.data_rows import as_reward_input
 from penstock.trainer.commands.row_tests import TestReport
 from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.dataset import prompt_limit, prompt_text
+from penstock.trainer.data.file_notes import FileNotes
+from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
 from penstock.trainer.data.row_files import RowFile, open_rows
-from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, detect, prompt_row, rename, turn_rows
+from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import COLUMNS, DataSettings, Format
+from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
 
 MAX_BAD_ROWS_SHOWN = 10
 
@@ -45,12 +50,19 @@ class FileReport:
     rows_with_tests: list[dict[str, Any]] = field(default_factory=list)  # as `row_tests` sends them
     tests: TestReport | None = None  # None if no row may hold tests, or they were not to be run
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
+    notes: list[FileNotes] = field(default_factory=list)  # what GRPO reads, and what SFT reads
+    num_overlong: int = 0
+    overlong: str = ""  # the limit of the rows that training would drop
 
     def add_bad(self, text: str) -> None:
         """Count a bad row; only the first are kept as text."""
         self.num_bad += 1
         if len(self.bad_rows) < MAX_BAD_ROWS_SHOWN:
             self.bad_rows.append(text)
+
+    def hints(self) -> list[str]:
+        """Return one line for everything that is lost, or that another setting would read otherwise."""
+        return next((notes.hints() for notes in self.notes if notes.num_rows), [])
 
     def to_document(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
@@ -69,6 +81,9 @@ class FileReport:
             "repeated_prompts": self.num_repeated_prompts,
             "bad_rows": self.num_bad,
             "first_bad_rows": self.bad_rows,
+            "columns": {notes.purpose: _uses_document(notes) for notes in self.notes if notes.num_rows},
+            "hints": self.hints(),
+            "overlong": self.num_overlong,
             **({} if self.tests is None else {"tests": _tests_document(self.tests)}),
         }
 
@@ -76,8 +91,18 @@ class FileReport:
 def main(arguments: Sequence[str]) -> int:
     """Check files and print a report; returns 1 if a row is bad."""
     parser = argparse.ArgumentParser(prog="penstock data check", description="Check what data files can train.")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
-    parser.add_argument("--model", type=Path, help="model folder, to count tokens through its chat template")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows "
+        "with this setting",
+    )
+    parser.add_argument("--model", type=Path, help="model folder or id, to count tokens through its chat template")
+    parser.add_argument(
+        "--run", type=Path, help="run file whose model, settings and (without FILE) data files are checked"
+    )
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
     parser.add_argument(
         "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
@@ -86,14 +111,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--no-tests", action="store_true", help="do not run the rows' test programs (they run in the sandbox)"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):
         parser.error(f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
-    data = DataSettings(format=options.format, map=mapping)
-    tokenizer = ChatTokenizer.read(options.model) if options.model else None
-    reports = [check_file(path, data, tokenizer) for path in options.files]
+    settings, files = _settings(options, parser)
+    update = {
+        **({} if options.format == "auto" else {"format": options.format}),
+        **({"map": mapping} if mapping else {}),
+    }
+    data = settings.data.model_copy(update=update)
+    tokenizer = None
+    if options.model or options.run:
+        folder = model_folder(options.model, "--model") if options.model else settings.model.path
+        tokenizer = ChatTokenizer.read(
+            folder, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
+        )
+    max_new_tokens = settings.rollout.max_new_tokens if options.run else 1
+    reports = [check_file(path, data, tokenizer, max_new_tokens=max_new_tokens) for path in files]
     if not options.no_tests:
         for report in reports:
             _run_tests(report)
@@ -102,13 +138,32 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(report.num_bad for report in reports) else 0
 
 
-def check_file(path: Path, data: DataSettings, tokenizer: ChatTokenizer | None) -> FileReport:
+def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[TrainerSettings, list[Path]]:
+    """Return the settings to read rows with, and the files to check."""
+    overrides = [str(one) for one in options.files if str(one).startswith("data.") and "=" in str(one)]
+    given = [one for one in options.files if str(one) not in overrides]
+    if options.run:
+        settings = resolve_inputs(
+            load(TrainerSettings, files=[options.run], overrides=overrides, environ=os.environ).settings
+        )
+        own = [*settings.data.train_files, *settings.data.eval_files, *settings.sft.files]
+        return settings, data_files(given, "FILE", "train") or list(dict.fromkeys(own))
+    if not given:
+        parser.error("name a data file, or a run file with --run")
+    settings = load(TrainerSettings, overrides=["model.path=unknown", *overrides]).settings
+    return settings, data_files(given, "FILE", "train")
+
+
+def check_file(
+    path: Path, data: DataSettings, tokenizer: ChatTokenizer | None, *, max_new_tokens: int = 1
+) -> FileReport:
     """Read every row of a file as training does, and return the report.
 
     Args:
         path: The file; an unreadable one is one bad row.
         data: Format and column names to use.
         tokenizer: Counts tokens through the chat template; None counts characters.
+        max_new_tokens: Tokens of a completion, which have to fit into the model's context after every prompt.
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
     try:
@@ -116,14 +171,33 @@ def check_file(path: Path, data: DataSettings, tokenizer: ChatTokenizer | None) 
     except MalformedData as err:
         report.add_bad(str(err))
         return report
+    report.notes = [FileNotes(path, "grpo"), FileNotes(path, "sft")]
+    limit = None if tokenizer is None else prompt_limit(data, tokenizer, max_new_tokens)
     seen: set[int] = set()
     for number in range(len(rows)):
         report.num_rows += 1
         try:
             _check_row(rows, number, data, tokenizer, report, seen)
+            if limit is not None:
+                _check_length(rows.place(number), report, data, tokenizer, limit)
         except MalformedData as err:
             report.add_bad(f"{rows.place(number)}: {err}")
     return report
+
+
+def _check_length(
+    place: str, report: FileReport, data: DataSettings, tokenizer: ChatTokenizer | None, limit: int
+) -> None:
+    """Count a prompt that training would drop; one that no setting makes fit into the model's context is a bad row."""
+    length, context = report.prompt_lengths[-1], tokenizer.context_tokens if tokenizer else None
+    if context is not None and length >= context:
+        raise MalformedData(f"{length} tokens, and the model's context has {context}; shorten the prompt")
+    if length > limit:
+        reason = (
+            "data.max_prompt_tokens" if limit == data.max_prompt_tokens else "the model's context less the completion"
+        )
+        report.overlong = report.overlong or f"{reason} = {limit}, the first is {place} with {length}"
+        report.num_overlong += 1
 
 
 def _run_tests(report: FileReport) -> None:
@@ -148,11 +222,11 @@ def _check_row(
     report: FileReport,
     seen: set[int],
 ) -> None:
-    row = rename(rows.row(number), data.map, nested_texts=rows.nested_texts)
-    form = detect(row) if data.format == "auto" else data.format
-    turns = turn_rows(row, form, system_prompt=data.system_prompt) if can_imitate(row) else []
+    row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
+    form = form_of(row, data)
+    turns = turn_rows(row, data) if can_imitate(row, form) else []
     try:
-        prompt = prompt_row(row, form, system_prompt=data.system_prompt)
+        prompt = prompt_row(row, data)
     except MalformedData as err:
         if not turns:
             raise
@@ -160,7 +234,11 @@ def _check_row(
         report.no_grpo = report.no_grpo or f"{rows.place(number)}: {err}"
     lengths = _completion_lengths(turns, tokenizer)
     text = _prompt_text(prompt, turns, tokenizer)
-    report.prompt_lengths.append(len(tokenizer.encode(text)) if tokenizer else len(text))
+    is_plain = prompt is not None and prompt.is_plain
+    report.prompt_lengths.append(len(tokenizer.encode(text, add_special_tokens=is_plain)) if tokenizer else len(text))
+    for notes, read in zip(report.notes, (prompt, turns[-1] if turns else None), strict=True):
+        if read is not None:
+            notes.add(row, form, read, data, text if tokenizer and read is prompt else None)
     report.completion_lengths += lengths
     report.formats[form] += 1
     report.num_sft += bool(turns)
@@ -176,7 +254,9 @@ def _check_row(
 
 def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None) -> str:
     chat = prompt.chat if prompt is not None else turns[0].chat[:-1]
-    if tokenizer is not None:
+    if tokenizer is not None and prompt is not None:
+        return prompt_text(prompt, tokenizer)
+    if tokenizer is not None and not turns[0].is_plain:
         return tokenizer.render(chat, add_generation_prompt=True)
     return "\n".join(message["content"] for message in chat)
 
@@ -208,9 +288,13 @@ def describe(report: FileReport) -> str:
     lines = [f"{report.file}: {report.num_rows} rows" + (f", format {formats}" if formats else "")]
     if report.num_rows > report.num_bad:
         lines += [_line("can train", _trainable(report)), *_sources(report)]
+        lines += [_line(f"{notes.purpose} reads", notes.columns_text()) for notes in report.notes if notes.num_rows]
+        lines += [_line("note", hint) for hint in report.hints()]
         lines.append(_line(f"prompt {report.length_unit}", _statistics(report.prompt_lengths)))
         if report.completion_lengths:
             lines.append(_line(f"completion {report.length_unit}", _statistics(report.completion_lengths)))
+        if report.num_overlong:
+            lines.append(_line("too long", f"{report.num_overlong} rows are left out by {report.overlong} tokens"))
         if report.num_repeated_prompts:
             lines.append(_line("repeated", f"{report.num_repeated_prompts} rows repeat an earlier prompt"))
     if report.tests is not None:
@@ -221,6 +305,10 @@ def describe(report: FileReport) -> str:
     if report.num_bad > len(report.bad_rows):
         lines.append(f"    and {report.num_bad - len(report.bad_rows)} more")
     return "\n".join(lines) + "\n"
+
+
+def _uses_document(notes: FileNotes) -> dict[str, list[str]]:
+    return {use.replace(" ", "_"): notes.columns(use) for use in notes.uses}
 
 
 def _trainable(report: FileReport) -> str:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from penstock.trainer.data.row_files import open_rows
 from penstock.trainer.data.row_formats import PromptRow, prompt_row, rename
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import COLUMNS, Format
+from penstock.trainer.settings import COLUMNS, DataSettings, Format
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,12 +30,13 @@ def main(arguments: Sequence[str]) -> int:
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     if unknown := sorted(set(mapping) - set(COLUMNS)):
         parser.error(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
+    data = DataSettings(format=options.format, map=mapping)
     rows = open_rows(options.file)
     step = max(1, len(rows) // max(1, options.number))
     for number in range(0, len(rows), step)[: options.number]:
         try:
-            row = rename(rows.row(number), mapping, nested_texts=rows.nested_texts)
-            prompt = prompt_row(row, options.format, system_prompt="")
+            row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
+            prompt = prompt_row(row, data)
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None
         given = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,17 @@ class ChatTokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate,
+        template: ChatTemplate | None,
         special_tokens: Mapping[str, str],
         eos_ids: Sequence[int],
         vocabulary: int | None = None,
+        context_tokens: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """Hold the parts. Called by `read`."""
+        self._arguments = dict(arguments or {})
+        self.context_tokens = context_tokens
+        """Most tokens of a prompt and its completion; None if the model's configuration does not tell."""
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(special_tokens)
@@ -53,8 +59,13 @@ class ChatTokenizer:
         )  # None: no check
 
     @classmethod
-    def read(cls, folder: Path) -> ChatTokenizer:
-        """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid."""
+    def read(
+        cls, folder: Path, *, arguments: Mapping[str, Any] | None = None, needs_template: bool = True
+    ) -> ChatTokenizer:
+        """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid.
+
+        ``arguments`` are given to the chat template. Without a template a model is refused only if it ``needs_template``.
+        """
         if not folder.is_dir():
             raise UnsupportedModel(f"model.path = {folder}: no such folder; set it to a Hugging Face model folder")
         path = folder / "tokenizer.json"
@@ -74,27 +85,38 @@ class ChatTokenizer:
         tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(config, folder)
-        try:
-            template = ChatTemplate(_template_text(folder, config))
-        except TemplateRefused as err:
-            raise UnsupportedModel(f"{folder}: its chat template is refused: {err}; fix or replace it") from None
+        template = _template(folder, config, arguments or {}, needs_template=needs_template)
         vocabulary = _vocabulary(folder)
         eos_ids = _eos_ids(folder, tokenizer, special_tokens.get("eos_token"), vocabulary)
-        return cls(tokenizer, template, special_tokens, eos_ids, vocabulary)
+        return cls(tokenizer, template, special_tokens, eos_ids, vocabulary, _context_tokens(folder), arguments)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Render a chat as text; raises MalformedData if the template refuses it."""
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Any] = ()) -> str:
+        """Render a chat as text; raises MalformedData if the template refuses it, or if the model has none."""
+        if self._template is None:
+            raise MalformedData(
+                "the prompt is a chat, and the model has no chat template; give it as a text, or add chat_template.jinja to the "
+                "model folder"
+            )
         try:
             return self._template.render(
-                messages, tools=[], documents=None, add_generation_prompt=add_generation_prompt, **self._special_tokens
+                messages,
+                tools=list(tools),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special_tokens, **self._arguments},
             )
         except TemplateRefused as err:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without adding special tokens."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text; ``add_special_tokens`` adds those at the beginning of a text, such as BOS."""
         with _refusing_panics():
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = encoding.ids
+        while (
+            add_special_tokens and ids and encoding.special_tokens_mask[len(ids) - 1]
+        ):  # some tokenizers end every text
+            ids.pop()
         return self._checked(ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -160,7 +182,7 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return found
 
 
-def _template_text(folder: Path, config: Mapping[str, Any]) -> str:
+def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         if path.stat().st_size > 4 * MAX_TEMPLATE_CHARS:
@@ -173,11 +195,28 @@ def _template_text(folder: Path, config: Mapping[str, Any]) -> str:
     if isinstance(template, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
-    if not isinstance(template, str):
+    return template if isinstance(template, str) else None
+
+
+def _template(
+    folder: Path, config: Mapping[str, Any], arguments: Mapping[str, Any], *, needs_template: bool
+) -> ChatTemplate | None:
+    """Return a model's chat template; raises UnsupportedModel if it is missing, invalid, or does not read an argument."""
+    text = _template_text(folder, config)
+    if text is None and needs_template:
         raise UnsupportedModel(
-            f"{folder}: no chat template; add chat_template.jinja, or use the folder of the instruction-tuned model"
+            f"{folder}: no chat template; add chat_template.jinja, or use the folder of the instruction-tuned model; "
+            'for prompts that are texts, data.text_prompts = "plain" needs no template'
         )
-    return template
+    if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", text or "")]:
+        raise UnsupportedModel(
+            f"data.template_arguments.{unread[0]} does nothing: the chat template of {folder} does not read {unread[0]}; "
+            "remove it"
+        )
+    try:
+        return None if text is None else ChatTemplate(text)
+    except TemplateRefused as err:
+        raise UnsupportedModel(f"{folder}: its chat template is refused: {err}; fix or replace it") from None
 
 
 def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabulary: int | None) -> list[int]:
@@ -218,6 +257,16 @@ def _vocabulary(folder: Path) -> int | None:
             f"{folder / 'config.json'}: vocab_size: expected a positive number, got {str(size)[:80]}"
         )
     return size
+
+
+def _context_tokens(folder: Path) -> int | None:
+    """Return how many tokens a prompt and its completion may have; None if the configuration does not say."""
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config")
+    inner = text_config if isinstance(text_config, dict) else {}
+    names = ("max_position_embeddings", "n_positions")
+    size = next((part[name] for part in (config, inner) for name in names if name in part), None)
+    return size if type(size) is int and size > 0 else None
 
 
 def _check_growth(part: str, component: Any, path: Path) -> None:

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import RewardRequest
 from penstock.trainer.data.chat_template import ChatTokenizer
-from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
-from penstock.trainer.data.row_formats import Chat, PromptRow, prompt_row, rename, turn_rows
+from penstock.trainer.data.file_notes import FileNotes
+from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
+from penstock.trainer.data.row_formats import PromptRow, TurnRow, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -77,9 +78,18 @@ class _Problems:
 class PromptSet:
     """Prompts of one or several files, by index; immutable once opened."""
 
-    def __init__(self, files: Sequence[RowFile], data: DataSettings, reward: RewardSettings, tokenizer: ChatTokenizer):
+    def __init__(
+        self,
+        files: Sequence[RowFile],
+        data: DataSettings,
+        reward: RewardSettings,
+        tokenizer: ChatTokenizer,
+        *,
+        max_new_tokens: int,
+    ):
         """Check every row. Called by `open`."""
         self._files = files
+        self._limit = prompt_limit(data, tokenizer, max_new_tokens)
         self._data = data
         self._reward = reward
         self._tokenizer = tokenizer
@@ -87,6 +97,8 @@ class PromptSet:
         self._row_numbers = array("q")
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason."""
+        self.notes = [FileNotes(file.path, "grpo") for file in files]
+        """What was read of each file."""
         self.rows_by_reward: Counter[str] = Counter()
         """Prompts by the name of the reward that scores them."""
         self.num_tokens = 0
@@ -96,10 +108,19 @@ class PromptSet:
 
     @classmethod
     def open(
-        cls, files: Sequence[Path], *, data: DataSettings, reward: RewardSettings, tokenizer: ChatTokenizer
+        cls,
+        files: Sequence[Path],
+        *,
+        data: DataSettings,
+        reward: RewardSettings,
+        tokenizer: ChatTokenizer,
+        max_new_tokens: int = 1,
     ) -> PromptSet:
-        """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left."""
-        return cls([open_rows(path) for path in files], data, reward, tokenizer)
+        """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left.
+
+        ``max_new_tokens`` have to fit into the model's context after every prompt.
+        """
+        return cls([open_rows(path) for path in files], data, reward, tokenizer, max_new_tokens=max_new_tokens)
 
     def __len__(self) -> int:
         return len(self._row_numbers)
@@ -109,7 +130,8 @@ class PromptSet:
         number = self._row_numbers[index]
         try:
             row = self._parse(file, number)
-            text = self._tokenizer.render(row.chat, add_generation_prompt=True)
+            text = prompt_text(row, self._tokenizer)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=row.is_plain)
         except MalformedData as err:  # accepted when the file was opened, so the file has changed
             raise MalformedData(
                 f"{file.place(number)}: {err}; the file has changed since the start: restore it, or restart the trainer"
@@ -120,11 +142,13 @@ class PromptSet:
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
         )
-        return Prompt(index, tuple(self._tokenizer.encode(text)), text, request)
+        return Prompt(index, tuple(token_ids), text, request)
 
     def _parse(self, file: RowFile, number: int) -> PromptRow:
-        row = rename(file.row(number), self._data.map, nested_texts=file.nested_texts)
-        read = prompt_row(row, self._data.format, system_prompt=self._data.system_prompt)
+        return self._read(rename(file.row(number), self._data, nested_texts=file.nested_texts))
+
+    def _read(self, row: Row) -> PromptRow:
+        read = prompt_row(row, self._data)
         for column in ("ground_truth", "data_source", "extra_info"):  # the template checks the prompt
             try:
                 (getattr(read, column) or "").encode()
@@ -138,20 +162,27 @@ class PromptSet:
         problems = _Problems()
         for batch in _batches(_located(self._files, self._data.max_samples)):
             kept: list[tuple[_Located, str, str]] = []
+            are_plain: list[bool] = []
             for at in batch:
+                file = self._files[at.file_number]
                 try:
-                    row = self._parse(self._files[at.file_number], at.row_number)
-                    name = reward_name(self._reward, row.data_source)
-                    kept.append((at, name, self._tokenizer.render(row.chat, add_generation_prompt=True)))
+                    row = rename(file.row(at.row_number), self._data, nested_texts=file.nested_texts)
+                    read = self._read(row)
+                    name = reward_name(self._reward, read.data_source)
+                    text = prompt_text(read, self._tokenizer)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
-            lengths = [len(ids) for ids in self._tokenizer.encode_many([text for *_, text in kept])]
-            for (at, name, _), length in zip(kept, lengths, strict=True):
-                if _fits(length, self._data, self._data.max_prompt_tokens, at.place, problems, self.dropped):
-                    self._keep(at, name, length)
+                    continue
+                kept.append((at, name, text))
+                are_plain.append(read.is_plain)
+                self.notes[at.file_number].add(row, form_of(row, self._data), read, self._data, text)
+            encoded = encode_texts([text for *_, text in kept], are_plain, self._tokenizer)
+            for (at, name, _), ids in zip(kept, encoded, strict=True):
+                if _fits(len(ids), self._data, self._limit, at.place, problems, self.dropped):
+                    self._keep(at, name, len(ids))
         problems.raise_if_any()
         if not len(self):
-            raise MalformedData(_nothing_left(self._files, self.dropped, self._data.max_prompt_tokens))
+            raise MalformedData(_nothing_left(self._files, self.dropped, self._limit))
 
     def _keep(self, at: _Located, name: str, length: int) -> None:
         self._file_numbers.append(at.file_number)
@@ -167,6 +198,8 @@ class TurnSet:
         """Check and tokenise every row. Called by `open`."""
         self.dropped: Counter[str] = Counter()
         """Turns left out, by reason."""
+        self.notes = [FileNotes(file.path, "sft") for file in files]
+        """What was read of each file."""
         self.fingerprint = fingerprint([file.path for file in files])
         """sha256 of the files' contents."""
         self._token_ids = array("i")  # of all turns, concatenated
@@ -192,19 +225,28 @@ class TurnSet:
 
     def _check(self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
         problems = _Problems()
+        if tokenizer.context_tokens is not None:
+            max_tokens = min(max_tokens, tokenizer.context_tokens)
         for batch in _batches(_located(files, data.max_samples)):
             places: list[str] = []
             texts: list[str] = []  # prompt, completion, prompt, completion, …
+            begin_plain: list[bool] = []  # of each text: it is the beginning of a sequence without template
             for at in batch:
                 file = files[at.file_number]
                 try:
-                    row = rename(file.row(at.row_number), data.map, nested_texts=file.nested_texts)
-                    for turn in turn_rows(row, data.format, system_prompt=data.system_prompt):
-                        texts += _prompt_and_completion(turn.chat, tokenizer)
-                        places.append(at.place)
+                    row = rename(file.row(at.row_number), data, nested_texts=file.nested_texts)
+                    turns = turn_rows(row, data)
+                    parts = [_prompt_and_completion(turn, tokenizer) for turn in turns]
                 except MalformedData as err:
                     problems.add(at.place, str(err))
-            encoded = tokenizer.encode_many(texts)
+                    continue
+                for turn, part in zip(turns, parts, strict=True):
+                    texts += part
+                    places.append(at.place)
+                    begin_plain += [turn.is_plain, False]
+                if turns:
+                    self.notes[at.file_number].add(row, form_of(row, data), turns[-1], data, parts[-1][0])
+            encoded = encode_texts(texts, begin_plain, tokenizer)
             for place, prompt, completion in zip(places, encoded[::2], encoded[1::2], strict=True):
                 ended = _until_end(completion, tokenizer.eos_ids)
                 if _fits(len(prompt) + len(ended), data, max_tokens, place, problems, self.dropped):
@@ -259,9 +301,41 @@ def _nothing_left(files: Sequence[RowFile], dropped: Counter[str], limit: int) -
     )
 
 
-def _prompt_and_completion(chat: Chat, tokenizer: ChatTokenizer) -> tuple[str, str]:
-    prompt = tokenizer.render(chat[:-1], add_generation_prompt=True)
-    whole = tokenizer.render(chat, add_generation_prompt=False)
+def prompt_text(row: PromptRow, tokenizer: ChatTokenizer) -> str:
+    """Return a prompt as the model gets it."""
+    if row.is_plain:
+        return row.chat[0]["content"]
+    return tokenizer.render(row.chat, add_generation_prompt=True, tools=row.tools)
+
+
+def prompt_limit(data: DataSettings, tokenizer: ChatTokenizer, max_new_tokens: int) -> int:
+    """Return the most tokens that a prompt may have; raises MalformedData if the model's context has no room for one."""
+    if tokenizer.context_tokens is None:
+        return data.max_prompt_tokens
+    room = tokenizer.context_tokens - max_new_tokens
+    if room < 1:
+        raise MalformedData(
+            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt in the model's context of "
+            f"{tokenizer.context_tokens} tokens (max_position_embeddings in its config.json); lower it"
+        )
+    return min(data.max_prompt_tokens, room)
+
+
+def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: ChatTokenizer) -> list[list[int]]:
+    """Return the token ids of texts; those that begin a sequence without template get the tokenizer's special tokens."""
+    encoded = tokenizer.encode_many(texts)
+    return [
+        tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
+        for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
+    ]
+
+
+def _prompt_and_completion(turn: TurnRow, tokenizer: ChatTokenizer) -> tuple[str, str]:
+    chat = turn.chat
+    if turn.is_plain:
+        return chat[0]["content"], chat[-1]["content"]
+    prompt = tokenizer.render(chat[:-1], add_generation_prompt=True, tools=turn.tools)
+    whole = tokenizer.render(chat, add_generation_prompt=False, tools=turn.tools)
     if not whole.startswith(prompt):
         raise MalformedData(
             "the model's chat template renders the answer differently from its own generation prompt "

@@ -1,7 +1,7 @@
-"""Rows of JSONL, JSON, CSV and Parquet files, read one at a time by number, each with its file and line.
+"""Rows of JSONL, JSON, CSV, Parquet and Arrow files, read one at a time by number, each with its file and line.
 
 JSONL rows stay on disk: only their byte offsets are in memory. CSV files and JSON arrays are held parsed,
-Parquet files as an Arrow table, which is about the size of the uncompressed columns.
+Parquet files as an Arrow table, which is about the size of the uncompressed columns. Arrow files are mapped, not read.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def open_rows(path: Path) -> RowFile:
         raise MalformedData(f"{path}: the file is empty; give a file with rows")
     if start.startswith(b"PAR1"):
         rows: RowFile = _ParquetRows(path)
+    elif start.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        rows = _ArrowRows(path)
     elif suffix in {".csv", ".tsv"}:
         rows = _CsvRows(path, delimiter="\t" if suffix == ".tsv" else ",")
     elif stripped.startswith(b"[") and suffix != ".jsonl":
@@ -207,19 +209,10 @@ class _CsvRows:
         return {name: cell for name, cell in zip(self._columns, cells, strict=True) if cell != ""}
 
 
-class _ParquetRows:
+class _TableRows:
     nested_texts = False
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with pq.ParquetFile(path) as file:
-                _check_parquet(path, file.metadata, file.schema_arrow)
-                texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
-            # A repeated text stays one text: a few bytes of a file may stand for gigabytes of them.
-            self._table: pa.Table = pq.read_table(path, read_dictionary=texts)
-        except (pa.ArrowException, OSError, ValueError) as err:
-            raise MalformedData(f"{path}: not a readable Parquet file ({str(err).splitlines()[0]})") from None
+    path: Path
+    _table: pa.Table
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -233,6 +226,36 @@ class _ParquetRows:
         except (pa.ArrowException, ValueError, OverflowError) as err:
             raise MalformedData(f"a value that cannot be read ({' '.join(str(err).split())[:200]})") from None
         return {name: value for name, value in row.items() if value is not None}
+
+
+class _ParquetRows(_TableRows):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with pq.ParquetFile(path) as file:
+                _check_parquet(path, file.metadata, file.schema_arrow)
+                texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
+            # A repeated text stays one text: a few bytes of a file may stand for gigabytes of them.
+            self._table = pq.read_table(path, read_dictionary=texts)
+        except (pa.ArrowException, OSError, ValueError) as err:
+            raise MalformedData(f"{path}: not a readable Parquet file ({str(err).splitlines()[0]})") from None
+
+
+class _ArrowRows(_TableRows):
+    """A file of the ``datasets`` library."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            source = pa.memory_map(str(path))
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            with pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source) as reader:
+                _check_columns(path, reader.schema.names)
+                self._table = reader.read_all()
+                self._table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as err:
+            raise MalformedData(f"{path}: not a readable Arrow file ({(str(err).splitlines() or [''])[0]})") from None
 
 
 def _check_columns(path: Path, names: list[str]) -> None:

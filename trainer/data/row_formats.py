@@ -7,29 +7,33 @@
 | `messages`        | messages (chat); a last assistant message is what SFT imitates            | both      |
 | `flat`            | prompt (text or chat), ground_truth, data_source                          | GRPO      |
 | `question_answer` | question, answer; the answer is the ground truth                          | both      |
+| `sharegpt`        | conversations (chat of from and value, or role and content)               | both      |
+| `alpaca`          | instruction, with input, output or history                                | both      |
+| `openrlhf`        | input (text or chat), with output, label or datasource                    | both      |
 
 Every format may have ground_truth, data_source, extra_info and system. Other columns go into extra_info, so that a
-reward sees the whole row. An invalid value raises MalformedData that begins with its column; the caller adds file
-and line.
+reward sees the whole row (`column_uses`). An invalid value raises MalformedData that begins with its column; the caller
+adds file and line. docs/data.md has an example of each.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
+from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
 from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.unread_columns import refuse_unread
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import Format
+from penstock.trainer.settings import DataSettings
 
-KnownFormat = Literal["verl", "trl", "messages", "flat", "question_answer"]
-Chat = tuple[dict[str, Any], ...]
+KnownFormat = Literal["verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
 
-_READ = (
+_READ = {
     "prompt",
     "messages",
     "response",
@@ -39,15 +43,33 @@ _READ = (
     "data_source",
     "extra_info",
     "system",
-)
-_CHATS = {"prompt", "messages", "completion", "response"}
+}
+_READ_BY: dict[KnownFormat, set[str]] = {
+    "question_answer": {"answer"},
+    "sharegpt": {"conversations"},
+    "alpaca": {"instruction", "input", "output", "history"},
+    "openrlhf": {"input", "output", "label", "datasource"},
+}
+_TEXT_CHATS = {"prompt", "completion", "response"}
+_CHATS = {"messages", "conversations"}
 _REQUIRED: dict[KnownFormat, tuple[str, ...]] = {
     "verl": ("prompt", "reward_model"),
     "trl": ("prompt",),
     "messages": ("messages",),
     "flat": ("prompt", "ground_truth"),
     "question_answer": ("question", "answer"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction",),
+    "openrlhf": ("input",),
 }
+PROMPT_COLUMN: dict[KnownFormat, str] = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "question_answer": "question",
+    "alpaca": "instruction",
+    "openrlhf": "input",
+}
+_ANSWERS = ("response", "completion", "answer", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +80,9 @@ class PromptRow:
     data_source: str
     ground_truth: str | None
     extra_info: str
+    is_plain: bool = False  # the text of the only message is the prompt, without the chat template
+    tools: tuple[Any, ...] = ()  # for the chat template
+    unused_answer: bool = False  # the chat ended with an answer, which is not its ground truth
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +90,8 @@ class TurnRow:
     """A chat whose last message, of the assistant, is imitated."""
 
     chat: Chat
+    is_plain: bool = False  # prompt and answer are the texts of two messages, without the chat template
+    tools: tuple[Any, ...] = ()
 
 
 def detect(row: Row) -> KnownFormat:
@@ -77,91 +104,19 @@ def detect(row: Row) -> KnownFormat:
         return "flat" if "ground_truth" in row and not {"completion", "response"} & row.keys() else "trl"
     if "question" in row and "answer" in row:
         return "question_answer"
+    for form in ("sharegpt", "alpaca", "openrlhf"):
+        if PROMPT_COLUMN[form] in row:
+            return form
     raise MalformedData(
         f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "
-        'question and answer; name other columns as data.map.prompt = "NAME"'
+        "question and answer, or else conversations, instruction or input; "
+        'name other columns as data.map.prompt = "NAME"'
     )
 
 
-def rename(row: Row, mapping: Mapping[str, str], *, nested_texts: bool) -> Row:
-    """Rename mapped columns; the file's name may be a path, such as ``extra_info.answer``.
-
-    ``nested_texts`` parses chats and objects that are JSON texts in the file.
-    """
-    renamed = dict(row)
-    for column, source in mapping.items():
-        value: Any = row
-        for key in [source] if source in row else source.split("."):
-            if not isinstance(value, Mapping) or key not in value:
-                raise MalformedData(
-                    f"column {source}: missing (data.map.{column}); the row has {', '.join(sorted(row)) or 'no columns'}"
-                )
-            value = value[key]
-        renamed.pop(source, None)
-        renamed[column] = value
-    if nested_texts:
-        for name in _CHATS & renamed.keys():
-            renamed[name] = _chat_in_text(renamed[name])
-        for name in ("reward_model", "extra_info"):
-            if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
-                renamed[name] = _parsed(name, renamed[name])
-    return renamed
-
-
-def prompt_row(row: Row, form: Format, *, system_prompt: str) -> PromptRow:
-    """Read a row as a prompt with its reward; raises MalformedData naming the column."""
-    form = _checked(row, form)
-    if form == "messages":
-        chat = _chat(row, "messages")
-        chat = chat[:-1] if chat[-1]["role"] == "assistant" else chat
-    else:
-        chat = _chat(row, "question" if form == "question_answer" else "prompt")
-    if not chat or chat[-1]["role"] == "assistant":
-        column = "messages" if form == "messages" else "prompt"
-        _refuse(column, "expected the chat to end with a message to answer", "an assistant message" if chat else "none")
-    return PromptRow(
-        chat=_with_system(chat, row, system_prompt),
-        data_source=_text(row, "data_source", default=""),
-        ground_truth=_ground_truth(row, form),
-        extra_info=_extra_info(row, form),
-    )
-
-
-def turn_rows(row: Row, form: Format, *, system_prompt: str) -> list[TurnRow]:
-    """Read a row for imitation: one `TurnRow` for each assistant message, with exactly the chat before it.
-
-    Raises MalformedData naming the column if there is nothing to imitate.
-    """
-    form = _checked(row, form)
-    if form == "messages":
-        chat = _chat(row, "messages")
-        if all(message["role"] != "assistant" for message in chat):
-            _refuse("messages", "expected an assistant message to imitate", f"roles {[m['role'] for m in chat]}")
-    else:
-        column = "question" if form == "question_answer" else "prompt"
-        answers = [name for name in ("response", "completion", "answer") if name in row]
-        if not answers:
-            raise MalformedData(
-                f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
-                'name the column as data.map.response = "NAME"'
-            )
-        chat = _chat(row, column) + _chat(row, answers[0], role="assistant")
-    chat = _with_system(chat, row, system_prompt)
-    return [TurnRow(chat[: n + 1]) for n, message in enumerate(chat) if message["role"] == "assistant" and n]
-
-
-def can_imitate(row: Row) -> bool:
-    """Return True if a renamed row has something for SFT to imitate."""
-    if "messages" in row:
-        messages = row["messages"]
-        return isinstance(messages, list) and any(
-            isinstance(m, dict) and m.get("role") == "assistant" for m in messages
-        )
-    return bool({"response", "completion", "answer"} & row.keys())
-
-
-def _checked(row: Row, form: Format) -> KnownFormat:
-    known = detect(row) if form == "auto" else form
+def form_of(row: Row, data: DataSettings) -> KnownFormat:
+    """Return the format that a renamed row is read in; raises MalformedData if a required column is missing."""
+    known = detect(row) if data.format == "auto" else data.format
     missing = [name for name in _REQUIRED[known] if name not in row]
     if missing:
         raise MalformedData(
@@ -171,42 +126,159 @@ def _checked(row: Row, form: Format) -> KnownFormat:
     return known
 
 
-def _chat(row: Row, column: str, role: str = "user") -> Chat:
-    value = row[column]
-    if isinstance(value, str) and column != "messages":
-        if not value.strip():
-            _refuse(column, "expected a text", "an empty one")
-        return ({"role": role, "content": value},)
-    if not isinstance(value, list) or not value:
-        kinds = "a list of messages" if column == "messages" else "a text or a list of messages"
-        _refuse(column, f"expected {kinds}", _shown(value))
-    return tuple(_message(message, f"{column}[{number}]") for number, message in enumerate(value))
+def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
+    """Leave out ignored columns and rename mapped ones; the file's name may be a path, such as ``extra_info.answer``.
+
+    Messages that are a JSON text are parsed; ``nested_texts`` parses other chats and objects that are JSON texts too.
+    """
+    renamed = {name: value for name, value in row.items() if name not in data.ignore}
+    for column, source in data.map.items():
+        value: Any = row
+        for key in [source] if source in row else source.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                raise MalformedData(
+                    f"column {source}: missing (data.map.{column}); the row has {', '.join(sorted(row)) or 'no columns'}"
+                )
+            value = value[key]
+        renamed.pop(source, None)
+        renamed[column] = value
+    for name in _CHATS & renamed.keys():
+        renamed[name] = chat_in_text(renamed[name], ("role", "from"))
+    if nested_texts:
+        for name in _TEXT_CHATS & renamed.keys():
+            renamed[name] = chat_in_text(renamed[name])
+        for name in ("reward_model", "extra_info"):
+            if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
+                renamed[name] = _parsed(name, renamed[name])
+    return renamed
 
 
-def _message(message: Any, column: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        _refuse(column, "expected a message with role and content", _shown(message))
-    message = {name: value for name, value in message.items() if value is not None}
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        _refuse(f"{column}.role", "expected a role such as user", _shown(role))
-    content = message.get("content", "" if "tool_calls" in message else None)
-    if isinstance(content, list):
-        content = "".join(_text_part(part, f"{column}.content[{n}]") for n, part in enumerate(content))
-    if not isinstance(content, str):
-        _refuse(f"{column}.content", "expected a text", _shown(content))
-    return {**message, "content": content}
+def prompt_row(row: Row, data: DataSettings) -> PromptRow:
+    """Read a row as a prompt with its reward; raises MalformedData naming the column."""
+    form = form_of(row, data)
+    refuse_unread(row)
+    column = PROMPT_COLUMN.get(form, "prompt")
+    chat = _prompt_chat(row, form, data)
+    answer = None
+    if form in ("messages", "sharegpt") and chat[-1]["role"] == "assistant":
+        chat, answer = chat[:-1], chat[-1]["content"]
+    if not chat or chat[-1]["role"] == "assistant":
+        refuse(column, "expected the chat to end with a message to answer", "an assistant message" if chat else "none")
+    is_plain = _is_plain(row, form, data)
+    return PromptRow(
+        chat=chat if is_plain else _with_system(chat, row, data),
+        data_source=_data_source(row, form),
+        ground_truth=_ground_truth(row, form, answer, data),
+        extra_info=_extra_info(row, form),
+        is_plain=is_plain,
+        tools=_tools(row, data),
+        unused_answer=answer is not None and not data.answer_is_ground_truth,
+    )
 
 
-def _text_part(part: Any, column: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    kind = part.get("type") if isinstance(part, dict) else part
-    return _refuse(column, "expected a part of type text", _shown(kind))
+def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
+    """Read a row for imitation: one `TurnRow` for each assistant message, with exactly the chat before it.
+
+    Raises MalformedData naming the column if there is nothing to imitate.
+    """
+    form = form_of(row, data)
+    refuse_unread(row)
+    chat = _prompt_chat(row, form, data)
+    is_plain = _is_plain(row, form, data)
+    if form in ("messages", "sharegpt"):
+        if all(message["role"] != "assistant" for message in chat):
+            roles = f"roles {[message['role'] for message in chat]}"
+            refuse(PROMPT_COLUMN[form], "expected an assistant message to imitate", roles)
+    else:
+        answer = answer_column(row, form)
+        if answer is None:
+            raise MalformedData(
+                f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
+                'name the column as data.map.response = "NAME"'
+            )
+        chat += read_chat(row[answer], answer, roles=data.roles, text_role="assistant")
+    chat = chat if is_plain else _with_system(chat, row, data)
+    tools = _tools(row, data)
+    return [
+        TurnRow(chat[: n + 1], is_plain, tools)
+        for n, message in enumerate(chat)
+        if message["role"] == "assistant" and n
+    ]
 
 
-def _with_system(chat: Chat, row: Row, system_prompt: str) -> Chat:
-    system = _text(row, "system", default="") or system_prompt
+def can_imitate(row: Row, form: KnownFormat) -> bool:
+    """Return True if a renamed row has something for SFT to imitate."""
+    if form in ("messages", "sharegpt"):
+        messages = row[PROMPT_COLUMN[form]]
+        return isinstance(messages, list) and any(
+            isinstance(m, dict) and (m.get("role") == "assistant" or m.get("from") in ("gpt", "assistant"))
+            for m in messages
+        )
+    return answer_column(row, form) is not None
+
+
+def answer_column(row: Row, form: KnownFormat) -> str | None:
+    """Return the column that SFT imitates in a row without messages; None if there is none."""
+    read = {*_ANSWERS[:3], *_READ_BY.get(form, ())}
+    return next((name for name in _ANSWERS if name in row and name in read), None)
+
+
+def reads(form: KnownFormat) -> set[str]:
+    """Return the columns with a meaning in a format; the others go into extra_info."""
+    return _READ | _READ_BY.get(form, set())
+
+
+def _prompt_chat(row: Row, form: KnownFormat, data: DataSettings) -> Chat:
+    column = PROMPT_COLUMN.get(form, "prompt")
+    text_role = None if form in ("messages", "sharegpt") else "user"
+    chat = read_chat(row[column], column, roles=data.roles, text_role=text_role)
+    if form != "alpaca":
+        return chat
+    if extra := _text(row, "input", default=""):
+        *before, last = chat
+        chat = (*before, {**last, "content": f"{last['content']}\n{extra}"})
+    return (*_history(row.get("history") or []), *chat)
+
+
+def _history(pairs: Any) -> Chat:
+    if not isinstance(pairs, list):
+        refuse("history", "expected a list of pairs of texts", shown(pairs))
+    for number, pair in enumerate(pairs):
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            refuse(f"history[{number}]", "expected a pair of texts, question and answer", shown(pair))
+    return tuple(
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    )
+
+
+def _is_plain(row: Row, form: KnownFormat, data: DataSettings) -> bool:
+    """Return True if the prompt is used as a text, without the chat template; it is refused where that loses something."""
+    column = PROMPT_COLUMN.get(form, "prompt")
+    if data.text_prompts == "chat" or not isinstance(row[column], str):
+        return False
+    for other in ("system", "history"):
+        if row.get(other) and (other == "system" or form == "alpaca"):
+            refuse(
+                other,
+                "expected none beside a plain text prompt",
+                f'one; set data.text_prompts = "chat", or ignore {other}',
+            )
+    return True
+
+
+def _tools(row: Row, data: DataSettings) -> tuple[Any, ...]:
+    if not data.use_tools or not row.get("tools"):
+        return ()
+    tools = _parsed("tools", row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        refuse("tools", "expected a list of JSON schemas", shown(row["tools"]))
+    return tuple(tools)
+
+
+def _with_system(chat: Chat, row: Row, data: DataSettings) -> Chat:
+    system = _text(row, "system", default="") or data.system_prompt
     if not system or chat[0]["role"] == "system":
         return chat
     return ({"role": "system", "content": system}, *chat)
@@ -214,30 +286,46 @@ def _with_system(chat: Chat, row: Row, system_prompt: str) -> Chat:
 
 def _text(row: Row, column: str, *, default: str) -> str:
     value = row.get(column, default)
-    return value if isinstance(value, str) else _refuse(column, "expected a text", _shown(value))
+    return value if isinstance(value, str) else refuse(column, "expected a text", shown(value))
 
 
-def _ground_truth(row: Row, form: KnownFormat) -> str | None:
+def _data_source(row: Row, form: KnownFormat) -> str:
+    column = "datasource" if form == "openrlhf" and "data_source" not in row else "data_source"
+    return _text(row, column, default="")
+
+
+def _ground_truth(row: Row, form: KnownFormat, answer: str | None, data: DataSettings) -> str | None:
     if "reward_model" in row:
         model = row["reward_model"]
         if not isinstance(model, dict):
-            _refuse("reward_model", "expected an object with style and ground_truth", _shown(model))
+            refuse("reward_model", "expected an object with style and ground_truth", shown(model))
         truth = model.get("ground_truth")
         if truth is None and model.get("style", "rule") == "rule" and "ground_truth" not in row:
-            _refuse("reward_model.ground_truth", "expected the right answer, since style is rule", "nothing")
+            refuse("reward_model.ground_truth", "expected the right answer, since style is rule", "nothing")
         if truth is not None:
             return _json(truth, "reward_model.ground_truth")
     if "ground_truth" in row:
         return _json(row["ground_truth"], "ground_truth")
-    return _json(row["answer"], "answer") if form == "question_answer" else None
+    if form == "question_answer":
+        return _json(row["answer"], "answer")
+    if form == "openrlhf" and "label" in row:
+        return _json(row["label"], "label")
+    return _given_answer(row, form, answer, data) if data.answer_is_ground_truth else None
+
+
+def _given_answer(row: Row, form: KnownFormat, answer: str | None, data: DataSettings) -> str | None:
+    """Return the answer that SFT would imitate, as a ground truth."""
+    column = None if form in ("messages", "sharegpt") else answer_column(row, form)
+    if column is not None:
+        answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
+    return None if answer is None else _json(answer, column or PROMPT_COLUMN.get(form, "prompt"))
 
 
 def _extra_info(row: Row, form: KnownFormat) -> str:
     declared = row.get("extra_info", {})
     if not isinstance(declared, dict):
-        _refuse("extra_info", "expected an object", _shown(declared))
-    read = {*_READ, *(("answer",) if form == "question_answer" else ())}
-    others = {name: value for name, value in row.items() if name not in read}
+        refuse("extra_info", "expected an object", shown(declared))
+    others = {name: value for name, value in row.items() if name not in reads(form)}
     others.pop("reward_model", None)
     return _json({**others, **declared}, "extra_info")
 
@@ -246,7 +334,7 @@ def _json(value: Any, column: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as err:
-        return _refuse(column, "expected a value that JSON can hold", str(err))
+        return refuse(column, "expected a value that JSON can hold", str(err))
 
 
 def _plain(value: Any) -> Any:
@@ -255,33 +343,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__}")
 
 
-def _chat_in_text(value: Any) -> Any:
-    """Return the chat that a JSON text holds; any other text is returned as it is, even if it is JSON."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        if isinstance(parsed, list) and parsed and all(isinstance(item, dict) and "role" in item for item in parsed):
-            return parsed
-    return value
-
-
 def _parsed(column: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as err:
-        return _refuse(column, "expected JSON text", str(err))
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, (str, int, float)):
-        text = repr(value)
-        return text if len(text) <= 60 else f"{text[:57]}..."
-    return "an empty list" if isinstance(value, Sequence) and not value else f"a {type(value).__name__}"
-
-
-def _refuse(column: str, expected: str, got: str) -> NoReturn:
-    raise MalformedData(f"column {column}: {expected}, got {got}")
+        return refuse(column, "expected JSON text", str(err))

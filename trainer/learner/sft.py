@@ -50,7 +50,10 @@ def output_folder(settings: TrainerSettings) -> Path:
 def run(settings: TrainerSettings, ranks: Ranks) -> SftResult:
     """Fine-tune ``model.path`` on the assistant turns of ``sft.data`` and write the result; on every rank."""
     turns = open_turns(settings)
-    order = DataOrder(len(turns), settings.run.seed)
+    if ranks.is_leader:
+        for notes in turns.notes:
+            log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
+    order = DataOrder(len(turns), settings.run.seed, settings.data.shuffle)
     dims = ParallelDims(ranks)
     policy = load_policy(settings.model.path, _optimisation(settings), dims, temperature=1.0)
     progress = ProgressLine("sft", settings.sft.steps)
@@ -76,7 +79,10 @@ def run(settings: TrainerSettings, ranks: Ranks) -> SftResult:
 def open_turns(settings: TrainerSettings) -> TurnSet:
     """Open the rows to imitate; raises MalformedData or ConfigError."""
     files = settings.sft.files or settings.data.train_files
-    tokenizer = ChatTokenizer.read(settings.model.path)
+    data = settings.data
+    tokenizer = ChatTokenizer.read(
+        settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
+    )
     return TurnSet.open(files, data=settings.data, tokenizer=tokenizer, max_tokens=settings.trainer.micro_batch_tokens)
 
 

@@ -371,7 +371,7 @@ def test_any_row_is_read_or_refused_with_a_reason(row: dict):
     """For any JSON row, reading either works or raises MalformedData, and no other error."""
     for read in (prompt_row, turn_rows):
         try:
-            read(rename(row, {}, nested_texts=True), "auto", system_prompt="")
+            read(rename(row, DataSettings(), nested_texts=True), DataSettings())
         except MalformedData:
             continue
 
@@ -396,7 +396,7 @@ def test_json_rows_are_read_in_any_order(tmp_path: Path, rows: list[dict], as_ar
 def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatTokenizer, text: str):
     """In CSV only a JSON text that is a chat is parsed; code and data in a prompt are not changed."""
     [row] = [open_rows(write(tmp_path, [{"prompt": text}], "csv")).row(0)]
-    chat = prompt_row(rename(row, {}, nested_texts=True), "auto", system_prompt="").chat
+    chat = prompt_row(rename(row, DataSettings(), nested_texts=True), DataSettings()).chat
     assert chat == ({"role": "user", "content": text},)
     with pytest.raises(MalformedData, match=r":2: column messages: expected a list of messages, got"):
         prompts(write(tmp_path, [{"messages": text}], "csv"), tokenizer)

@@ -1,0 +1,153 @@
+"""What is read of each data file and what is not: format, columns by use, and what other settings would read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.trainer.data.messages import chat_in_text, unread_keys
+from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.row_formats import PROMPT_COLUMN, KnownFormat, PromptRow, TurnRow, answer_column, reads
+from penstock.trainer.settings import DataSettings
+
+Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
+Purpose = Literal["grpo", "sft"]
+
+
+def column_uses(row: Row, form: KnownFormat, data: DataSettings, purpose: Purpose) -> dict[str, Use]:
+    """Return the use of every column of a renamed row."""
+    return {name: _use(name, row, form, data, purpose) for name in row}
+
+
+def _use(name: str, row: Row, form: KnownFormat, data: DataSettings, purpose: Purpose) -> Use:
+    if (
+        name == PROMPT_COLUMN.get(form, "prompt")
+        or name == "system"
+        or (form == "alpaca" and name in ("input", "history"))
+    ):
+        return "prompt"
+    if name == "tools" and data.use_tools:
+        return "prompt"
+    answer = None if form in ("messages", "sharegpt") else answer_column(row, form)
+    if purpose == "sft":
+        return "answer" if name == answer else "unused"
+    if name in ("data_source", "datasource"):
+        first = "data_source" if "data_source" in row else "datasource"
+        return "data source" if name == first else "unused" if name in reads(form) else "reward only"
+    if name == _truth_column(row, form, answer, data):
+        return "ground truth"
+    if name == "reward_model":
+        return "unused"
+    return "unused" if name in reads(form) and name != "extra_info" else "reward only"
+
+
+def _truth_column(row: Row, form: KnownFormat, answer: str | None, data: DataSettings) -> str | None:
+    """Return the column that the ground truth is read from."""
+    model = row.get("reward_model")
+    if isinstance(model, dict) and model.get("ground_truth") is not None:
+        return "reward_model"
+    if "ground_truth" in row:
+        return "ground_truth"
+    if form == "question_answer":
+        return "answer"
+    if form == "openrlhf" and "label" in row:
+        return "label"
+    return answer if data.answer_is_ground_truth else None
+
+
+@dataclass(slots=True)
+class FileNotes:
+    """Counts of rows of one file, each by what was found in it."""
+
+    path: Path
+    purpose: Purpose
+    num_rows: int = 0
+    formats: Counter[str] = field(default_factory=Counter)
+    uses: dict[Use, Counter[str]] = field(default_factory=dict)
+    answers_unused: int = 0  # rows of messages that end with an answer
+    templated_texts: int = 0  # prompts that are texts, in the chat template
+    plain_texts: int = 0
+    chats_in_text: int = 0  # prompts whose text is the JSON of a chat
+    message_keys: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)  # roles of messages that the template leaves out
+
+    def add(self, row: Row, form: KnownFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
+        """Count a renamed row; ``text`` is its prompt as the model gets it, None: not known."""
+        self.num_rows += 1
+        self.formats[form] += 1
+        for name, use in column_uses(row, form, data, self.purpose).items():
+            self.uses.setdefault(use, Counter())[name] += 1
+        value: Any = row[PROMPT_COLUMN.get(form, "prompt")]
+        if isinstance(value, str):
+            self.plain_texts += read.is_plain
+            self.templated_texts += not read.is_plain
+            self.chats_in_text += chat_in_text(value) is not value
+        self.message_keys.update(unread_keys(value))
+        self.answers_unused += isinstance(read, PromptRow) and read.unused_answer
+        if text is not None and not read.is_plain:
+            chat = read.chat if isinstance(read, PromptRow) else read.chat[:-1]
+            self.left_out.update(
+                {m["role"] for m in chat if m["role"] != "assistant" and m["content"].strip() not in text}
+            )
+
+    def describe(self) -> list[str]:
+        """Return the format, the columns by use, and one line for everything that another setting would read."""
+        forms = ", ".join(
+            f"{name} ({count})" if len(self.formats) > 1 else name for name, count in self.formats.items()
+        )
+        return [f"format {forms}: {self.columns_text()}", *self.hints()]
+
+    def columns(self, use: Use) -> list[str]:
+        """Return the columns with a use, sorted."""
+        return sorted(self.uses.get(use, ()))
+
+    def columns_text(self) -> str:
+        """Return the columns by use, as text."""
+        return "; ".join(self._columns())
+
+    def _columns(self) -> Iterator[str]:
+        words: dict[Use, str] = {
+            "prompt": "prompt from",
+            "answer": "answer from",
+            "ground truth": "ground truth from",
+            "data source": "data source from",
+            "reward only": "for the reward only",
+            "unused": "not used:",
+        }
+        for use, word in words.items():
+            if use in self.uses:
+                yield f"{word} {', '.join(self.columns(use))}"
+
+    def hints(self) -> list[str]:
+        """Return one line for everything that is lost, or that another setting would read otherwise."""
+        return list(self._hints())
+
+    def _hints(self) -> Iterator[str]:
+        if self.answers_unused:
+            yield (
+                f"the last answer of {self.answers_unused} rows is not used: {self.purpose} writes its own; "
+                "data.answer_is_ground_truth = true makes it the ground truth"
+            )
+        elif self.purpose == "grpo" and (lost := {"completion", "response", "output"} & set(self.columns("unused"))):
+            yield f"{', '.join(sorted(lost))}: not used; data.answer_is_ground_truth = true makes it the ground truth"
+        if self.templated_texts:
+            yield (
+                f"{self.templated_texts} prompts are texts, each a user message in the chat template; "
+                'data.text_prompts = "plain" uses them as they are'
+            )
+        if self.plain_texts:
+            yield f'{self.plain_texts} prompts are texts, used as they are; data.text_prompts = "chat" makes them user messages'
+        if self.chats_in_text:
+            yield (
+                f"{self.chats_in_text} prompts are the JSON text of a chat, used as a text; "
+                'data.map.messages = "prompt" reads the chat'
+            )
+        if "tools" in self.columns("reward only") + self.columns("unused"):
+            yield "tools: not given to the chat template; data.use_tools = true gives them"
+        for role, count in self.left_out.items():
+            yield f"the model's chat template leaves out the {role} message of {count} rows, or changes its text"
+        if self.message_keys:
+            yield f"keys of messages that only the chat template may read: {', '.join(sorted(self.message_keys))}"

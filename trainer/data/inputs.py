@@ -1,0 +1,121 @@
+"""Turns what a run file names as model and data into local paths: files, folders of data sets, and ids on the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.settings import DataSettings, TrainerSettings
+
+Split = Literal["train", "eval"]
+
+_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".arrow")
+_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
+_SPLITS: dict[Split, tuple[tuple[str, ...], ...]] = {  # the first that a data set has
+    "train": (("train", "training"),),
+    "eval": (("validation", "valid", "val", "dev"), ("test", "eval", "evaluation", "heldout")),
+}
+_ID = re.compile(
+    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<pattern>[^:]+))?", re.ASCII
+)
+_MAX_LISTED = 8
+
+
+def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
+    """Return the settings with local paths for model and data; raises ConfigError for what cannot be had."""
+    model = settings.model.model_copy(update={"path": model_folder(settings.model.path, "model.path")})
+    found = settings.model_copy(update={"model": model})
+    if settings.data.from_run is None:
+        found = found.model_copy(update={"data": _resolved(settings.data)})
+    if (files := data_files(settings.sft.files, "sft.data", "train")) != list(settings.sft.files):
+        found = found.model_copy(update={"sft": settings.sft.model_copy(update={"data": files})})
+    return found
+
+
+def model_folder(path: Path, key: str) -> Path:
+    """Return a model's folder, which is downloaded if ``path`` is an id on the hub."""
+    if path.exists() or (named := _id(path)) is None:
+        return path
+    from penstock.trainer.data import hub  # noqa: PLC0415  takes a second to import
+
+    return hub.download_model(named["id"], named["revision"], key)
+
+
+def data_files(paths: Sequence[Path], key: str, split: Split) -> list[Path]:
+    """Return the data files that paths name: themselves, or those of one split of a folder or of a data set on the hub."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            names = [
+                str(PurePosixPath(*one.relative_to(path).parts)) for one in sorted(path.rglob("*")) if one.is_file()
+            ]
+            files += [path / name for name in choose_files(names, split, None, f"{key} = {path}")]
+        elif path.exists() or (named := _id(path)) is None:
+            files.append(path)
+        else:
+            from penstock.trainer.data import hub  # noqa: PLC0415  takes a second to import
+
+            pattern, where = named["pattern"], f"{key} = {path}"
+            files += hub.download_data(
+                named["id"], named["revision"], key, lambda names, p=pattern, w=where: choose_files(names, split, p, w)
+            )
+    return files
+
+
+def choose_files(names: Sequence[str], split: Split, pattern: str | None, where: str) -> list[str]:
+    """Return the data files of one split among the file names of a data set; raises ConfigError if that is not one choice."""
+    data = [
+        name
+        for name in sorted(names)
+        if name.endswith(_SUFFIXES) and PurePosixPath(name).name not in _DESCRIPTIONS and not name.startswith(".")
+    ]
+    if pattern is not None:
+        chosen = [name for name in data if fnmatchcase(name, pattern) or name == pattern]
+        if not chosen:
+            raise ConfigError(f"{where}: no data file matches {pattern}; there are {_listed(data)}")
+        return chosen
+    words = {name: set(re.split(r"[^a-z0-9]+", name.lower())) for name in data}
+    named = {
+        name for group in _SPLITS.values() for split_words in group for name in data if words[name] & set(split_words)
+    }
+    candidates = (
+        [name for name in data if words[name] & set(split_words)] for split_words in _SPLITS[split]
+    ) if named else iter([data])  # fmt: skip
+    chosen = next(filter(None, candidates), [])
+    if not chosen:
+        raise ConfigError(f"{where}: it has no file of the split {split}; there are {_listed(data)}")
+    kinds = {(str(PurePosixPath(name).parent), PurePosixPath(name).suffix) for name in chosen}
+    if len(kinds) > 1:
+        first = chosen[0]
+        raise ConfigError(f"{where}: it has several data sets, {_listed(chosen)}; name one of them, such as {first}")
+    return chosen
+
+
+def _resolved(data: DataSettings) -> DataSettings:
+    given: dict[str, tuple[tuple[Path, ...], Split]] = {
+        "train": (data.train_files if data.train else (), "train"),
+        "eval": (data.eval_files, "eval"),
+    }
+    found = {name: data_files(paths, f"data.{name}", split) for name, (paths, split) in given.items()}
+    update = {
+        name: files for name, files in found.items() if files != list(given[name][0])
+    }  # recorded as they were given
+    return data.model_copy(update=update)
+
+
+def _id(path: Path) -> re.Match[str] | None:
+    """Return the parts of an id on the hub; None for a path."""
+    text = str(path)
+    found = _ID.fullmatch(text)
+    if found is None or Path(found["id"]).parent.is_dir():
+        return None
+    return None if found["pattern"] is None and text.endswith(_SUFFIXES) else found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return (", ".join(names[:_MAX_LISTED]) or "none") + more

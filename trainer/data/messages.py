@@ -1,0 +1,112 @@
+"""Reads the messages of a chat: roles, texts, and the ways other projects write them; pure.
+
+An invalid value raises MalformedData that begins with its column.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from penstock.trainer.errors import MalformedData
+
+Chat = tuple[dict[str, Any], ...]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id"})
+
+
+def read_chat(value: Any, column: str, *, roles: Mapping[str, str], text_role: str | None = None) -> Chat:
+    """Return the chat of a column: a list of messages, or a text that is one message of ``text_role``.
+
+    ``roles`` are the roles beside `ROLES`, with the role that each stands for.
+    """
+    if isinstance(value, str) and text_role is not None:
+        if not value.strip():
+            refuse(column, "expected a text", "an empty one")
+        return ({"role": text_role, "content": value},)
+    if not isinstance(value, list) or not value:
+        kinds = "a list of messages" if text_role is None else "a text or a list of messages"
+        refuse(column, f"expected {kinds}", shown(value))
+    return tuple(_message(message, f"{column}[{number}]", roles) for number, message in enumerate(value))
+
+
+def unread_keys(value: Any) -> set[str]:
+    """Return the keys of a column's messages that only a chat template may read, such as ``weight``."""
+    messages = value if isinstance(value, list) else []
+    return {
+        str(key)
+        for message in messages
+        if isinstance(message, dict)
+        for key, item in message.items()
+        if item is not None
+    } - _KNOWN_KEYS
+
+
+def chat_in_text(value: Any, keys: tuple[str, ...] = ("role",)) -> Any:
+    """Return the chat that a JSON text holds; any other text is returned as it is, even if it is JSON.
+
+    Every message of a chat has one of ``keys``.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+        if (
+            isinstance(parsed, list)
+            and parsed
+            and all(isinstance(one, dict) and one.keys() & set(keys) for one in parsed)
+        ):
+            return parsed
+    return value
+
+
+def _message(message: Any, column: str, roles: Mapping[str, str]) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        refuse(column, "expected a message with role and content", shown(message))
+    message = {name: value for name, value in message.items() if value is not None}
+    if "role" not in message and "from" in message:  # as ShareGPT writes it
+        role, content = message.pop("from"), message.pop("value", None)
+        role = _SHAREGPT.get(role, role) if isinstance(role, str) and role not in roles else role
+        message, role_column, content_column = {**message, "content": content}, f"{column}.from", f"{column}.value"
+    else:
+        role, role_column, content_column = message.get("role"), f"{column}.role", f"{column}.content"
+    if not isinstance(role, str) or not role:
+        refuse(role_column, "expected a role such as user", shown(role))
+    if role not in roles and role not in ROLES:
+        refuse(
+            role_column,
+            f"expected one of the roles {', '.join(ROLES)}",
+            f'{role!r}; say which one it is as data.roles.{role} = "user"',
+        )
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list):
+        content = "".join(_text_part(part, f"{content_column}[{n}]") for n, part in enumerate(content))
+    if not isinstance(content, str):
+        refuse(content_column, "expected a text", shown(content))
+    return {**message, "role": roles.get(role, role), "content": content}
+
+
+def _text_part(part: Any, column: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else part
+    return refuse(column, "expected a part of type text", shown(kind))
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error names it."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, (str, int, float)):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return "an empty list" if isinstance(value, Sequence) and not value else f"a {type(value).__name__}"
+
+
+def refuse(column: str, expected: str, got: str) -> NoReturn:
+    """Raise MalformedData that names the column."""
+    raise MalformedData(f"column {column}: {expected}, got {got}")

@@ -1,0 +1,36 @@
+"""Refuses columns whose loss would change what a row means: answers to compare, and pictures; pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from penstock.trainer.data.row_files import Row
+from penstock.trainer.errors import MalformedData
+
+_PAIR = ("chosen", "rejected")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def refuse_unread(row: Row) -> None:
+    """Raise MalformedData naming the column, and the settings that read the row without it."""
+    if found := [name for name in _PAIR if _is_given(row.get(name))]:
+        raise MalformedData(
+            f"column {found[0]}: a preference, and no algorithm here trains on pairs; set data.ignore = {json.dumps(found)} to "
+            "train on the prompt alone; for SFT on the chosen answers set also "
+            'data.map.response = "chosen" and ignore only rejected'
+        )
+    if isinstance(row.get("label"), bool) and "completion" in row:
+        raise MalformedData(
+            "column label: tells good completions from bad ones, which no algorithm here reads; keep only the rows with good "
+            'ones, or set data.ignore = ["label"]'
+        )
+    if found := [name for name in _MEDIA if _is_given(row.get(name))]:
+        raise MalformedData(
+            f"column {found[0]}: only text is trained on; leave the row out, or set data.ignore = {json.dumps(found)} to train "
+            "on its text alone"
+        )
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value not in ([], "")
