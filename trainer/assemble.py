@@ -314,6 +314,7 @@ def _evaluator(
             max_new_tokens=settings.eval.max_new_tokens or settings.rollout.max_new_tokens,
             temperature=settings.eval.temperature,
             stop_token_ids=session.data.tokenizer.eos_ids,
+            stop=settings.rollout.stop,
         ),
         publisher=publisher,
         deadline_s=settings.trainer.collect_deadline_s,

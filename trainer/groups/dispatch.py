@@ -353,6 +353,7 @@ class Dispatch:
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
             stop_token_ids=tuple(stop_token_ids),
+            stop=rollout.stop,
         )
         self.state = DispatchState(order_id(order, prompts.fingerprint))
         self.issued_before = _NOTHING  # by earlier sessions; set from the run's log

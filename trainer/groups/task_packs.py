@@ -96,6 +96,7 @@ def task_bytes(task: Task) -> int:
         task.reward.name,
         task.reward.data_source,
         task.reward.extra_info,
+        *task.sampling.stop,
     )
     num_ints = len(task.prompt_ids) + len(task.sampling.stop_token_ids)
     truth = task.reward.ground_truth or ""
