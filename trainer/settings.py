@@ -137,7 +137,7 @@ class RolloutSettings(Section):
     )
     stop: StopStrings = Field(
         default=(),
-        description="Strings that end a completion, such as [\"</answer>\"], in training and evaluation; the string remains part "
+        description='Strings that end a completion, such as ["</answer>"], in training and evaluation; the string remains part '
         "of the completion, in its tokens and in its text. At most 16, of 200 characters.",
     )
     environment: str = Field(

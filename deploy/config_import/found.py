@@ -45,6 +45,10 @@ def _names(value: Any) -> Iterator[str]:
         yield from value.split(UNASSIGNED)[1::2]
 
 
+def _as_written(name: str) -> str:
+    return name if name.startswith("$") else f"${{{name}}}"
+
+
 def readable(value: Any) -> Any:
     """Return a value with its unassigned variables as a shell writes them."""
     if isinstance(value, list):
@@ -52,4 +56,4 @@ def readable(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     parts = value.split(UNASSIGNED)
-    return "".join(f"${{{part}}}" if number % 2 else part for number, part in enumerate(parts))
+    return "".join(_as_written(part) if number % 2 else part for number, part in enumerate(parts))

@@ -20,6 +20,8 @@ _ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@-]*=")
+_ENDS = ("|", ";", "&&", "||", "&")
 _LITERAL = "\ue000"  # a dollar in single quotes
 _LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "trl", "ray", "openrlhf", "uv", "swift")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -102,7 +104,7 @@ def _options(words: list[str], found: Found) -> None:
     while position < len(words):
         word = words[position]
         position += 1
-        if word in ("|", ";", "&&", "||", "&") or word.startswith((">", "2>", "1>")):
+        if word in _ENDS or word.startswith((">", "2>", "1>")):
             return
         name, separator, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and not separator:
@@ -120,7 +122,8 @@ def _options(words: list[str], found: Found) -> None:
 
 
 def _is_value(word: str) -> bool:
-    return not word.startswith("--") and word not in ("|", ";", "&&", "&", "||") and not word.startswith((">", "2>"))
+    """Return True for a word that belongs to the flag before it: neither a flag, nor an override, nor the shell's."""
+    return not (word.startswith(("--", ">", "2>", "1>")) or word in _ENDS or _OVERRIDE.match(word))
 
 
 def _parsed(text: str) -> object:
@@ -133,7 +136,7 @@ def _parsed(text: str) -> object:
 def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
     """Return the words of a command, with the values of the variables in them."""
     text = _SUM.sub(lambda one: _computed(one[1], variables), _with_literals(text))
-    text = _COMMAND.sub(lambda one: marked("a command"), text)
+    text = _COMMAND.sub(lambda one: marked("$(...)"), text)
     words: list[str] = []
     for word in shlex.split(text, comments=True):
         whole = _VARIABLE.fullmatch(word)
@@ -186,4 +189,4 @@ def _computed(text: str, variables: dict[str, str]) -> str:
         plain = _VARIABLE.sub(lambda one: one[1] or one[4] or "0", text)
         return str(of(ast.parse(plain.strip(), mode="eval").body))
     except (KeyError, ValueError, SyntaxError, ZeroDivisionError, RecursionError):
-        return marked(f"(({text.strip()}))")
+        return marked("$((" + "".join(text.split()) + "))")

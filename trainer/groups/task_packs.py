@@ -22,7 +22,7 @@ from penstock.protocol.facts import (
 )
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
-from penstock.trainer.settings import RolloutSettings
+from penstock.trainer.settings import EvalSettings, RolloutSettings
 
 # Chosen so that a message costs little compared with generating its groups (benchmarks: one message per tiny group
 # costs more than training it), and so that a step's groups are spread over the workers.
@@ -59,6 +59,26 @@ def pack_tasks(tasks: Sequence[Task]) -> TaskPack:
     fits = sum(map(task_bytes, tasks)) <= MAX_FACT_BYTES - _ENVELOPE_BYTES
     blob = None if fits else encode_unbounded(TaskList(tasks=tuple(tasks)))
     return TaskPack(pack_id, tuple(tasks), blob)
+
+
+def training_sampling(rollout: RolloutSettings, stop_token_ids: Sequence[int]) -> Sampling:
+    """Return how the engines sample what is trained on."""
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=rollout.stop,
+    )
+
+
+def evaluation_sampling(settings: EvalSettings, rollout: RolloutSettings, stop_token_ids: Sequence[int]) -> Sampling:
+    """Return how the engines sample for an evaluation: a completion ends where it does in training."""
+    return Sampling(
+        max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
+        temperature=settings.temperature,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=rollout.stop,
+    )
 
 
 def make_task(

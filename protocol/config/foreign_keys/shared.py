@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.config.foreign_keys.answers import KL, Alias, taken
+from penstock.protocol.config.foreign_keys.answers import KL, REUSE, Alias, taken
 
 TAKEN: dict[str, Alias] = {
     "clip_ratio": taken("algorithm.clip_low", "algorithm.clip_high"),
@@ -57,6 +57,8 @@ RENAMED: dict[str, str] = {
 }
 
 ABSENT: dict[str, str] = {
+    "algorithm.epochs": REUSE,
+    "algorithm.ppo_epochs": REUSE,
     "nproc_per_node": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "nnodes": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "node_rank": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
