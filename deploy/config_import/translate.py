@@ -72,7 +72,7 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
             outcome = Outcome("decide", settings, f"{', '.join(names)}: not assigned in the file")
         is_general = len(settings) > 1 and outcome.kind == "taken"
         for ours, one in settings.items():
-            if is_general and ours in done.settings:
+            if is_general and ours in done.settings and ours not in general:
                 continue
             done.settings[ours] = one
             (general.add if is_general else general.discard)(ours)

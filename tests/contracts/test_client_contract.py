@@ -136,7 +136,9 @@ async def test_every_sample_ends_at_the_first_stop_string(client: EngineClient, 
         groups = await client.generate(PROMPTS, Sampling(max_new_tokens=most, stop=("e", "a", "t")), NUM_SAMPLES)
         completions = [one for group in groups for one in group]
         for one in completions:
-            shorter, whole = (text.decode(ids, skip_special_tokens=False) for ids in (one.token_ids[:-1], one.token_ids))
+            shorter, whole = (
+                text.decode(ids, skip_special_tokens=False) for ids in (one.token_ids[:-1], one.token_ids)
+            )
             assert not set("eat") & set(shorter)
             has_ended = bool(set("eat") & set(whole)) or one.token_ids[-1] == 2
             assert one.finish_reason == ("stop" if has_ended else "length")

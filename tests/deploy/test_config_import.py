@@ -157,6 +157,24 @@ def test_variables_of_a_wrapper_are_keys_when_the_system_is_named(
     assert report["settings"]["algorithm.kl_coefficient"] == 0.001
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_limits_are_raised_and_the_narrower_key_holds(
+    order: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What follows from the lengths and the staleness of the file is set; eps_clip_high overrules eps_clip in any order."""
+    given = {
+        "hf_checkpoint": "m", "eps_clip": 0.1, "eps_clip_high": 0.28, "rollout_max_response_len": 20000, "rollout_max_prompt_len": 500,
+        "rollout_batch_size": 320, "global_batch_size": 256, "n_samples_per_prompt": 8,
+    }  # fmt: skip
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(dict(list(given.items())[::order])))
+    _, report = imported(file, tmp_path / "r.toml", "--from", "slime", capsys=capsys)
+    settings = report["settings"]
+    assert (settings["algorithm.clip_low"], settings["algorithm.clip_high"]) == (0.1, 0.28)
+    assert settings["trainer.micro_batch_tokens"] == 20500
+    assert (settings["rollout.max_staleness"], settings["trainer.keep_versions"]) == (9, 11)
+
+
 def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the flag."""
     to = tmp_path / "run.toml"

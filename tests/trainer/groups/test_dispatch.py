@@ -14,7 +14,16 @@ from tests.examples import examples
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import MAX_FACT_BYTES, BlobRef, RewardRequest, Sampling, TaskList, decode, encode
+from penstock.protocol.facts import (
+    MAX_FACT_BYTES,
+    BlobRef,
+    RewardRequest,
+    Sampling,
+    TaskIssued,
+    TaskList,
+    decode,
+    encode,
+)
 from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.chat_template import ChatTokenizer
@@ -325,7 +334,7 @@ def test_training_and_evaluation_end_at_the_same_strings():
     )
     assert task_bytes(with_stop) >= task_bytes(task(prompt())) + len("".join(stop).encode())
     issued = pack_tasks([with_stop]).announced("run")
-    assert decode(encode(issued)) == issued
+    assert decode(encode(issued), TaskIssued) == issued
 
 
 @pytest.mark.parametrize("stop", [[""], ["x" * 201], ["x"] * 17, [5]])
