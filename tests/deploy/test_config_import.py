@@ -238,7 +238,7 @@ def test_shell_variables_are_substituted_and_nothing_is_executed(tmp_path: Path)
           --text "two words")
         MORE+=(--last $LEN)
         if [ -z "$X" ]; then echo no; fi
-        python -c 'print("--not-a=key")'
+        python -c 'print(1)' --never 1
         CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node=$N train.py "${{MORE[@]}}" a.b=$NAME a.c='$N' \\
            a.d=${{OTHER:-7}} a.e=$HOME/x a.f=$WHEN ++a.g=[x,"y"] a.h=$BIG --a.i=`date` $1 > log.txt 2>&1 --after 3
         """,
