@@ -170,8 +170,8 @@ def test_one_side_of_the_clip_overrules_both(order: int) -> None:
     """Scripts of verl set clip_ratio and clip_ratio_high; the narrower key holds, in either order."""
     actor = "actor_rollout_ref.actor"
     given = [f"{actor}.clip_ratio=0.1", f"{actor}.clip_ratio_high=0.28"][::order]
-    settings = load(TrainerSettings, overrides=["model.path=m", *given]).settings
-    assert (settings.algorithm.clip_low, settings.algorithm.clip_high) == (0.1, 0.28)
+    chosen = load(TrainerSettings, overrides=["model.path=m", *given]).settings.algorithm.model_dump()
+    assert (chosen["clip_low"], chosen["clip_high"]) == (0.1, 0.28)
 
 
 @pytest.mark.parametrize(
