@@ -61,14 +61,23 @@ class BlobRef(Wire):
     sha256: Sha256
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=200)]
+StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
+
+
 class Sampling(Wire):
-    """How the engine samples. ``temperature`` 0 is greedy; ``top_p`` and ``top_k`` at 1 and -1 are off."""
+    """How the engine samples. ``temperature`` 0 is greedy; ``top_p`` and ``top_k`` at 1 and -1 are off.
+
+    A completion also ends with the first token that completes one of ``stop`` in its text. The tokens of the stop string are
+    part of the completion, and so is its text: nothing is cut away or tokenised again.
+    """
 
     max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)]
     temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     stop_token_ids: tuple[int, ...] = ()
+    stop: StopStrings = ()
 
 
 class RewardRequest(Wire):

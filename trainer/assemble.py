@@ -21,7 +21,6 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Sampling
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.transport.blobs import Blobs
@@ -37,6 +36,7 @@ from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
+from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
@@ -327,11 +327,7 @@ def _evaluator(
         session.connections,
         prompts=prompts,
         settings=settings.eval.model_copy(update={"environment": environment}),
-        sampling=Sampling(
-            max_new_tokens=settings.eval.max_new_tokens or settings.rollout.max_new_tokens,
-            temperature=settings.eval.temperature,
-            stop_token_ids=session.data.tokenizer.eos_ids,
-        ),
+        sampling=evaluation_sampling(settings.eval, settings.rollout, session.data.tokenizer.eos_ids),
         publisher=publisher,
         deadline_s=settings.trainer.collect_deadline_s,
         on_end=results.add,

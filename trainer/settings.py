@@ -15,7 +15,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Identifier
+from penstock.protocol.facts import Identifier, StopStrings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
 from penstock.trainer.lora_settings import LoraSettings
@@ -188,6 +188,11 @@ class RolloutSettings(Section):
         gt=0.0,
         le=100.0,
         description="Sampling temperature; the trainer divides its logits by it too, so that log-probabilities agree.",
+    )
+    stop: StopStrings = Field(
+        default=(),
+        description='Strings that end a completion, such as ["</answer>"], in training and evaluation; the string remains part '
+        "of the completion, in its tokens and in its text. At most 16, of 200 characters.",
     )
     environment: str = Field(
         default="single_turn",

@@ -92,6 +92,20 @@ def show(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.deploy.config_show", *arguments))
 
 
+@config.command(name="import", help_flags=OWN_HELP)
+def import_(*arguments: Raw) -> None:
+    """Turn a configuration of verl, TRL, ROLL, OpenRLHF, AgentRL or slime into a run file, and report on every key.
+
+    Reads YAML, JSON and shell scripts; nothing in them is executed. Flags: --from SYSTEM (detected by its keys),
+    --to FILE (run.toml), --json. Exit code 1: a key needs a decision; 2: nothing was written.
+
+    Example:  penstock config import run_grpo.sh
+              penstock config import job.yaml --from roll --to job.toml
+    Then:     penstock config show run.toml
+    """
+    launch.replace_process(launch.module("penstock.deploy.config_import", *arguments))
+
+
 @data.command
 def check(*arguments: Raw) -> None:
     """Check a data file: which rows can be trained on, and what is wrong with the others.

@@ -22,10 +22,10 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from penstock.protocol.config.config_aliases import ALIASES
-from penstock.protocol.config.foreign_config import REFUSED, advice, value_advice
+from penstock.protocol.config.foreign_config import ALIASES, REFUSED, advice, named_so, value_advice
 from penstock.protocol.config.sources import (
     ENVIRONMENT_PREFIX,
+    NOTHING,
     OVERRIDE,
     Given,
     KeyPath,
@@ -45,6 +45,7 @@ __all__ = [
     "is_secret",
     "load",
     "split_arguments",
+    "toml_text",
     "values_of",
 ]
 
@@ -69,7 +70,6 @@ SECTIONS = (
 )
 
 S = TypeVar("S", bound=BaseModel)
-_NOTHING = ("None", "none", "null")
 _MASK = "********"
 _NEAR = 0.75  # of two dotted keys, whose sections alone make many of them alike
 _IN_URL = re.compile(r"(?<=[/,\" ])[^/,\"@ ]+@")  # user name and password of a URL
@@ -171,7 +171,7 @@ def format_config(loaded: Loaded[Any]) -> str:
     for path, value in values_of(loaded.settings):
         key = ".".join(part if _BARE_KEY.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in path)
         shown = _MASK if value and is_secret(type(loaded.settings), path) else value
-        rows.append((f"{key} = {_toml(shown)}", loaded.origins[".".join(path)]))
+        rows.append((f"{key} = {toml_text(shown)}", loaded.origins[".".join(path)]))
     width = min(60, max((len(assignment) for assignment, _ in rows), default=0))
     return "".join(f"{assignment:<{width}}  # {origin}\n" for assignment, origin in rows)
 
@@ -187,13 +187,14 @@ def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
     return {"settings": settings, "origins": loaded.origins}
 
 
-def _toml(value: Any) -> str:
+def toml_text(value: Any) -> str:
+    """Return a value as TOML; None as the text that clears a value."""
     if value is None:
         return '"none"'
     if isinstance(value, dict):
         return "{}"  # a non-empty one was split into its entries
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(toml_text(item) for item in value)}]"
     if isinstance(value, (bool, int, float)):
         return repr(value).lower()
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -214,7 +215,7 @@ def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
 
 def _without_aliases(one: Given) -> Iterator[Given]:
     """Yield the values to set: an alias of another project is replaced by its Penstock keys and kept in the origin."""
-    dotted = ".".join(part.replace("-", "_") for part in one.path)
+    dotted = _spelt(one.path)
     alias = ALIASES.get(dotted)
     if alias is None:
         yield one
@@ -231,7 +232,7 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
     members, table = _members(annotation), _table(annotation)
     if one.value == {} and table is not None:
         return
-    if one.source == OVERRIDE and one.value not in ("", *_NOTHING) and is_secret(settings_class, path):
+    if one.source == OVERRIDE and one.value not in ("", *NOTHING) and is_secret(settings_class, path):
         dotted, variable = ".".join(path), ENVIRONMENT_PREFIX + "__".join(path).upper()
         raise _UnknownKeyError(
             path,
@@ -241,7 +242,7 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
     value = one.value
     if one.text is not None and not isinstance(value, (str, list)) and _is_text_only(members):
         value = one.text  # a run named 7, a password of digits
-    if isinstance(value, str) and value in _NOTHING:
+    if isinstance(value, str) and value in NOTHING:
         for cleared in [known for known in chosen if known[: len(path)] == path]:
             del chosen[cleared]
         if type(None) in members:
@@ -250,15 +251,26 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
         dotted = ".".join(path)
         hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
         raise _UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
-    else:
-        earlier = chosen.get(path)
-        if earlier is not None and earlier.source == one.source and earlier.spelling != one.spelling:
-            dotted = ".".join(path)
-            raise _UnknownKeyError(
-                path,
-                f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
-            )
+    elif _takes(path, one, chosen.get(path)):
         chosen[path] = Given(path, value, one.origin)
+
+
+def _takes(path: KeyPath, one: Given, earlier: Given | None) -> bool:
+    """Return True if a value replaces an earlier one of the same key; raises when two names give it in one source."""
+    if earlier is None or earlier.source != one.source or earlier.spelling == one.spelling:
+        return True
+    if earlier.spelling and one.spelling and _sets_several(earlier) != _sets_several(one):
+        return _sets_several(earlier)
+    dotted = ".".join(path)
+    raise _UnknownKeyError(
+        path,
+        f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
+    )
+
+
+def _sets_several(one: Given) -> bool:
+    """Return True for an alias of several settings: one of a single setting overrules it, as clip_ratio_high does clip_ratio."""
+    return len(ALIASES[one.spelling].keys) > 1
 
 
 def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, Any]:
@@ -280,9 +292,15 @@ def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, An
     return found, node
 
 
+def _spelt(path: KeyPath) -> str:
+    """Return a key as the tables of other projects spell it: LEARNING_RATE and learning-rate are learning_rate."""
+    dotted = ".".join(part.replace("-", "_") for part in path)
+    return dotted.lower() if dotted.isupper() else dotted
+
+
 def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _UnknownKeyError:
-    spelt = tuple(part.replace("-", "_") for part in path)
-    dotted = ".".join(spelt)
+    dotted = _spelt(path)
+    spelt = tuple(dotted.split("."))
     if dotted in REFUSED:
         return _UnknownKeyError(spelt, f"{dotted} is refused: {REFUSED[dotted]}")
     instead = advice(dotted)
@@ -302,6 +320,10 @@ def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _Unk
             similar = list(ALIASES[spelt[-1]].keys)
         elif instead := advice(spelt[-1]):
             return _UnknownKeyError(spelt, f"unknown key {dotted}; {instead}")
+    if not similar and (theirs := named_so(spelt[-1])):
+        if theirs not in ALIASES:
+            return _UnknownKeyError(spelt, f"unknown key {dotted}; as {theirs}: {advice(theirs)}")
+        similar = list(ALIASES[theirs].keys)
     similar += get_close_matches(dotted, known, n=1, cutoff=_NEAR)
     hint = f"did you mean {similar[0]}?" if similar else f"known here: {', '.join(siblings or SECTIONS)}"
     return _UnknownKeyError(spelt, f"unknown key {dotted}; {hint}")

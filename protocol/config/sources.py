@@ -22,8 +22,10 @@ _MAX_INT = 2**63
 
 KeyPath = tuple[str, ...]
 
+NOTHING = ("None", "none", "null")  # the texts that clear a value
 _WORDS = {"True": True, "False": False}
 _KEY_PART = re.compile(r'"([^"]*)"|\'([^\']*)\'|([^."\']+)')
+_DELETION = re.compile(r"~[A-Za-z0-9_.-]+")  # hydra's; a path below the home directory has a slash
 _TOML_PLACE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 
@@ -105,11 +107,16 @@ def from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
 
 
 def from_overrides(overrides: Sequence[str], problems: list[str]) -> Iterator[Given]:
-    """Yield ``a.b=c``, ``--a.b=c`` and ``--a.b c``; a key part that contains a dot is quoted."""
+    """Yield ``a.b=c``, ``--a.b=c`` and ``--a.b c``; a key part that contains a dot is quoted.
+
+    Of hydra's forms, ``+a.b=c`` and ``++a.b=c`` set a value too, and ``~a.b`` clears one.
+    """
     remaining = list(overrides)
     while remaining:
         token = remaining.pop(0)
-        name, separator, text = token.removeprefix("--").partition("=")
+        name, separator, text = token.removeprefix("--").lstrip("+").partition("=")
+        if name.startswith("~"):
+            name, separator, text = name.removeprefix("~"), "=", NOTHING[0]
         if not separator and token.startswith("--") and remaining and not remaining[0].startswith("--"):
             separator, text = " ", remaining.pop(0)
         path = tuple(part[0] or part[1] or part[2] for part in _KEY_PART.findall(name))
@@ -126,7 +133,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     overrides: list[str] = []
     is_value = False
     for argument in arguments:
-        if is_value or argument.startswith("--") or "=" in argument:
+        if is_value or argument.startswith("--") or "=" in argument or _DELETION.fullmatch(argument):
             overrides.append(argument)
             is_value = not is_value and argument.startswith("--") and "=" not in argument
         elif argument != "@":

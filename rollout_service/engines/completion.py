@@ -18,7 +18,7 @@ _LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just 
 class Completion:
     """One sampled continuation; positions of ``version_runs`` count from its first token."""
 
-    token_ids: list[int]  # [C] as sampled, the matched stop token included
+    token_ids: list[int]  # [C] as sampled, the matched stop token, or those of the stop string, included
     logprobs: list[float]  # [C] of the sampled tokens under the policy that sampled them
     version_runs: tuple[VersionRun, ...]  # cover [0, C) without gap or overlap
     finish_reason: FinishReason

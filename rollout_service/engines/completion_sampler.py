@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from penstock.rollout_service.engines.adapter_table import AdapterTable
 from penstock.rollout_service.engines.completion import Completion, sampled_by_adapter
 from penstock.rollout_service.engines.detokenizer import Detokenizer
 from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.stop_strings import ended_at, first_end
 from penstock.rollout_service.errors import EngineMisconfigured, EngineTimeout, WeightsUnverified
 
 
@@ -91,7 +92,7 @@ class CompletionSampler:
                         request = SampleRequest(sampling, 1, adapter)
         except TimeoutError:
             raise EngineTimeout(f"{self._url} gave no answer within {deadline_s:g} s") from None
-        completions = [await self._whole(sequence) for sequence in sequences]
+        completions = [await self._whole(sequence, sampling.stop) for sequence in sequences]
         return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     async def _add_parts(
@@ -111,24 +112,45 @@ class CompletionSampler:
                 f"{self._url}: {self._unverified_reason or 'an update of its weights failed during the request'}"
             )
 
-    async def _whole(self, sequence: Resumption) -> Completion:
+    async def _whole(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
         """Return a sequence's completion.
 
         The text of several parts is decoded from all of its tokens: a character may be split between two parts.
         """
+        if stop:
+            return await asyncio.to_thread(self._stopped, sequence, stop)
         if self._returns_text and len(sequence.parts) == 1 and sequence.parts[0].finish_reason != "abort":
             return sequence.parts[0]
         return sequence.joined(await asyncio.to_thread(self._decode, sequence))
 
+    def _stopped(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
+        """Return a completion that ends with the first of the stop strings, whichever engine sampled it."""
+        tokenizer = self._tokenizer()
+        if not tokenizer.has_tokenizer:
+            raise EngineMisconfigured(
+                f"no tokenizer.json among the published weights ({self.folder}): rollout.stop needs one to find the strings "
+                "in the sampled tokens; publish it with the weights, or set rollout.stop = []"
+            )
+        whole = sequence.joined("")
+        count = first_end(whole.token_ids, stop, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+        if count is None:
+            return replace(whole, text=tokenizer.decode(sequence.visible))
+        ended = ended_at(whole, count)
+        return replace(ended, text=tokenizer.decode(ended.token_ids))
+
     def _decode(self, sequence: Resumption) -> str:
-        if self._detokenizer is None:
-            assert self.folder is not None  # weights were loaded before anything was sampled
-            self._detokenizer = Detokenizer(self.folder)
-        if not self._detokenizer.has_tokenizer and (not self._returns_text or any(p.text for p in sequence.parts)):
+        tokenizer = self._tokenizer()
+        if not tokenizer.has_tokenizer and (not self._returns_text or any(p.text for p in sequence.parts)):
             reason = (
                 "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or publish it"
                 if self._returns_text
                 else "this engine returns token ids only; publish it with the weights"
             )
             raise EngineMisconfigured(f"no tokenizer.json among the published weights ({self.folder}): {reason}")
-        return self._detokenizer.decode(sequence.visible)
+        return tokenizer.decode(sequence.visible)
+
+    def _tokenizer(self) -> Detokenizer:
+        if self._detokenizer is None:
+            assert self.folder is not None  # weights were loaded before anything was sampled
+            self._detokenizer = Detokenizer(self.folder)
+        return self._detokenizer

@@ -21,6 +21,8 @@ class Detokenizer:
         """Whether token ids can be decoded."""
         return self._tokenizer is not None
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens; an empty text without a tokenizer."""
-        return "" if self._tokenizer is None else self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text; an empty text without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

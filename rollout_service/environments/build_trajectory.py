@@ -15,7 +15,7 @@ from penstock.rollout_service.engines.completion import Completion
 def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
     """Join a prompt and its completion; version runs move to positions in the whole trajectory.
 
-    The policy sampled every completion token, the matched stop token included, so the loss mask is
+    The policy sampled every completion token, the matched stop token or stop string included, so the loss mask is
     True on all of them and False on the prompt. Raises PackError when lengths do not fit.
     """
     start = len(prompt_ids)

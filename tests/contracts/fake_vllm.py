@@ -19,7 +19,7 @@ from tests.json_server import JsonServer
 
 API = json.loads((Path(__file__).parents[1] / "data" / "vllm_api.json").read_text("utf-8"))
 _PARAMS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # vLLM's name → SGLang's, where they differ
-_PASSED = ("n", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
+_PASSED = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
 _RETRY = {"error": {"message": "Request failed; please retry", "type": "ServiceUnavailableError", "code": 503}}
 
 Answer = tuple[int, Any]
@@ -90,6 +90,9 @@ class FakeVllm(JsonServer):
         params = body["sampling_params"]
         if params.get("temperature", 1.0) == 0 and params.get("n", 1) > 1:
             message = f"n must be 1 when using greedy sampling, got {params['n']}."
+            return 400, {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
+        if params.get("stop") and not params.get("detokenize", True):
+            message = "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
             return 400, {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
         with self._changed:
             if self._paused in ("wait", "abort"):

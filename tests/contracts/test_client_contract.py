@@ -114,6 +114,37 @@ async def test_a_stop_token_ends_a_completion_and_is_part_of_it(client: EngineCl
     assert one.text == Detokenizer(dense.folder).decode(greedy[: end - 1])
 
 
+async def test_a_stop_string_ends_a_completion_and_is_part_of_it(client: EngineClient, dense: Dense) -> None:
+    """The last token is the first that completes it; tokens, log-probabilities and text hold it on every engine."""
+    text = Detokenizer(dense.folder)
+    greedy = dense.greedy(PROMPTS[0], 30)
+    written = text.decode(greedy, skip_special_tokens=False)
+    stop = next(two for i in range(6, 40) if (two := written[i : i + 2]).isascii() and len(two) == 2)
+    end = next(n for n in range(31) if stop in text.decode(greedy[:n], skip_special_tokens=False))
+    sampling = Sampling(max_new_tokens=60, temperature=0.0, stop=("never written", stop))
+    [[one]] = await client.generate(PROMPTS[:1], sampling, 1)
+    assert (one.token_ids, one.finish_reason) == (greedy[:end], "stop")
+    assert one.logprobs == pytest.approx(dense.of_completion(PROMPTS[0], greedy[:end]), abs=TOLERANCE)
+    assert one.text == text.decode(greedy[:end])
+    assert one.version_runs == (VersionRun(V0, 0, end),)
+
+
+async def test_every_sample_ends_at_the_first_stop_string(client: EngineClient, dense: Dense) -> None:
+    """Also at the last token that it may have; without one it ends as it would without stop strings."""
+    text = Detokenizer(dense.folder)
+    for most in (1, 60):
+        groups = await client.generate(PROMPTS, Sampling(max_new_tokens=most, stop=("e", "a", "t")), NUM_SAMPLES)
+        completions = [one for group in groups for one in group]
+        for one in completions:
+            shorter, whole = (
+                text.decode(ids, skip_special_tokens=False) for ids in (one.token_ids[:-1], one.token_ids)
+            )
+            assert not set("eat") & set(shorter)
+            has_ended = bool(set("eat") & set(whole)) or one.token_ids[-1] == 2
+            assert one.finish_reason == ("stop" if has_ended else "length")
+        assert most == 1 or any(set("eat") & set(one.text) for one in completions)
+
+
 async def test_an_impossible_request_is_never_sent(client: EngineClient) -> None:
     """A token outside the vocabulary is refused by the client: engines crash on one."""
     with pytest.raises(TaskRefused, match="token id 100000"):

@@ -106,6 +106,10 @@ def test_a_stop_string_ends_the_completion(engine: EngineUnderTest) -> None:
     reply = engine.generate(PROMPT, stop=[stop], **params)
     assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert reply["text"] == free["text"][: free["text"].index(stop)]
+    kept = engine.generate(PROMPT, stop=[stop], no_stop_trim=True, **params)
+    assert kept["output_ids"] == reply["output_ids"]
+    assert kept["text"].startswith(reply["text"] + stop)
+    assert free["text"].startswith(kept["text"].rstrip("\ufffd"))
     assert reply["output_ids"] == free["output_ids"][: len(reply["output_ids"])]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.console.tools import explain_settings, reference
 from penstock.deploy import config_show, quickstart, write_reference
-from penstock.protocol.config.config_aliases import ALIASES
+from penstock.protocol.config.foreign_config import ALIASES
 from penstock.protocol.config.run_file import SECTIONS, format_config
 from penstock.protocol.config.setting_description import ANY_NAME
 

@@ -17,7 +17,7 @@ from docs.self_contained import loads
 from penstock.console import launch
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
-from penstock.protocol.config.config_aliases import ALIASES
+from penstock.protocol.config.foreign_config import ALIASES
 from penstock.protocol.config.run_file import SECTIONS
 from tests.docs.pages import PAGES, READMES, ROOT, Block, blocks, inline_code, penstock_commands
 

@@ -19,14 +19,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.facts import Task
 from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.issue_log import IssuedBefore
-from penstock.trainer.groups.task_packs import TaskPack, choose_groups_per_message, make_task, pack_tasks, task_bytes
+from penstock.trainer.groups.task_packs import (
+    TaskPack,
+    choose_groups_per_message,
+    make_task,
+    pack_tasks,
+    task_bytes,
+    training_sampling,
+)
 from penstock.trainer.settings import RolloutSettings
 
 _GROUP_ID = re.compile(r"e([0-9]{1,9})\.p([0-9]{1,12})\.a([0-9]{1,9})")
@@ -349,11 +356,7 @@ class Dispatch:
         self.order = order
         self._prompts = prompts
         self._rollout = rollout
-        self._sampling = Sampling(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            stop_token_ids=tuple(stop_token_ids),
-        )
+        self._sampling = training_sampling(rollout, stop_token_ids)
         self.state = DispatchState(order_id(order, prompts.fingerprint))
         self.issued_before = _NOTHING  # by earlier sessions; set from the run's log
         self._issued: dict[GroupKey, _Issued] = {}  # outstanding groups that this session issued

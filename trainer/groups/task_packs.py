@@ -22,7 +22,7 @@ from penstock.protocol.facts import (
 )
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
-from penstock.trainer.settings import RolloutSettings
+from penstock.trainer.settings import EvalSettings, RolloutSettings
 
 # Chosen so that a message costs little compared with generating its groups (benchmarks: one message per tiny group
 # costs more than training it), and so that a step's groups are spread over the workers.
@@ -61,6 +61,26 @@ def pack_tasks(tasks: Sequence[Task]) -> TaskPack:
     return TaskPack(pack_id, tuple(tasks), blob)
 
 
+def training_sampling(rollout: RolloutSettings, stop_token_ids: Sequence[int]) -> Sampling:
+    """Return how the engines sample what is trained on."""
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=rollout.stop,
+    )
+
+
+def evaluation_sampling(settings: EvalSettings, rollout: RolloutSettings, stop_token_ids: Sequence[int]) -> Sampling:
+    """Return how the engines sample for an evaluation: a completion ends where it does in training."""
+    return Sampling(
+        max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
+        temperature=settings.temperature,
+        stop_token_ids=tuple(stop_token_ids),
+        stop=rollout.stop,
+    )
+
+
 def make_task(
     prompt: Prompt,
     group_id: str,
@@ -96,6 +116,7 @@ def task_bytes(task: Task) -> int:
         task.reward.name,
         task.reward.data_source,
         task.reward.extra_info,
+        *task.sampling.stop,
     )
     num_ints = len(task.prompt_ids) + len(task.sampling.stop_token_ids)
     truth = task.reward.ground_truth or ""

@@ -62,8 +62,7 @@ def _cut(completion: str, sequence: Sequence, params: SamplingParams) -> str:
     matched = sequence.finish.matched if sequence.finish is not None else None
     if not isinstance(matched, str):
         return completion
-    before, found, _ = completion.partition(matched)
-    return before + found if params.no_stop_trim else before
+    return completion if params.no_stop_trim else completion.partition(matched)[0]
 
 
 def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency_s: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the worker's own process decodes too, and does not import t
     from penstock.protocol.chat_template import ChatTemplate
     from penstock.rollout_service.embedded_engine.sequence import Sequence
 
-_SPARE_TOKENS = 8  # a stop string is searched in as many tokens as it has characters, plus these
+_SPARE_TOKENS = 8  # a stop string is searched in as many tokens as it has UTF-8 bytes, plus these
 
 
 class Text:
@@ -62,7 +62,7 @@ class Text:
     def find_stop_string(self, sequence: Sequence) -> str | None:
         """Return the stop string in the end of a completion; None when there is none."""
         stops = sequence.sampling.stop_strings
-        window = max(map(len, stops)) + _SPARE_TOKENS
+        window = max(len(stop.encode()) for stop in stops) + _SPARE_TOKENS
         tail = self.decode([sequence.output_ids[-window:]], skip_special_tokens=False)[0]
         return next((stop for stop in stops if stop in tail), None)
 

@@ -276,4 +276,5 @@ def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[st
         "top_k": sampling.top_k,
         **_NEUTRAL,  # sent although they are off: a server may have been started with other preferences
         "stop_token_ids": list(sampling.stop_token_ids),
+        **({"stop": list(sampling.stop), "no_stop_trim": True} if sampling.stop else {}),
     }

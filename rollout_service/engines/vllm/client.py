@@ -280,5 +280,17 @@ def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[st
         "top_k": sampling.top_k,
         "logprobs": 0,  # of the sampled token, and of no others
         "stop_token_ids": list(sampling.stop_token_ids),
-        "detokenize": False,
+        **_stop_params(sampling),
+    }
+
+
+def _stop_params(sampling: Sampling) -> dict[str, Any]:
+    """Return what makes vLLM search for stop strings, in the text with special tokens; it returns no text either way."""
+    if not sampling.stop:
+        return {"detokenize": False}
+    return {
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        "detokenize": True,
+        "skip_special_tokens": False,
     }

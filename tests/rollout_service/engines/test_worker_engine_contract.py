@@ -99,6 +99,18 @@ async def test_weights_that_are_not_there_are_refused(engine_url: str, tmp_path:
     await client.close()
 
 
+async def test_stop_strings_are_sent_to_the_engine(model: Path):
+    """It can end there; without any, the request is as before."""
+    with FaultyEngine() as engine:
+        client = SglangClient(engine.url)
+        await client.load_weights(model, V0)
+        await client.generate([[5]], SAMPLING, 1)
+        await client.generate([[5]], SAMPLING.model_copy(update={"stop": ("</a>", "b")}), 1)
+        await client.close()
+    without, with_stop = (request["sampling_params"] for request in engine.requests)
+    assert with_stop == without | {"stop": ["</a>", "b"], "no_stop_trim": True}
+
+
 async def test_an_engine_that_is_not_there_is_named():
     """The error holds the address."""
     client = SglangClient("http://127.0.0.1:9")

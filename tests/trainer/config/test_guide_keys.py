@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from penstock.protocol.config.config_aliases import ALIASES
-from penstock.protocol.config.foreign_config import ABSENT, REFUSED, RENAMED
+from penstock.protocol.config.foreign_config import ABSENT, ALIASES, REFUSED, RENAMED
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.settings import RolloutSettings
@@ -244,7 +243,6 @@ trainer.experiment_name=GSM8K_exp.1: such as gsm8k-exp-1
 beta=0.04: algorithm.kl_coefficient
 rollout.n=8: rollout.group_size
 model.name=m: model.path
-stop_strings: stop token
 num_gpus: trainer.num_ranks
 """
 
@@ -294,7 +292,6 @@ def test_verls_never_is_an_evaluation_at_both_ends() -> None:
         ("trainer.learning_rate=1e-4", "did you mean trainer.lr?"),
         ("trainer.num_epochs=1", "the length of a run is set in optimizer steps: trainer.steps"),
         ("rollout.num_generations=8", "did you mean rollout.group_size?"),
-        ('rollout.stop=["x"]', "a completion ends at a stop token of the model"),
         ("rollout.colour=red", "known here: rollout.group_size, rollout.groups_per_step"),
         ("rollout.temprature=1.0", "did you mean rollout.temperature?"),
     ],

@@ -14,7 +14,16 @@ from tests.examples import examples
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import MAX_FACT_BYTES, BlobRef, RewardRequest, Sampling, TaskList, decode, encode
+from penstock.protocol.facts import (
+    MAX_FACT_BYTES,
+    BlobRef,
+    RewardRequest,
+    Sampling,
+    TaskIssued,
+    TaskList,
+    decode,
+    encode,
+)
 from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.chat_template import ChatTokenizer
@@ -34,8 +43,15 @@ from penstock.trainer.groups.dispatch import (
     was_issued,
 )
 from penstock.trainer.groups.issue_log import IssuedBefore
-from penstock.trainer.groups.task_packs import choose_groups_per_message, make_task, pack_tasks, task_bytes
-from penstock.trainer.settings import DataSettings, RolloutSettings
+from penstock.trainer.groups.task_packs import (
+    choose_groups_per_message,
+    evaluation_sampling,
+    make_task,
+    pack_tasks,
+    task_bytes,
+    training_sampling,
+)
+from penstock.trainer.settings import DataSettings, EvalSettings, RolloutSettings
 
 START = DispatchState("order")
 
@@ -302,6 +318,30 @@ def task(prompt: Prompt, group_id: str = "e0.p0.a0"):
         split="train",
         issued_version=PolicyVersion(3),
     )
+
+
+def test_training_and_evaluation_end_at_the_same_strings():
+    """Each task carries rollout.stop, in either split; the size of a task counts it."""
+    stop = ("</answer>", "停")
+    rollout = RolloutSettings(stop=stop, max_new_tokens=9, temperature=0.5)
+    training = training_sampling(rollout, [2])
+    assert training == Sampling(max_new_tokens=9, temperature=0.5, stop_token_ids=(2,), stop=stop)
+    evaluation = evaluation_sampling(EvalSettings(), rollout, [2])
+    assert evaluation == Sampling(max_new_tokens=9, temperature=0.0, stop_token_ids=(2,), stop=stop)
+    assert evaluation_sampling(EvalSettings(max_new_tokens=4), rollout, [2]).max_new_tokens == 4
+    with_stop = make_task(
+        prompt(), "e0.p0.a0", sampling=training, group_size=8, split="train", issued_version=PolicyVersion(3)
+    )
+    assert task_bytes(with_stop) >= task_bytes(task(prompt())) + len("".join(stop).encode())
+    issued = pack_tasks([with_stop]).announced("run")
+    assert decode(encode(issued), TaskIssued) == issued
+
+
+@pytest.mark.parametrize("stop", [[""], ["x" * 201], ["x"] * 17, [5]])
+def test_stop_strings_are_bounded(stop: list[str]):
+    """Empty, long or many strings are refused before the run."""
+    with pytest.raises(ValueError, match="stop"):
+        RolloutSettings(stop=stop)  # type: ignore[arg-type]
 
 
 def test_a_pack_is_a_message_while_it_fits_and_an_object_when_it_does_not():

@@ -1,0 +1,88 @@
+"""`penstock config import FILE`: turn a configuration of another system into a run file.
+
+python -m penstock.deploy.config_import FILE [--from SYSTEM] [--to RUN.TOML] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.deploy.config_import import report
+from penstock.deploy.config_import.found import Found
+from penstock.deploy.config_import.read_shell import read_shell
+from penstock.deploy.config_import.read_tree import read_json, read_yaml
+from penstock.deploy.config_import.run_file_text import known_keys, leave_out_refused, run_file_text
+from penstock.deploy.config_import.translate import detect, is_supervised, translate
+from penstock.protocol.config.foreign_config import SYSTEMS
+from penstock.protocol.config.sources import MAX_FILE_BYTES
+from penstock.protocol.errors import ConfigError
+
+_DECIDE, _ERROR = 1, 2  # exit codes
+_HELP = (
+    "Turn a configuration of verl, TRL, ROLL, OpenRLHF, AgentRL or slime into a run file, and report on every key. "
+    "Exit code 1: a key needs a decision; 2: nothing was written. Then: penstock config show run.toml"
+)
+_NAMES = [name for name in SYSTEMS if name != "shared"]
+
+
+def read(file: Path) -> Found:
+    """Read a file by the end of its name: .yaml, .yml, .json, else a shell script; raises ConfigError."""
+    try:
+        if file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{file}: {file.stat().st_size} bytes, the limit is {MAX_FILE_BYTES}")
+        text = file.read_text(encoding="utf-8")
+    except OSError as err:
+        raise ConfigError(f"{file}: not readable ({err.strerror})") from None
+    except UnicodeDecodeError as err:
+        raise ConfigError(f"{file}: not UTF-8 text (at byte {err.start})") from None
+    suffix = file.suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        return read_yaml(str(file), text)
+    if suffix == ".json":
+        return read_json(str(file), text)
+    if suffix in (".py", ".toml", ".ipynb"):
+        raise ConfigError(f"{file}: not a YAML, JSON or shell file; write its keys into one of these")
+    return read_shell(str(file), text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the run file and print the report; returns 1 when a key needs a decision, 2 when nothing was written."""
+    parser = argparse.ArgumentParser(prog="penstock config import", description=_HELP)
+    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML, JSON or shell file; nothing in it is executed")
+    parser.add_argument("--from", dest="system", choices=_NAMES, help="its system; without it, detected by the keys")
+    parser.add_argument("--to", type=Path, default=Path("run.toml"), help="the run file to write (run.toml)")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    given = parser.parse_args(arguments)
+    try:
+        found = read(given.file)
+        system = given.system or detect(found)
+        if not system:
+            raise ConfigError(
+                f"{given.file}: no key of {', '.join(_NAMES)} found in {len(found.values)} keys; name the system with --from"
+            )
+        done = translate(found, system, known_keys())
+        leave_out_refused(done)
+        if given.to.exists():
+            raise ConfigError(f"{given.to} exists; name another file with --to")
+        header = f"# Imported from {given.file.name} ({system}) by `penstock config import`.\n\n"
+        given.to.write_text(header + run_file_text(done.settings), encoding="utf-8")
+    except (ConfigError, OSError) as err:
+        sys.stderr.write(f"{err}\n")
+        return _ERROR
+    if given.json:
+        sys.stdout.write(json.dumps(report.as_document(done)) + "\n")
+    else:
+        verb = "sft" if is_supervised(found) else "train"
+        sys.stdout.write(f"{given.file}: a configuration of {system}\n\n{report.as_text(done)}\n")
+        sys.stdout.write(
+            f"wrote {given.to}; see it: penstock config show {given.to}; then: penstock {verb} {given.to}\n"
+        )
+    return _DECIDE if done.needs_decision else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""Shell scripts → keys: the assignments, arrays and commands of a launch script, read and never executed.
+
+Variables that the file assigns are substituted, with their defaults (``${N:-8}``) and integer arithmetic; what comes from
+outside (``$HOME``, ``$1``) or from a command (``$(…)``) is marked, to be named in the report.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Iterator
+
+from penstock.deploy.config_import.found import Found, marked
+from penstock.protocol.config.sources import scalar
+from penstock.protocol.errors import ConfigError
+
+_ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\]|\[\*\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*)|([@*#?0-9]))")
+_COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
+_SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@-]*=")
+_ENDS = ("|", ";", "&&", "||", "&")
+_LITERAL = "\ue000"  # a dollar in single quotes
+_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed", "trl", "ray", "openrlhf", "uv", "swift")
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+def read_shell(name: str, text: str) -> Found:
+    """Read the options of every command that starts a training; raises ConfigError for quotes that never end."""
+    found = Found()
+    variables: dict[str, str] = {}
+    arrays: dict[str, list[str]] = {}
+    for number, statement in _statements(text):
+        try:
+            _read(statement, found, variables, arrays)
+        except ValueError as err:  # shlex: no closing quotation
+            raise ConfigError(f"{name}:{number}: not a readable shell command: {err}") from None
+    if not found.commands:  # a file of variables, as wrappers source it
+        for key, value in variables.items():
+            found.add(key, scalar(value))
+    return found
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Yield every command with its line: lines joined after a backslash, and arrays up to their bracket."""
+    lines = text.split("\n")
+    number = 0
+    while number < len(lines):
+        first, statement = number + 1, lines[number]
+        number += 1
+        is_array = re.match(rf"\s*{_ASSIGNMENT.pattern}\(", statement) is not None
+        while number < len(lines):
+            bare = re.sub(r"(^|\s)#.*", "", statement.split("\n")[-1]).rstrip()
+            if bare.endswith("\\"):
+                statement = statement.rstrip().removesuffix("\\") + " " + lines[number]
+            elif is_array and not bare.endswith(")"):
+                statement += "\n" + lines[number]
+            else:
+                break
+            number += 1
+        if statement.strip() and not statement.lstrip().startswith("#"):
+            yield first, statement.strip()
+
+
+def _read(statement: str, found: Found, variables: dict[str, str], arrays: dict[str, list[str]]) -> None:
+    assignment = _ASSIGNMENT.match(statement)
+    if assignment and statement[assignment.end() :].startswith("("):
+        inner = statement[assignment.end() + 1 :].rstrip().removesuffix(")")
+        words = _words(inner, variables, arrays)
+        arrays[assignment[1]] = (arrays.get(assignment[1], []) if assignment[2] else []) + words
+        return
+    words = _words(statement.split(" << ", maxsplit=1)[0].split(" <<'", maxsplit=1)[0], variables, arrays)
+    while words and (one := _ASSIGNMENT.fullmatch(words[0].partition("=")[0] + "=")) and "=" in words[0]:
+        variables[one[1]] = words.pop(0).partition("=")[2]
+    if words and words[0] in ("export", "declare", "readonly", "local"):
+        for word in words[1:]:
+            if "=" in word:
+                variables[word.partition("=")[0]] = word.partition("=")[2]
+        return
+    if _starts_training(words):
+        found.commands.append(" ".join(words))
+        _options(words, found)
+
+
+def _starts_training(words: list[str]) -> bool:
+    if not words or words[:2] == ["ray", "start"] or "-c" in words[:3]:
+        return False
+    program = words[0].rpartition("/")[2]
+    if program in ("bash", "sh", "nohup", "exec", "time"):
+        return len(words) > 1 and _starts_training(words[1:])
+    return program.startswith(_LAUNCHERS) or (program.endswith((".sh", ".py")) and len(words) > 1)
+
+
+def _options(words: list[str], found: Found) -> None:
+    """Add ``a.b=c``, ``--flag value``, ``--flag=value`` and ``--flag``, as a switch, of one command."""
+    if words[0] == "ray" and "--" in words:
+        words = words[words.index("--") + 1 :]
+    position = 1
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if word in _ENDS or word.startswith((">", "2>", "1>")):
+            return
+        name, separator, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and not separator:
+            values = []
+            while position < len(words) and _is_value(words[position]):
+                values.append(words[position])
+                position += 1
+            found.add(
+                name, True if not values else _parsed(values[0]) if len(values) == 1 else list(map(_parsed, values))
+            )
+        elif separator and re.fullmatch(r"[+~]*[A-Za-z_][\w.@-]*", name):
+            found.add(name, _parsed(value))
+        elif re.fullmatch(r"~[A-Za-z_][\w.]*", word):
+            found.add(word, None)
+
+
+def _is_value(word: str) -> bool:
+    """Return True for a word that belongs to the flag before it: neither a flag, nor an override, nor the shell's."""
+    return not (word.startswith(("--", ">", "2>", "1>")) or word in _ENDS or _OVERRIDE.match(word))
+
+
+def _parsed(text: str) -> object:
+    value = scalar(text)
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):  # hydra's lists need no quotes
+        return [scalar(item.strip().strip("\"'")) for item in value[1:-1].split(",") if item.strip()]
+    return value
+
+
+def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
+    """Return the words of a command, with the values of the variables in them."""
+    text = _SUM.sub(lambda one: _computed(one[1], variables), _with_literals(text))
+    text = _COMMAND.sub(lambda one: marked("$(...)"), text)
+    words: list[str] = []
+    for word in shlex.split(text, comments=True):
+        whole = _VARIABLE.fullmatch(word)
+        if whole and whole[1] in arrays:
+            words += arrays[whole[1]]
+        elif not (whole and whole[5]):  # "$@": what the script itself is given
+            words.append(_substituted(word, variables).replace(_LITERAL, "$"))
+    return words
+
+
+def _with_literals(text: str) -> str:
+    """Return the text with every dollar in single quotes replaced: no variable is meant there."""
+    quote, out = "", []
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        out.append(_LITERAL if character == "$" and quote == "'" else character)
+    return "".join(out)
+
+
+def _substituted(word: str, variables: dict[str, str]) -> str:
+    def value(one: re.Match[str]) -> str:
+        name = one[1] or one[4] or one[5]
+        if name in variables:
+            return variables[name]
+        return marked(name) if one[3] is None else one[3]
+
+    for _ in range(8):  # a default may name another variable
+        if not _VARIABLE.search(word):
+            break
+        word = _VARIABLE.sub(value, word)
+    return word
+
+
+def _computed(text: str, variables: dict[str, str]) -> str:
+    """Return the value of an integer expression; a mark when a name in it has none."""
+
+    def of(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.Name):
+            return int(variables[node.id])
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](of(node.left), of(node.right))
+        raise ValueError(text)
+
+    try:
+        plain = _VARIABLE.sub(lambda one: one[1] or one[4] or "0", text)
+        return str(of(ast.parse(plain.strip(), mode="eval").body))
+    except (KeyError, ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+        return marked("$((" + "".join(text.split()) + "))")

@@ -1,0 +1,370 @@
+"""How keys become settings that mean the same with other values, or together with other keys; pure.
+
+A rule is given the value and the whole file; `rule_table` says which key has which.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
+
+Values = Mapping[str, Any]
+Rule = Callable[[Any, Values], Outcome]
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OFF = "off, as without it"
+READ = "read together with"
+
+
+def first(values: Values, *keys: str, default: Any = None) -> Any:
+    """Return the value of the first of some keys that the file has."""
+    return next((values[key] for key in keys if values.get(key) is not None), default)
+
+
+def is_on(value: Any) -> bool:
+    """Return True for the ways in which switches are turned on."""
+    return value is True or str(value).lower() in ("true", "1", "yes", "on")
+
+
+def run_name(value: Any, values: Values) -> Outcome:
+    """Return the name as a run may be called: a-z, 0-9 and '-'."""
+    name = re.sub(r"[^a-z0-9]+", "-", str(value).rstrip("/").rpartition("/")[2].lower()).strip("-")[:48].strip("-")
+    return set_to("names of runs are a-z, 0-9 and '-'", run__id=name) if name else decide("set run.id")
+
+
+def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
+    """Return a rule for a switch that sets one value."""
+    return lambda given, values: Outcome("translated", {setting: value}) if is_on(given) else ignored(off)
+
+
+def unless_on(setting: str, value: Any) -> Rule:
+    """Return a rule for a switch that sets one value when it is off."""
+    return lambda given, values: ignored(OFF) if is_on(given) else Outcome("translated", {setting: value})
+
+
+def as_rule(setting: str, text: str = "") -> Rule:
+    """Return a rule for a key with the same values under another name."""
+    return lambda given, values: Outcome("translated", {setting: given}, text)
+
+
+def only(harmless: tuple[Any, ...], text: str) -> Rule:
+    """Return a rule for a key whose other values cannot be had."""
+    return lambda given, values: ignored(OFF) if given in harmless else decide(text)
+
+
+def with_rule(*keys: str) -> Rule:
+    """Return a rule for a key that another rule reads."""
+    return lambda given, values: ignored(f"{READ} {' and '.join(keys)}")
+
+
+def engine(theirs: str) -> str:
+    """Return the engine that a name of another system means."""
+    named = str(theirs).lower()
+    return "sglang" if "sglang" in named else "vllm" if "vllm" in named else "embedded"
+
+
+def _engine_of(values: Values) -> str:
+    named = first(values, f"{ROLLOUT}.name", "actor_infer.strategy_args.strategy_name")
+    return engine(named) if named else "vllm"
+
+
+def engine_option(sglang: str, vllm: str) -> Rule:
+    """Return a rule for an option that each engine has under its own name."""
+
+    def rule(given: Any, values: Values) -> Outcome:
+        engine = _engine_of(values)
+        if engine == "embedded":
+            return ignored("an option of another engine than worker.engine")
+        return Outcome("translated", {"worker.engine": engine, sglang if engine == "sglang" else vllm: given})
+
+    return rule
+
+
+def estimator(given: Any, values: Values) -> Outcome:
+    """Set the algorithm that an estimator, with the loss beside it, is called here."""
+    theirs = str(given).lower()
+    names = {"gae": "ppo", "group_norm": "grpo", "reinforce_baseline": "reinforce_pp_baseline"}
+    name = names.get(theirs, theirs)
+    mode = str(first(values, f"{ACTOR}.policy_loss.loss_mode", "importance_sampling_level", default=""))
+    if name == "grpo" and mode in ("gspo", "sequence"):
+        name = "gspo"
+    return set_to(algorithm__name=name)
+
+
+def loss_mode(given: Any, values: Values) -> Outcome:
+    """Set the policy loss."""
+    names = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"}
+    loss = names.get(str(given), str(given))
+    return ignored("in algorithm.name") if loss == "gspo" else set_to(algorithm__loss=loss)
+
+
+def kl_loss(given: Any, values: Values) -> Outcome:
+    """Set the KL in the loss, where its switch is on."""
+    switch = first(values, f"{ACTOR}.use_kl_loss", "use_kl_loss", default=True)
+    if not is_on(switch) or not given:
+        return ignored("no KL in the loss: use_kl_loss is off, or the coefficient 0")
+    return set_to(algorithm__kl_coefficient=given)
+
+
+def use_kl_loss(given: Any, values: Values) -> Outcome:
+    """Ask for the coefficient of a KL that is on without one."""
+    coefficient = first(values, f"{ACTOR}.kl_loss_coef", "kl_loss_coef", "init_kl_coef", "kl_coef")
+    if is_on(given) and coefficient is None:
+        return decide("set algorithm.kl_coefficient to that system's default for the KL in the loss")
+    return ignored(f"{READ} its coefficient")
+
+
+def reward_kl(given: Any, values: Values) -> Outcome:
+    """Set the KL in the reward, or in the loss where one coefficient serves both."""
+    switch = first(values, "algorithm.use_kl_in_reward", "add_token_level_kl")
+    in_loss = is_on(first(values, "use_kl_loss", default=False))
+    if "init_kl_coef" in values and in_loss and "kl_loss_coef" not in values:
+        return set_to(algorithm__kl_coefficient=given) if given else ignored(OFF)
+    if not given or (switch is not None and not is_on(switch)) or (in_loss and switch is None):
+        return ignored("no KL in the reward")
+    return set_to(algorithm__reward_kl_coefficient=given)
+
+
+def positive(setting: str, off: str) -> Rule:
+    """Return a rule for a number that only counts above 0: verl's -1 and null mean unset."""
+    return lambda given, values: (
+        Outcome("translated", {setting: given}) if isinstance(given, (int, float)) and given > 0 else ignored(off)
+    )
+
+
+def share_of_steps(setting: str) -> Rule:
+    """Return a rule for a share of all steps, such as a warm-up ratio."""
+
+    def rule(given: Any, values: Values) -> Outcome:
+        steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
+        if not given:
+            return ignored(OFF)
+        if not isinstance(steps, int) or steps <= 0:
+            return decide(f"{setting} is in steps: {given} x trainer.steps")
+        return Outcome("translated", {setting: math.ceil(given * steps)}, f"{given} of {steps} steps")
+
+    return rule
+
+
+def epochs(given: Any, values: Values) -> Outcome:
+    """Ask for the number of steps: the rows of the data are not known here."""
+    steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
+    if isinstance(steps, int) and steps > 0:
+        return ignored(f"the file sets {steps} steps")
+    return decide(f"set trainer.steps: {given} x rows of data.train / rollout.groups_per_step")
+
+
+def one_pass(given: Any, values: Values) -> Outcome:
+    """Refuse several updates of one batch."""
+    if given in (1, 0):
+        return ignored("one update per batch, as here")
+    return decide("each batch is one update here; algorithm.max_trained_count trains on a group again in a later batch")
+
+
+def batch_rule(prompts: str, rows: str) -> Rule:
+    """Return a rule for prompts that are generated together, and trained on in smaller optimizer steps of ``rows``."""
+
+    def rule(given: Any, values: Values) -> Outcome:
+        size, per_prompt = values.get(rows), 1
+        if rows in ("train_batch_size", "global_batch_size"):  # counts completions
+            per_prompt = first(values, "n_samples_per_prompt", default=1)
+        groups = size // per_prompt if isinstance(size, int) and isinstance(per_prompt, int) and per_prompt else None
+        if not isinstance(given, int) or not groups or groups >= given:
+            return Outcome("translated", {"rollout.groups_per_step": given})
+        updates = math.ceil(given / groups)
+        return set_to(
+            f"{given} prompts in {updates} optimizer steps of {groups}: the last is trained {updates - 1} versions later",
+            rollout__groups_per_step=groups,
+            rollout__max_staleness=max(2, updates - 1),
+        )
+
+    return rule
+
+
+def completions_per_step(given: Any, values: Values) -> Outcome:
+    """Set the prompts of a step, counted in completions."""
+    per_prompt = first(values, "n_samples_per_prompt", default=1)
+    prompts = values.get("rollout_batch_size")
+    if prompts is not None:
+        return ignored(f"{READ} rollout_batch_size")
+    return set_to(
+        f"{given} completions, {per_prompt} of each prompt", rollout__groups_per_step=max(1, given // per_prompt)
+    )
+
+
+def trl_batch(given: Any, values: Values) -> Outcome:
+    """Set the prompts of a step from completions on a device, accumulated over processes."""
+    accumulated = first(values, "gradient_accumulation_steps", default=1)
+    processes = first(values, "num_processes", "nproc_per_node", default=1)
+    n = first(values, "num_generations", default=8)
+    if not all(isinstance(one, int) and one > 0 for one in (given, accumulated, processes, n)):
+        return decide("set rollout.groups_per_step: prompts of one optimizer step")
+    groups = max(1, given * accumulated * processes // n)
+    text = f"{given} completions x {accumulated} accumulated x {processes} processes / {n} of each prompt"
+    return set_to(text, rollout__groups_per_step=groups)
+
+
+def betas(given: Any, values: Values) -> Outcome:
+    """Set both of Adam's decays."""
+    return set_to(trainer__betas=[first(values, "adam_beta1", default=0.9), first(values, "adam_beta2", default=0.999)])
+
+
+def clip_low(given: Any, values: Values) -> Outcome:
+    """Set the clip below and, where no other key does, above 1."""
+    if (more := values.get("epsilon_higher")) is not None:
+        return set_to(
+            "epsilon_higher is added to epsilon",
+            algorithm__clip_low=given,
+            algorithm__clip_high=round(given + more, 12),
+        )
+    high = values.get("epsilon_high")
+    return set_to(algorithm__clip_low=given, algorithm__clip_high=given if high is None else high)
+
+
+def reward_code(given: Any, values: Values) -> Outcome:
+    """Name the command that serves a reward function."""
+    if not given:
+        return ignored(OFF)
+    return decide(f"start `penstock reward serve {given}` and set reward.name to the function's name")
+
+
+def gpus(given: Any, values: Values) -> Outcome:
+    """Ask how GPUs that do everything are divided."""
+    if "model.partial_pretrain" in values:  # supervised: no GPU generates
+        return set_to(trainer__num_ranks=given)
+    return decide(
+        f"{given}: workers and trainer have GPUs of their own here; set trainer.num_ranks to the trainer's, and start workers "
+        "on the others (CUDA_VISIBLE_DEVICES)"
+    )
+
+
+def overlong(given: Any, values: Values) -> Outcome:
+    """Set the length of the soft punishment as a share of the longest completion."""
+    longest = first(values, "data.max_response_length", "rollout.response_length", "generate_max_len", default=0)
+    if not isinstance(longest, (int, float)) or longest <= 0:
+        return decide("set algorithm.overlong_buffer: this length as a fraction of rollout.max_new_tokens")
+    return set_to(f"{given} of {longest} tokens", algorithm__overlong_buffer=round(given / longest, 6))
+
+
+def filter_overlong(given: Any, values: Values) -> Outcome:
+    """Set that long prompts are dropped."""
+    if is_on(given):
+        return set_to(data__overlong="drop")
+    return ignored(f"{READ} data.truncation")
+
+
+def truncation(given: Any, values: Values) -> Outcome:
+    """Set what happens to long prompts."""
+    if is_on(values.get("data.filter_overlong_prompts")):
+        return ignored(f"{READ} data.filter_overlong_prompts")
+    if given == "error":
+        return set_to(data__overlong="error")
+    return set_to("long prompts are never cut here: they are dropped and counted", data__overlong="drop")
+
+
+def dual_clip_rule(given: Any, values: Values) -> Outcome:
+    """Set ROLL's dual clip, which follows from its clip."""
+    clip = first(values, "pg_clip", default=0.2)
+    return set_to(f"1 + 2 x {clip}", algorithm__dual_clip=round(1 + 2 * clip, 6)) if is_on(given) else ignored(OFF)
+
+
+def scaling_rule(given: Any, values: Values) -> Outcome:
+    """Set the scaling of rewards over the run."""
+    if not is_on(given):
+        return ignored(OFF)
+    return set_to(algorithm__reward_scaling="mean_std" if is_on(values.get("use_reward_norm")) else "std")
+
+
+def aggregation(given: Any, values: Values) -> Outcome:
+    """Set how tokens are weighed by the name of a loss of TRL."""
+    names = {
+        "grpo": "seq-mean-token-mean",
+        "dapo": "token-mean",
+        "bnpo": "token-mean",
+        "dr_grpo": "seq-mean-token-sum-norm",
+    }
+    if given in names:
+        return set_to(algorithm__aggregation=names[given])
+    return decide("a loss of TRL: set algorithm.name or algorithm.loss (docs/algorithms.md)")
+
+
+def scale_rewards(given: Any, values: Values) -> Outcome:
+    """Set whether advantages are divided by the standard deviation."""
+    if str(given).lower() in ("true", "group"):
+        return set_to(algorithm__normalise_by_std=True)
+    if str(given).lower() in ("false", "none"):
+        return set_to(algorithm__normalise_by_std=False)
+    return decide(
+        "advantages are divided by the group's standard deviation (algorithm.normalise_by_std), not by the batch's"
+    )
+
+
+def never_rule(given: Any, values: Values) -> Outcome:
+    """Set that nothing is evaluated between start and end."""
+    return set_to(eval__every=0) if str(given).lower() in ("no", "false") else ignored(f"{READ} eval_steps")
+
+
+def method_rule(given: Any, values: Values) -> Outcome:
+    """Set ROLL's normalisation of rewards in groups."""
+    grouping = first(values, "reward_normalization.grouping", "grouping", default="state")
+    norm = {"state": "group", "batch": "batch", "inductive": "source"}.get(str(grouping))
+    if given == "identity":
+        return set_to(algorithm__reward_norm="none")
+    if norm is None or given not in ("mean_std", "asym_clip", "mean"):
+        return decide("set algorithm.reward_norm, algorithm.reward_scale and algorithm.asym_clip")
+    settings: dict[str, Any] = {"algorithm.reward_norm": norm}
+    if given == "asym_clip":
+        settings["algorithm.asym_clip"] = True
+    if given == "mean":
+        settings["algorithm.reward_scale"] = False
+    return Outcome("translated", settings)
+
+
+def save_freq(given: Any, values: Values) -> Outcome:
+    """Set the steps between checkpoints."""
+    if isinstance(given, int) and given > 0:
+        return set_to(trainer__checkpoint_every=given)
+    return ignored("checkpoints are always made, because a run is resumed from them")
+
+
+def evaluation_freq(given: Any, values: Values) -> Outcome:
+    """Set the steps between evaluations."""
+    return set_to(eval__every=given) if isinstance(given, int) and given > 0 else ignored(OFF)
+
+
+def min_lr(given: Any, values: Values) -> Outcome:
+    """Set the end of the schedule as a share of the peak."""
+    peak = first(values, "lr")
+    if not isinstance(peak, (int, float)) or not peak or not isinstance(given, (int, float)):
+        return decide("set trainer.min_lr_ratio: this rate as a share of trainer.lr")
+    return set_to(trainer__min_lr_ratio=min(1.0, given / peak))
+
+
+def low_high(given: Any, values: Values) -> Outcome:
+    """Set both sides of the clip from a pair."""
+    if isinstance(given, list) and len(given) == 2:
+        return set_to(algorithm__clip_low=given[0], algorithm__clip_high=given[1])
+    return decide("set algorithm.clip_low and algorithm.clip_high")
+
+
+def fixed_gpus(given: Any, values: Values) -> Outcome:
+    """Set the trainer's ranks where they have GPUs of their own."""
+    nodes = first(values, "actor_num_nodes", default=1)
+    if is_on(values.get("colocate_all_models")) or is_on(values.get("colocate")):
+        return gpus(given, values)
+    return set_to(f"{given} on each of {nodes} nodes", trainer__num_ranks=given * nodes)
+
+
+def engines(given: Any, values: Values) -> Outcome:
+    """Set the number of SGLang servers from all GPUs that generate."""
+    per = first(values, "rollout_num_gpus_per_engine", default=1)
+    return set_to(f"{given} GPUs, {per} for each server", worker__engine="sglang", sglang__engines=max(1, given // per))
+
+
+def with_engine(engine: str, setting: str) -> Rule:
+    """Return a rule for an option of one engine, which it turns on."""
+    return lambda given, values: Outcome("translated", {"worker.engine": engine, setting: given})

@@ -1,0 +1,157 @@
+"""A file's keys → settings and the report: rules first, then the tables of its system, then those of the others; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.deploy.config_import.found import Found, readable, unassigned
+from penstock.deploy.config_import.rule_table import rule_for
+from penstock.deploy.config_import.translation import Line, Outcome, Translation
+from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, advice, prefix_advice
+from penstock.protocol.config.foreign_keys.answers import Alias
+
+_PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
+_WORDS = {
+    "verl": ("verl.",),
+    "openrlhf": ("openrlhf",),
+    "slime": ("slime", "train_async.py", "--hf-checkpoint"),
+    "trl": ("trl ",),
+    "roll": ("start_rlvr", "start_agentic"),
+    "agentrl": ("--loss_calculater", "--inf_tp_size"),
+}
+_SFT = {
+    "trainer.lr": "sft.lr", "trainer.steps": "sft.steps", "trainer.warmup_steps": "sft.warmup_steps",
+    "trainer.betas": "sft.betas", "trainer.schedule": "sft.schedule", "rollout.groups_per_step": "sft.batch_size",
+}  # fmt: skip
+_SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key)$")
+_IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
+_GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because there is only this one
+
+
+def detect(found: Found) -> str:
+    """Return the system whose words or keys a file has; empty when none fits."""
+    text = " ".join(found.commands)
+    for system, words in _WORDS.items():
+        if any(word in text for word in words):
+            return system
+    scores = {name: _score(name, found.values) for name in SYSTEMS if name != "shared"}
+    best = max(scores, key=lambda name: scores[name])
+    return best if scores[best] else ""
+
+
+def _score(name: str, keys: Collection[str]) -> int:
+    """Return how many keys are of one system and of no other."""
+    tables = {other: {*one.TAKEN, *one.RENAMED, *one.ABSENT} for other, one in SYSTEMS.items()}
+    others: set[str] = set().union(*(table for other, table in tables.items() if other != name))
+    own = SYSTEMS[name]
+    return sum(key in tables[name] - others or prefix_advice(key, own.PREFIXES) is not None for key in keys)
+
+
+def is_supervised(found: Found) -> bool:
+    """Return True for supervised fine-tuning, whose settings are in the section [sft]."""
+    text = " ".join(found.commands)
+    words = ("sft_trainer", "trl sft", "train_sft", "sft.py")
+    return any(word in text for word in words) or found.values.get("algorithm") == "sft"
+
+
+def translate(found: Found, system: str, known: Collection[str]) -> Translation:
+    """Return the settings of a file; ``known`` are Penstock's own keys, which a file may have too."""
+    done = Translation(system)
+    general: set[str] = set()  # set by a key of several settings, which one of a single setting overrules
+    for key, value in found.values.items():
+        if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
+            done.lines.append(Line("ignored", key, value, "not set"))
+            continue
+        outcome = _outcome(key, value, found.values, system, known)
+        settings = dict(outcome.settings)
+        if names := unassigned(value):
+            settings = {ours: readable(one) for ours, one in settings.items() if ours in _PATHS}
+            outcome = Outcome("decide", settings, f"{', '.join(names)}: not assigned in the file")
+        is_general = len(settings) > 1 and outcome.kind == "taken"
+        for ours, one in settings.items():
+            if is_general and ours in done.settings and ours not in general:
+                continue
+            done.settings[ours] = one
+            (general.add if is_general else general.discard)(ours)
+        done.lines.append(Line(outcome.kind, key, _masked(key, readable(value)), _said(settings, outcome.text)))
+    if system in _GROUP_RELATIVE and "algorithm.name" not in done.settings:
+        done.settings["algorithm.name"] = "grpo"
+    if is_supervised(found):
+        done.settings = {_SFT.get(key, key): value for key, value in done.settings.items()}
+        done.settings.pop("algorithm.name", None)
+        done.lines = [replace(line, text=_supervised(line.text)) for line in done.lines]
+    _make_room(done)
+    return done
+
+
+def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known: Collection[str]) -> Outcome:
+    if rule := rule_for(system, key):
+        try:
+            return rule(value, values)
+        except (TypeError, ValueError, ZeroDivisionError):
+            return Outcome("decide", {}, "a value of another type than that system documents")
+    own = SYSTEMS[system]
+    return (
+        _answered(key, value, own.TAKEN, own.RENAMED, own.ABSENT.get(key) or prefix_advice(key, own.PREFIXES))
+        or _answered(key, value, ALIASES, {}, None)
+        or (Outcome("taken", {key: value}) if key in known else None)
+        or _answered(key, value, {}, RENAMED, advice(key))
+        or Outcome("unknown", {}, "no key of any system that is known here")
+    )
+
+
+def _answered(
+    key: str, value: Any, taken: Mapping[str, Alias], renamed: Mapping[str, str], why: str | None
+) -> Outcome | None:
+    """Return what one set of tables says of a key; None for nothing."""
+    if key in taken:
+        return Outcome("taken", dict.fromkeys(taken[key].keys, taken[key].value(value)))
+    if key in renamed:
+        return Outcome("decide", {}, f"use {renamed[key]}")
+    if why and why.startswith("use "):
+        return Outcome("decide", {}, why)
+    return Outcome("ignored", {}, why) if why else None
+
+
+def _said(settings: Mapping[str, Any], text: str) -> str:
+    written = ", ".join(f"{key} = {value}" for key, value in settings.items())
+    return f"{written} ({text})" if written and text else written or text
+
+
+def _supervised(text: str) -> str:
+    """Return a line of the report with the settings of [sft] where others have those of training by rewards."""
+    return re.sub("|".join(map(re.escape, _SFT)), lambda one: _SFT[one[0]], text)
+
+
+def _masked(key: str, value: Any) -> Any:
+    """Return a value without passwords and keys, which a report must not repeat."""
+    if _SECRET.search(key):
+        return "********"
+    return _IN_URL.sub("//********@", value) if isinstance(value, str) else value
+
+
+def _make_room(done: Translation) -> None:
+    """Raise the limits that follow from what was taken."""
+    settings = done.settings
+    longest = settings.get("data.max_prompt_tokens", 1024), settings.get("rollout.max_new_tokens", 256)
+    if all(isinstance(one, int) for one in longest) and sum(longest) > settings.get(
+        "trainer.micro_batch_tokens", 16_384
+    ):
+        settings["trainer.micro_batch_tokens"] = sum(longest)
+        done.lines.append(
+            Line("translated", "longest trajectory", sum(longest), f"trainer.micro_batch_tokens = {sum(longest)}")
+        )
+    staleness = settings.get("rollout.max_staleness", 2)
+    if isinstance(staleness, int) and staleness + 2 > settings.get("trainer.keep_versions", 8):
+        settings["trainer.keep_versions"] = staleness + 2
+        done.lines.append(
+            Line(
+                "translated",
+                "staleness",
+                staleness,
+                f"trainer.keep_versions = {staleness + 2}, for workers that lag behind",
+            )
+        )

@@ -1,0 +1,63 @@
+"""The form of the tables, and answers that many keys share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "mse+": "k2+", "low_var_kl+": "k3+"}
+REWARD_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+SCHEDULE = {"constant_with_warmup": "constant"}
+LINEAR = {"all-linear": []}
+
+STEPS = "the length of a run is set in optimizer steps: trainer.steps"
+REUSE = (
+    "one update per batch: a later one would train on the same groups under a policy that has moved; "
+    "algorithm.max_trained_count trains on a group again in a later batch, up to rollout.max_staleness"
+)
+MICRO = "micro-batches are cut by trainer.micro_batch_tokens"
+MICRO_REWARD = "rewards are computed by services of their own, which batch by themselves: reward.name"
+METRICS = "all metrics are in the run folder's metrics.jsonl and on the event stream"
+ENGINE = "an option of the engine; pass it to the server the worker starts (sglang.extra_args, vllm.extra_args)"
+OTHER_ENGINE = "an option of another engine or trainer; Penstock starts SGLang and DeepSpeed with its own settings"
+COLOCATED = "workers and trainer never share a GPU: CUDA_VISIBLE_DEVICES of each service says which ones it has"
+DEVICES = (
+    "CUDA_VISIBLE_DEVICES of each service says which GPUs it has; trainer.num_ranks is the number of training processes"
+)
+CRITIC_RANKS = "the critic is computed by the trainer's ranks: trainer.num_ranks"
+OFFLOAD = "not offered; trainer.zero_stage shards instead"
+NO_PARALLEL = "not offered: trainer.zero_stage shards the model over trainer.num_ranks"
+NO_FSDP = "the trainer is DeepSpeed's: trainer.zero_stage"
+NO_PADDING = "padding is never computed where completions can share a prompt"
+LOGITS = "logits are always computed in chunks and in float32; their size is set in trainer/learner/logprobs.py"
+ADAMW = "the optimizer is AdamW with trainer.betas and trainer.weight_decay; its epsilon is 1e-8"
+INEXACT = "not offered: it makes the recorded log-probabilities inexact"
+RAY = "there is no Ray: services are started by themselves, and communicate through nats.url and s3.endpoint"
+PROFILER = "not offered; every step's times are in metrics.jsonl, and `penstock watch` shows them"
+TEXT_ONLY = "text only: images and videos are not read"
+REMOTE_CODE = "code in a model folder is never run: model.path must be a model that transformers knows"
+QUANTISED = "no quantised training; model.lora.rank saves most of the optimizer's memory"
+PREFERENCES = "preference losses train on given answers; this trainer samples its own"
+HUB = "nothing is uploaded; `penstock weights export` writes a model folder"
+SHAPE = "the shape of the model is that of config.json at model.path"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """The Penstock keys that one foreign key sets, and the foreign values with another name here."""
+
+    keys: tuple[str, ...]
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    as_list: bool = False  # a single text is a list of one
+
+    def value(self, theirs: Any) -> Any:
+        """Return a foreign value as Penstock spells it."""
+        if self.as_list and isinstance(theirs, str) and theirs not in ("None", "none", "null"):
+            return [theirs]
+        return self.values.get(theirs, theirs) if isinstance(theirs, (str, int)) else theirs
+
+
+def taken(*keys: str, values: Mapping[Any, Any] | None = None, as_list: bool = False) -> Alias:
+    """Return the alias for some keys."""
+    return Alias(keys, values or {}, as_list)

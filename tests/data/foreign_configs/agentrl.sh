@@ -1,0 +1,12 @@
+torchrun --nproc_per_node=8 src/main.py \
+  --model_name_or_path /path/to/model \
+  --output_dir output/rl-demo \
+  --db_connection_string "mongodb://user:pwd@host:27017" \
+  --enable_sampling true \
+  --loss_calculater GRPO \
+  --epsilon 0.2 --epsilon_higher 0.08 \
+  --inf_tp_size 1 --inf_ep_size 1 --inf_mem_ratio 0.6 \
+  --num_generations 8 --max_new_tokens 8192 \
+  --per_device_train_batch_size 1 --gradient_accumulation_steps 8 \
+  --learning_rate 1e-6 \
+  --save_steps 500 --eval_strategy no

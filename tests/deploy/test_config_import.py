@@ -1,0 +1,265 @@
+"""`penstock config import`: files as other systems have them become run files that every service accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.deploy.config_import.__main__ import main
+from penstock.deploy.config_import.read_shell import read_shell
+from penstock.deploy.config_import.read_tree import read_yaml
+from penstock.deploy.config_show import load_all
+from penstock.protocol.errors import ConfigError
+
+FILES = Path(__file__).parents[1] / "data" / "foreign_configs"
+
+# file → system, exit code, settings that it must have among others, keys that need a decision or are unknown
+EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
+    "verl_grpo.sh": ("verl", 1, {
+        "algorithm.name": "grpo", "model.path": "Qwen/Qwen2.5-7B-Instruct", "data.train": "${HOME}/data/gsm8k/train.parquet",
+        "rollout.groups_per_step": 256, "rollout.max_staleness": 3, "rollout.max_new_tokens": 1024, "rollout.group_size": 5,
+        "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28,
+        "data.overlong": "drop", "worker.engine": "vllm", "vllm.tensor_parallel_size": 2, "vllm.gpu_memory_utilization": 0.6,
+        "run.id": "qwen25-7b", "eval.every": 5, "trainer.lr": 1e-6, "model.gradient_checkpointing": True,
+    }, ["data.train_files", "trainer.n_gpus_per_node", "trainer.total_epochs"]),
+    "verl_sft.sh": ("verl", 1, {
+        "sft.lr": 1e-5, "model.lora.rank": 32, "model.lora.alpha": 64, "data.map.response": "response", "trainer.num_ranks": 4,
+        "run.id": "qwen7b-sft",
+    }, ["data.max_length", "trainer.total_epochs"]),
+    "verl_ppo.yaml": ("verl", 1, {
+        "algorithm.name": "ppo", "critic.lam": 0.95, "trainer.steps": 100, "trainer.checkpoint_every": 20, "sglang.tp_size": 2,
+        "trainer.lr": 1e-6, "algorithm.aggregation": "seq-mean-token-sum-norm", "rollout.max_new_tokens": 1024,
+    }, ["reward_model.path"]),
+    "roll_agentic.yaml": ("roll", 1, {
+        "run.id": "agentic-pipeline", "rollout.max_new_tokens": 4096, "rollout.stop": ["</answer>"], "algorithm.dual_clip": 1.4,
+        "algorithm.reward_norm": "group", "model.dtype": "bfloat16", "model.gradient_checkpointing": True, "trainer.warmup_steps": 20,
+        "worker.engine": "vllm", "vllm.max_model_len": 8000, "trainer.resume": False,
+    }, ["num_gpus_per_node", "eval.every"]),
+    "agentrl.sh": ("agentrl", 0, {
+        "algorithm.name": "GRPO", "algorithm.clip_high": 0.28, "rollout.groups_per_step": 8, "worker.engine": "sglang",
+        "sglang.mem_fraction_static": 0.6, "eval.every": 0,
+    }, []),
+    "trl_grpo.json": ("trl", 1, {
+        "algorithm.name": "grpo", "run.id": "grpo-run", "rollout.groups_per_step": 2, "trainer.warmup_steps": 20,
+        "trainer.betas": [0.9, 0.99], "algorithm.kl_coefficient": 0.04, "algorithm.aggregation": "seq-mean-token-sum-norm",
+        "algorithm.normalise_by_std": False, "worker.engine": "vllm", "rollout.stop": ["</answer>"], "trainer.steps": 200,
+    }, ["colour_of_the_logs"]),
+    "platform_job.json": ("agentrl", 1, {
+        "algorithm.name": "grpo", "run.id": "qwen7b-grpo-math", "data.eval": "/data/gsm8k/test.parquet", "rollout.groups_per_step": 1024,
+    }, ["num_gpus", "num_epochs", "context_length"]),
+    "openrlhf.sh": ("openrlhf", 1, {
+        "algorithm.name": "grpo", "rollout.groups_per_step": 16, "rollout.max_staleness": 3, "algorithm.clip_high": 0.28,
+        "algorithm.kl_coefficient": 1e-3, "algorithm.kl_form": "k3", "trainer.num_ranks": 4, "vllm.engines": 4, "trainer.zero_stage": 3,
+        "run.id": "llama3-8b-rlhf", "data.map.prompt": "context_messages",
+    }, ["remote_rm_url", "num_episodes", "lr_warmup_ratio"]),
+    "slime.sh": ("slime", 1, {
+        "model.path": "/models/Qwen3-4B", "sglang.engines": 2, "sglang.tp_size": 2, "rollout.stop": ["</answer>"],
+        "algorithm.token_tis_cap": 2.0, "trainer.betas": [0.9, 0.98], "trainer.micro_batch_tokens": 9216, "trainer.steps": 3000,
+        "rollout.groups_per_step": 32, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28,
+    }, ["rm_type"]),
+}  # fmt: skip
+
+
+def imported(file: Path, to: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    """Import a file; return the exit code and the report."""
+    code = main([str(file), "--to", str(to), "--json", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_configuration_of_each_system_becomes_a_run_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system is detected, the settings are in the file, all services accept it, and open questions are named."""
+    system, expected_code, settings, open_keys = EXPECTED[name]
+    to = tmp_path / "run.toml"
+    code, report = imported(FILES / name, to, capsys=capsys)
+    assert (code, report["system"]) == (expected_code, system)
+    assert [one["key"] for one in report["keys"] if one["kind"] in ("decide", "unknown")] == open_keys
+    written = tomllib.loads(to.read_text())
+    for key, value in settings.items():
+        node: Any = written
+        for part in key.split("."):
+            node = node[part]
+        assert (key, node) == (key, value)
+    load_all([to], [], {})
+
+
+def documented() -> dict[str, tuple[str, str, str]]:
+    """Return the two files of each system in docs/coming_from.md: the form of theirs, theirs, ours."""
+    page = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+    blocks = re.findall(
+        r"^## (\w+)\n(?:(?!^## ).)*?```(bash|json|yaml)\n(.*?)```\n\n```toml\n(.*?)```", page, re.DOTALL | re.MULTILINE
+    )
+    return {name.lower(): (form, theirs, ours) for name, form, theirs, ours in blocks}
+
+
+@pytest.mark.parametrize("system", ["verl", "trl", "roll", "agentrl", "openrlhf", "slime"])
+def test_the_documented_run_files_are_what_an_import_writes(
+    system: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both files of a system in docs/coming_from.md describe the same run."""
+    form, theirs, ours = documented()[system]
+    file = tmp_path / {"bash": "a.sh", "json": "a.json", "yaml": "a.yaml"}[form]
+    file.write_text(theirs)
+    _, report = imported(file, tmp_path / "run.toml", capsys=capsys)
+    assert report["system"] == system
+    assert [one for one in report["keys"] if one["kind"] in ("decide", "unknown")] == []
+    assert tomllib.loads((tmp_path / "run.toml").read_text()) == tomllib.loads(ours)
+
+
+def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with what became of it; none is dropped in silence."""
+    file = tmp_path / "job.json"
+    file.write_text(
+        json.dumps({"num_generations": 8, "top_p": 0.9, "beta": 0.0, "tf32": None, "hub_token": "s3cret", "odd": 1})
+    )
+    code, report = imported(file, tmp_path / "r.toml", "--from", "trl", capsys=capsys)
+    found = {one["key"]: one["kind"] for one in report["keys"]}
+    assert found == {
+        "num_generations": "taken", "top_p": "decide", "beta": "ignored", "tf32": "ignored", "hub_token": "ignored",
+        "odd": "unknown", "model.path": "decide",
+    }  # fmt: skip
+    assert code == 1
+    assert "s3cret" not in json.dumps(report)
+    assert "FOLDER-OF-THE-MODEL" in (tmp_path / "r.toml").read_text()
+
+
+def test_the_text_of_the_report_leads_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Decisions first, then the rest, then the next commands; passwords in URLs are masked."""
+    assert main([str(FILES / "agentrl.sh"), "--to", str(tmp_path / "a.toml")]) == 0
+    text = capsys.readouterr().out
+    assert "translated (" in text
+    assert "pwd" not in text
+    assert f"penstock train {tmp_path / 'a.toml'}" in text
+    assert main([str(FILES / "verl_sft.sh"), "--to", str(tmp_path / "b.toml")]) == 1
+    text = capsys.readouterr().out
+    assert text.index("needs a decision (2)") < text.index("taken (")
+    assert "set sft.steps: 3 x rows of data.train / sft.batch_size" in text
+    assert f"penstock sft {tmp_path / 'b.toml'}" in text
+
+
+def test_variables_of_a_wrapper_are_keys_when_the_system_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of assignments alone names no system."""
+    assert main([str(FILES / "wrapper.sh"), "--to", str(tmp_path / "a.toml")]) == 2
+    assert "name the system with --from" in capsys.readouterr().err
+    assert not (tmp_path / "a.toml").exists()
+    code, report = imported(FILES / "wrapper.sh", tmp_path / "b.toml", "--from", "verl", capsys=capsys)
+    assert code == 1
+    assert report["settings"]["rollout.groups_per_step"] == 256
+    assert report["settings"]["algorithm.kl_coefficient"] == 0.001
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_limits_are_raised_and_the_narrower_key_holds(
+    order: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What follows from the lengths and the staleness of the file is set; eps_clip_high overrules eps_clip in any order."""
+    given = {
+        "hf_checkpoint": "m", "eps_clip": 0.1, "eps_clip_high": 0.28, "rollout_max_response_len": 20000, "rollout_max_prompt_len": 500,
+        "rollout_batch_size": 320, "global_batch_size": 256, "n_samples_per_prompt": 8,
+    }  # fmt: skip
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(dict(list(given.items())[::order])))
+    _, report = imported(file, tmp_path / "r.toml", "--from", "slime", capsys=capsys)
+    settings = report["settings"]
+    assert (settings["algorithm.clip_low"], settings["algorithm.clip_high"]) == (0.1, 0.28)
+    assert settings["trainer.micro_batch_tokens"] == 20500
+    assert (settings["rollout.max_staleness"], settings["trainer.keep_versions"]) == (9, 11)
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the flag."""
+    to = tmp_path / "run.toml"
+    to.write_text("mine")
+    assert main([str(FILES / "agentrl.sh"), "--to", str(to)]) == 2
+    assert to.read_text() == "mine"
+    assert "--to" in capsys.readouterr().err
+
+
+def test_settings_that_do_nothing_here_are_left_out_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A KL's form without a KL is refused by the trainer: it is reported, and the file is valid."""
+    file = tmp_path / "a.sh"
+    file.write_text(
+        "python -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_type=k2 actor_rollout_ref.model.path=m\n"
+    )
+    code, report = imported(file, tmp_path / "a.toml", capsys=capsys)
+    assert code == 0
+    assert "algorithm.kl_form" not in report["settings"]
+    [line] = [one for one in report["keys"] if one["key"] == "algorithm.kl_form"]
+    assert line["kind"] == "ignored"
+    assert line["text"].startswith("left out, because it is refused: algorithm: algorithm.kl_form does nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.yaml", "a: !!python/object/apply:os.system ['touch x']", "not valid YAML"),
+        ("a.yaml", "- 1", "expected keys with values, got list"),
+        ("a.yaml", "a: [", "not valid YAML"),
+        ("a.json", "{", "not valid JSON"),
+        ("a.py", "lr = 1", "not a YAML, JSON or shell file"),
+        ("a.sh", "python train.py --a 'open", "a.sh:1: not a readable shell command"),
+        ("a.sh", "ls", "no key of verl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error(
+    name: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is written, and nothing in the file is executed."""
+    (tmp_path / name).write_text(content)
+    assert main([str(tmp_path / name), "--to", str(tmp_path / "run.toml")]) == 2
+    assert words in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_shell_variables_are_substituted_and_nothing_is_executed(tmp_path: Path) -> None:
+    """Assignments, defaults, arithmetic, arrays, quotes; what comes from elsewhere is marked."""
+    target = tmp_path / "executed"
+    found = read_shell(
+        "a.sh",
+        f"""
+        export N=4  # a comment
+        LEN=$((N * 2 + 1))
+        declare -r BIG=$((1024 * (N + 1)))
+        NAME="run-${{N}}"
+        WHEN=$(touch {target}; date)
+        MORE=(--flag --list 1 2
+          # in between
+          --text "two words")
+        MORE+=(--last $LEN)
+        if [ -z "$X" ]; then echo no; fi
+        python -c 'print(1)' --never 1
+        CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node=$N train.py "${{MORE[@]}}" a.b=$NAME a.c='$N' \\
+           a.d=${{OTHER:-7}} a.e=$HOME/x a.f=$WHEN ++a.g=[x,"y"] a.h=$BIG --a.i=`date` $1 > log.txt 2>&1 --after 3
+        """,
+    )
+    marks = {key: re.sub("\ue001", "|", str(value)) for key, value in found.values.items()}
+    assert marks == {
+        "nproc_per_node": "4", "flag": "True", "list": "[1, 2]", "text": "two words", "last": "9", "a.b": "run-4", "a.c": "$N",
+        "a.d": "7", "a.e": "|HOME|/x", "a.f": "|$(...)|", "a.g": "['x', 'y']", "a.h": "5120", "a.i": "|$(...)|",
+    }  # fmt: skip
+    assert not target.exists()
+
+
+def test_references_between_keys_of_a_yaml_file_are_resolved() -> None:
+    """Absolute, relative and with a default; a reference to nothing is marked, a circle ends."""
+    found = read_yaml(
+        "a.yaml",
+        "a: 5\nb: ${a}\nc: {d: 'x-${b}', e: '${.d}', f: '${oc.select:no.key,7}'}\ng: ${nowhere}\nh: ${i}\ni: ${h}\nj: 1e-6",
+    )
+    assert {key: found.values[key] for key in ("b", "c.d", "c.e", "c.f", "j")} == {
+        "b": 5, "c.d": "x-5", "c.e": "x-5", "c.f": "7", "j": 1e-6,
+    }  # fmt: skip
+    assert found.values["g"] == "\ue001nowhere\ue001"
+    with pytest.raises(ConfigError):
+        read_yaml("b.yaml", "a: b: c")

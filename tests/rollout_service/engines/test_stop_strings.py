@@ -1,0 +1,121 @@
+"""Where a stop string ends a completion, whatever the engine did: on texts of a real tokenizer, with an engine of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.contracts.tiny_model import write_tokenizer
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.engines.adapter_table import AdapterTable
+from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
+from penstock.rollout_service.engines.detokenizer import Detokenizer
+from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.stop_strings import first_end
+from penstock.rollout_service.errors import EngineMisconfigured
+
+EOS = 2  # "<|im_end|>", a special token
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tokenizer of a tiny model."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return folder
+
+
+def spelt(folder: Path, text: str) -> list[int]:
+    """Return the tokens of a text, one for each byte."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [token for letter in text for token in tokenizer.encode(letter).ids]
+
+
+async def complete(folder: Path, parts: Sequence[Sequence[int]], stop: tuple[str, ...]) -> Completion:
+    """Return what the worker makes of an engine's replies to one sequence: one part a version, all but the last aborted."""
+    limit = sum(map(len, parts))
+    replies = iter(enumerate(parts))
+
+    async def sample(sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
+        assert request.sampling.stop == stop
+        number, tokens = next(replies)
+        is_last = number == len(parts) - 1
+        reason = ("stop" if tokens[-1] == EOS else "length") if is_last else "abort"
+        runs = (VersionRun(PolicyVersion(number), 0, len(tokens)),)
+        return [Completion(list(tokens), [-float(token) for token in tokens], runs, reason, "not read")]
+
+    sampler = CompletionSampler("http://engine", sample, AdapterTable(), request_deadline_s=5)
+    sampler.folder = folder
+    [[one]] = await sampler.generate([[5]], Sampling(max_new_tokens=limit, stop=stop), 1, None, ModelLimits(None, None))
+    return one
+
+
+async def test_tokens_beyond_the_string_are_dropped(folder: Path) -> None:
+    """As from SGLang, which misses a string that is spelt with more tokens than it expects."""
+    tokens = spelt(folder, "so <answer>4</answer> and on")
+    one = await complete(folder, [tokens], ("</answer>", "nowhere"))
+    assert one.text == "so <answer>4</answer>"
+    assert one.token_ids == tokens[: len(one.token_ids)] == spelt(folder, one.text)
+    assert one.logprobs == [-float(token) for token in one.token_ids]
+    assert one.version_runs == (VersionRun(PolicyVersion(0), 0, len(one.token_ids)),)
+    assert one.finish_reason == "stop"
+
+
+async def test_a_string_across_an_update_is_found(folder: Path) -> None:
+    """Each request sees its own part only; the versions of both parts remain."""
+    first, second = spelt(folder, "4</ans"), spelt(folder, "wer> and on")
+    one = await complete(folder, [first, second], ("</answer>",))
+    assert (one.text, one.finish_reason) == ("4</answer>", "stop")
+    runs = ((PolicyVersion(0), 0, len(first)), (PolicyVersion(1), len(first), len(first) + 4))
+    assert one.version_runs == runs
+
+
+async def test_a_part_beyond_the_string_leaves_no_run(folder: Path) -> None:
+    """A version all of whose tokens are dropped is not named."""
+    first, second = spelt(folder, "4</a>5"), spelt(folder, "6")
+    one = await complete(folder, [first, second], ("</a>",))
+    assert one.version_runs == ((PolicyVersion(0), 0, 5),)
+
+
+async def test_a_string_at_the_last_token_ends_by_it(folder: Path) -> None:
+    """An engine that reports the limit of tokens first is corrected: the completion is not truncated."""
+    tokens = spelt(folder, "4</a>")
+    one = await complete(folder, [tokens], ("</a>",))
+    assert (one.token_ids, one.finish_reason) == (tokens, "stop")
+
+
+async def test_without_the_string_the_end_is_the_engines(folder: Path) -> None:
+    """The text is without the stop token, as without stop strings."""
+    tokens = [*spelt(folder, "4</ans"), EOS]
+    one = await complete(folder, [tokens], ("</answer>",))
+    assert (one.text, one.token_ids, one.finish_reason) == ("4</ans", tokens, "stop")
+    cut = await complete(folder, [tokens[:-1]], ("</answer>",))
+    assert (cut.text, cut.token_ids, cut.finish_reason) == ("4</ans", tokens[:-1], "length")
+
+
+async def test_the_text_of_a_special_token_can_be_given(folder: Path) -> None:
+    """It is searched with special tokens, and the text that is scored is without them."""
+    tokens = [*spelt(folder, "4"), EOS, *spelt(folder, "5")]
+    one = await complete(folder, [tokens], ("<|im_end|>",))
+    assert (one.token_ids, one.text) == (tokens[:-1], "4")
+
+
+def test_a_character_of_several_tokens_counts_when_it_is_whole(folder: Path) -> None:
+    """The end is the token with the last byte of the string."""
+    tokens = spelt(folder, "a✓b")
+    decode = Detokenizer(folder)
+    assert len(tokens) == 5
+    assert first_end(tokens, ("✓",), lambda ids: decode.decode(ids, skip_special_tokens=False)) == 4
+
+
+async def test_a_model_without_a_tokenizer_is_an_error_with_the_setting(tmp_path: Path) -> None:
+    """Strings cannot be found in tokens that nothing decodes."""
+    with pytest.raises(EngineMisconfigured, match=r"rollout\.stop needs one"):
+        await complete(tmp_path, [[7, 8]], ("x",))

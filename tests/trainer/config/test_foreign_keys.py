@@ -1,0 +1,189 @@
+"""The tables of other projects' keys, walked key by key through the settings of all services."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.config_show import as_document, load_all
+from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED, SYSTEMS, advice
+from penstock.protocol.config.foreign_keys.answers import Alias
+from penstock.protocol.config.run_file import load
+from penstock.protocol.config.sources import split_arguments
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.settings import TrainerSettings
+
+GUIDE_KEYS = [
+    line.split("\t") for line in (Path(__file__).parents[2] / "data" / "guide_keys.tsv").read_text().splitlines()
+]
+ROOM = ["trainer.micro_batch_tokens=100000", "trainer.steps=10000"]
+
+# A value for each setting that an alias sets, and what else must be set for it to have an effect.
+PPO, LORA, KL, EVAL = "algorithm.name=ppo", "model.lora.rank=4", "algorithm.kl_coefficient=0.1", "data.eval=e"
+REWARD_KL = "algorithm.reward_kl_coefficient=0.1"
+VALUES: dict[str, tuple[str, ...]] = {
+    "algorithm.advantage_clip": ("2.0",), "algorithm.age_band_cap": ("4.0",),
+    "algorithm.age_band_decay": ("0.5", "algorithm.age_band_cap=4.0"), "algorithm.aggregation": ("token-mean",),
+    "algorithm.asym_clip": ("true", "algorithm.reward_norm=group"),
+    "algorithm.clip_cov_high": ("6.0", "algorithm.loss=clip_cov"), "algorithm.clip_cov_low": ("2.0", "algorithm.loss=clip_cov"),
+    "algorithm.clip_cov_share": ("0.1", "algorithm.loss=clip_cov"), "algorithm.clip_high": ("0.3",),
+    "algorithm.clip_low": ("0.3",), "algorithm.difficulty_weight": ("true",), "algorithm.drop_zero_advantage": ("true",),
+    "algorithm.dual_clip": ("3.0",), "algorithm.dynamic_sampling": ("true",), "algorithm.entropy_coefficient": ("0.01",),
+    "algorithm.importance": ("token", "algorithm.ratio_anchor=proximal"), "algorithm.importance_high": ("2.0",), "algorithm.kl_cov_penalty": ("2.0", "algorithm.loss=kl_cov"),
+    "algorithm.kl_cov_share": ("0.1", "algorithm.loss=kl_cov"), "algorithm.kl_form": ("k2", KL),
+    "algorithm.kl_horizon": ("100", KL, "algorithm.kl_target=0.1"), "algorithm.kl_target": ("0.1", KL),
+    "algorithm.kl_unbiased": ("true", KL), "algorithm.length_weight": ("true",), "algorithm.mask_truncated": ("true",),
+    "algorithm.max_trained_count": ("2",), "algorithm.minimal_advantage": ("0.1",), "algorithm.name": ("rloo",),
+    "algorithm.normalise_by_std": ("false",), "algorithm.opsm_delta": ("0.5",), "algorithm.overlong_factor": ("2.0", "algorithm.overlong_buffer=0.2"),
+    "algorithm.reference_device": ("cpu", KL), "algorithm.reference_path": ("r", KL), "algorithm.rejection": ("token_k1",),
+    "algorithm.retrained_interval": ("2", "algorithm.max_trained_count=2"), "algorithm.reward_clip": ("5.0",),
+    "algorithm.reward_kl_form": ("k2", REWARD_KL), "algorithm.reward_norm": ("group",), "algorithm.sft_coefficient": ("0.1",),
+    "algorithm.skip_non_positive_advantage": ("true",), "algorithm.tau_negative": ("2.0", "algorithm.name=sapo"),
+    "algorithm.tau_positive": ("2.0", "algorithm.name=sapo"), "algorithm.token_tis_cap": ("2.0",), "algorithm.veto": ("0.001",),
+    "algorithm.whiten_advantages": ("true",), "algorithm.whiten_rewards": ("true", PPO),
+    "critic.gamma": ("0.9", PPO), "critic.head_start_steps": ("5", PPO), "critic.lam": ("0.9", PPO), "critic.lr": ("0.001", PPO),
+    "critic.max_grad_norm": ("2.0", PPO), "critic.path": ("c", PPO), "critic.value_clip": ("0.2", PPO, "critic.updates=2"),
+    "critic.warmup_steps": ("3", PPO), "data.eval": ("e",), "data.map.data_source": ("x",), "data.map.ground_truth": ("x",),
+    "data.map.messages": ("x",), "data.map.prompt": ("x",), "data.map.response": ("x",), "data.max_prompt_tokens": ("512",),
+    "data.max_samples": ("5",), "data.shuffle": ("false",), "data.system_prompt": ("x",), "data.train": ("t",),
+    "eval.at_start": ("false",), "eval.every": ("7", EVAL), "eval.max_new_tokens": ("9",), "eval.samples": ("2", "eval.temperature=1.0"),
+    "eval.temperature": ("0.5",), "model.dtype": ("bfloat16",), "model.gradient_checkpointing": ("true",),
+    "model.lora.alpha": ("16.0", LORA), "model.lora.dropout": ("0.1", LORA), "model.lora.rank": ("8",), "model.lora.targets": ('["q_proj"]', LORA),
+    "model.path": ("m",), "rollout.group_size": ("6",), "rollout.groups_per_step": ("64",), "rollout.max_new_tokens": ("77",),
+    "rollout.max_staleness": ("3",), "rollout.stop": ('["</a>"]',), "rollout.temperature": ("0.7",), "run.id": ("my-run",), "run.seed": ("7",),
+    "sglang.attention_backend": ("fa3",), "sglang.context_length": ("4096",), "sglang.ep_size": ("2",),
+    "sglang.max_running_requests": ("64",), "sglang.mem_fraction_static": ("0.7",), "sglang.tp_size": ("2",),
+    "trainer.betas": ("[0.8, 0.9]",), "trainer.checkpoint_every": ("20",), "trainer.keep_checkpoints": ("3",), "trainer.lr": ("0.5",),
+    "trainer.max_grad_norm": ("2.0",), "trainer.min_lr_ratio": ("0.2",), "trainer.schedule": ("cosine",), "trainer.steps": ("55",),
+    "trainer.warmup_steps": ("4",), "trainer.weight_decay": ("0.1",), "trainer.zero_stage": ("3",),
+}  # fmt: skip
+
+
+def refusal(overrides: list[str]) -> list[str]:
+    """Return the lines of the error about some overrides."""
+    with pytest.raises(ConfigError) as caught:
+        load(TrainerSettings, overrides=overrides)
+    return str(caught.value).splitlines()
+
+
+def test_every_taken_key_sets_its_settings_in_some_service() -> None:
+    """The value arrives, and its origin names the key that was written."""
+    assert len(ALIASES) > 230
+    for key, alias in ALIASES.items():
+        written, *needs = VALUES[alias.keys[0]]
+        if alias.keys[0].startswith("sglang."):
+            needs.append("worker.engine=sglang")
+        if alias.keys[0] in ("critic.lr", "critic.warmup_steps", "trainer.warmup_steps", "trainer.steps"):
+            room = ROOM[:1]
+        else:
+            room = [one for one in ROOM if not one.startswith(alias.keys[0] + "=")]
+        path = [] if alias.keys == ("model.path",) else ["model.path=p"]
+        document = as_document(load_all([], [*path, *room, *needs, f"{key}={written}"], {}))
+        for ours in alias.keys:
+            assert document["origins"][ours] == f"override as {key}"
+            node = document["settings"]
+            for part in ours.split("."):
+                node = node[part]
+            assert str(node).lower().replace("'", '"') == written
+
+
+def test_every_other_key_is_answered_and_none_is_unknown() -> None:
+    """All of them at once: a line each, with the answer of the table."""
+    told = {**RENAMED, **ABSENT}
+    assert len(told) > 750
+    lines = refusal(["model.path=m", *(f"{key}=1" for key in told)])
+    assert len(lines) == len(told)
+    for key, line in zip(told, lines, strict=True):
+        answer = f"use {RENAMED[key]}" if key in RENAMED else ABSENT[key]
+        section = f"override: {key} is a section, not a value; {answer}"
+        assert line in (f"override: {key} is a key of another project; {answer}", section)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_beginning_answers_for_the_keys_below_it(system: str) -> None:
+    """Whole subtrees, such as Megatron's options, have one answer; the longest beginning decides."""
+    for beginning, answer in SYSTEMS[system].PREFIXES.items():
+        assert advice(f"{beginning}some_option") == answer
+        [line] = refusal(["model.path=m", f"{beginning}some_option=1"])
+        assert line == f"override: {beginning}some_option is a key of another project; {answer}"
+
+
+def test_systems_differ_in_one_key_only() -> None:
+    """One name has one answer, whichever system it is of; for the other, `config import` reads the table of its own system."""
+    answers: dict[str, set[str]] = {}
+    for tables in SYSTEMS.values():
+        for table in (tables.TAKEN, tables.RENAMED, tables.ABSENT):
+            for key, answer in table.items():
+                answers.setdefault(key, set()).add(str(answer.keys if isinstance(answer, Alias) else answer))
+    assert {key for key, found in answers.items() if len(found) > 1} == {"train_batch_size"}
+
+
+@pytest.mark.parametrize(("guide", "given", "kind", "answer"), GUIDE_KEYS)
+def test_every_key_of_the_guides_has_its_answer(guide: str, given: str, kind: str, answer: str) -> None:
+    """With the values of the guides: the setting and its value, or what to write, or why not."""
+    overrides = [*ROOM[:1], *given.split(" ")] if kind == "taken" else [*ROOM[:1], given]
+    sets_path = "model.path = " in answer or given.startswith("model.path=")
+    overrides += [] if sets_path else ["model.path=m"]
+    if kind == "answered":
+        [line] = refusal(overrides)
+        assert answer in line
+        assert "unknown key" not in line
+        return
+    settings = load(TrainerSettings, overrides=overrides).settings
+    ours, _, value = answer.partition(" = ")
+    node: object = settings
+    for part in ours.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    assert str(node) == value
+
+
+def test_all_five_guides_are_read() -> None:
+    """The data holds the keys of each."""
+    guides = [line[0] for line in GUIDE_KEYS]
+    assert {guide: guides.count(guide) for guide in dict.fromkeys(guides)} == {
+        "AgentRL": 42, "HelloAgents": 18, "verl-guide": 22, "ROLL": 124, "platform": 77,
+    }  # fmt: skip
+
+
+def test_hydras_forms_of_an_override_are_read() -> None:
+    """+key and ++key set, ~key and key=null clear."""
+    given = [
+        "model.path=m",
+        "+trainer.lr=0.5",
+        "++data.max_samples=5",
+        "trainer.steps=7",
+        "~trainer.steps",
+        "seed=3",
+        "~seed",
+    ]
+    settings = load(TrainerSettings, overrides=[*given, "stop=</a>", "data.train_files=null"]).settings
+    assert (settings.trainer.lr, settings.data.max_samples, settings.trainer.steps) == (0.5, 5, 100)
+    assert (settings.run.seed, settings.rollout.stop, settings.data.train) == (0, ("</a>",), [])
+    files, overrides = split_arguments(["run.toml", "~trainer.lr", "~/run.toml", "+a.b=c"])
+    assert ([str(file) for file in files], overrides) == (["run.toml", "~/run.toml"], ["~trainer.lr", "+a.b=c"])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_side_of_the_clip_overrules_both(order: int) -> None:
+    """Scripts of verl set clip_ratio and clip_ratio_high; the narrower key holds, in either order."""
+    actor = "actor_rollout_ref.actor"
+    given = [f"{actor}.clip_ratio=0.1", f"{actor}.clip_ratio_high=0.28"][::order]
+    chosen = load(TrainerSettings, overrides=["model.path=m", *given]).settings.algorithm.model_dump()
+    assert (chosen["clip_low"], chosen["clip_high"]) == (0.1, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("ppo_mini_batch_size=64", "as actor_rollout_ref.actor.ppo_mini_batch_size: one optimizer step uses all of"),
+        ("trainer.loss_mode=gspo", "as actor_rollout_ref.actor.policy_loss.loss_mode: use algorithm.loss"),
+        ("val_before_train=true", "did you mean eval.at_start?"),
+        ("--actor-learning-rate=1.0 lr=2.0", "trainer.lr is given twice, as actor_learning_rate and as lr"),
+    ],
+)
+def test_a_key_without_its_sections_is_recognised(written: str, hint: str) -> None:
+    """Wrappers drop the sections, and write dashes."""
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        load(TrainerSettings, overrides=["model.path=m", *written.split()])
