@@ -77,7 +77,7 @@ WRITES = {  # subjects that a role publishes, keys included
     "trainer": (
         *(f"penstock.{RUN}.{kind}" for kind in ("tasks.train", "tasks.eval", "events.log", "dead.scored")),
         *(f"penstock.{RUN}.weights.published", f"$KV.{RUN}-live.trainer.t0"),
-        *(f"$KV.{RUN}-state.{key}" for key in ("head", "lease", "checkpoint", "floor")),
+        *(f"$KV.{RUN}-state.{key}" for key in ("head", "lease", "checkpoint", "floor", "kept")),
         *(f"$KV.{RUN}-leases.{key}" for key in ("gc", "expiry")),
     ),
     "viewer": (),
