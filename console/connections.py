@@ -20,6 +20,7 @@ from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
 
 STORE = "store"
+COPIED_INPUTS = "copied-inputs"  # folder in a store: names of the rescored inputs that are copies of another run's
 _ANSWER_S = 1.0  # the default addresses are on this machine
 
 

@@ -10,6 +10,22 @@ from cyclopts import Group, Parameter
 Raw = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 Flag = Annotated[bool, Parameter(negative=())]
 ServiceUrl = Annotated[str, Parameter(help="URL of the reward service.")]
+AnyServiceUrl = Annotated[
+    str | None,
+    Parameter(
+        help="URL of the reward service; by default the one at http://127.0.0.1:8700, or if none answers there, one that is "
+        "started for this command and offers the built-in rewards, those of the run and those of --serve."
+    ),
+]
+ServedFiles = Annotated[
+    tuple[Path, ...],
+    Parameter(
+        name="--serve",
+        negative=(),
+        help="File to score with: Python with a reward function, JSON with a grader, TOML with a judge; its reward has "
+        "the file's name. Repeatable.",
+    ),
+]
 TokenFile = Annotated[Path | None, Parameter(help="File with its bearer token, if it requires one.")]
 Endpoint = Annotated[str, Parameter(help="Name of the endpoint.")]
 
@@ -19,4 +35,3 @@ SERVE = Group("Services", sort_key=2)
 INSPECT = Group("Inspect", sort_key=3)
 
 OWN_HELP = ()  # --help is passed to the process that replaces the command, which lists its own options
-REWARD_URL = "http://127.0.0.1:8700"
