@@ -5,11 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.facts import KeptVersion
+from penstock.protocol.facts import BlobRef, KeptVersion
 from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.manifest import AnchorRef, VersionManifest
 from penstock.trainer.publishing.weight_retention import (
     FullSnapshotPolicy,
     KeepRule,
+    assembled_from,
     best_versions,
     expired,
     milestone_versions,
@@ -100,3 +102,12 @@ def test_milestones_of_a_run():
     assert milestone_versions(map(V, range(131)), rule) == [40, 80, 120]
     assert milestone_versions([V(9), V(12), V(13), V(21)], rule) == [12, 21]
     assert milestone_versions([V(3)], KeepRule(milestone_every=1, milestones=0)) == []
+
+
+def test_a_kept_adapter_keeps_its_base():
+    """However old the base is; the adapters in between are not needed."""
+    manifest = BlobRef(key="v7/manifest.json", size_bytes=1, sha256="0" * 64)
+    base = AnchorRef(version=2, manifest=manifest, state_root="0" * 64, num_bytes=1)
+    adapter = VersionManifest.model_construct(kind="adapter", version=7, anchor=base, state_root="1" * 64, parent=None)
+    kept = KeptVersion(version=7, step=7, manifest=manifest)
+    assert assembled_from([kept], {manifest.key: adapter}) == {2, 7}
