@@ -10,7 +10,7 @@ FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: docs docs-test reference bench-plane wheel-test test-vllm test-secrets mutation-proof
+.PHONY: docs docs-test reference bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
 
@@ -91,6 +91,9 @@ bench-reward: $(STAMP)  ## load-test HTTP rewards with slow, hung, flaky, crashi
 
 reference: $(STAMP)  ## write the descriptions of settings and flags anew that help, completion and schema are made of
 	$(BIN)/python -m penstock.deploy.write_reference
+
+after-run: $(STAMP)  ## type every command about a run after a local run has ended, and train on its rescored groups (three minutes)
+	$(BIN)/python -m benchmarks.after_run
 
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart

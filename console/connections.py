@@ -21,9 +21,9 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.own_file import read_own
 
 STORE = "store"
-_CONNECTION_PREFIXES = tuple(
-    f"{ENVIRONMENT_PREFIX}{section}__" for section in ("NATS", "S3")
-)  # nothing else is of servers
+COPIED_INPUTS = "copied-inputs"  # folder in a store: names of the rescored inputs that are copies of another run's
+# Nothing else is about servers.
+_CONNECTION_PREFIXES = tuple(f"{ENVIRONMENT_PREFIX}{section}__" for section in ("NATS", "S3"))
 _ANSWER_S = 1.0  # the default addresses are on this machine
 
 

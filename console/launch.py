@@ -15,6 +15,7 @@ from penstock.protocol.errors import ConfigError
 
 LOCAL = "--local"
 JSON = "--json"
+REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
 
 
 def module(name: str, *arguments: str) -> list[str]:

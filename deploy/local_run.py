@@ -4,7 +4,8 @@ Starts nats-server and the S3 server (unless the run file names others), creates
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
 of its own with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
 exits is restarted, and so is a trainer that was killed by a signal: it resumes from the newest checkpoint.
-One that keeps exiting ends the run, except a worker while another one is alive.
+One that keeps exiting ends the run, except a worker while another one is alive. A run on a rescored input
+(`data.from_run`) has no workers and no reward service, and gets a copy of the input from the store of the run beside it.
 When the trainer exits by itself the run is over. All of them stop when this process exits.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
+from penstock.deploy import local_inputs
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
 from penstock.deploy.child import (
     Child,
@@ -116,7 +118,13 @@ class LocalRun:
         self._limits = connection.settings.retention.limits()
         self._own_servers = _own_servers(connection.origins)
         self._choose_reward_port = reward.origins["reward_service.port"] == "default"
-        self._num_workers = num_workers
+        self._input = trainer.data.from_run  # then nothing is generated or scored
+        if self._input is not None and reward_files:
+            raise ConfigError(
+                f"--serve: the groups of data.from_run = {self._input} have their rewards; leave out --serve, or give them "
+                "others first (penstock rescore RUN --serve FILE)"
+            )
+        self._num_workers = num_workers if self._input is None else 0
         self._worker_overrides = adapter_overrides(trainer, rollout)
         self._reward_files = [file.absolute() for file in reward_files]
         check_reward_files(self._reward_files)
@@ -145,11 +153,14 @@ class LocalRun:
         """Check what the run reads before anything starts.
 
         Raises:
-            ConfigError: Model or data are missing, or the run was begun with another model.
+            ConfigError: Model, data or rescored input are missing, or the run was begun with another model.
             UnsupportedModel: The workers' engine does not serve the model.
         """
         check_inputs(self.settings)
-        check_engine(self.settings, self._rollout_settings)
+        if self._input is None:
+            check_engine(self.settings, self._rollout_settings)
+        elif self._own_servers:
+            local_inputs.find(self._input, self.folder)
 
     def start(self) -> None:
         """Start all processes; returns while the services are still starting up.
@@ -168,13 +179,16 @@ class LocalRun:
         self._supervisor = Supervisor(rule=self._rule, on_event=self._on_event)
         try:
             if self._own_servers:
+                if self._input is not None:
+                    local_inputs.copy_input(self._input, self.folder)
                 self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs")
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3
             with Bus.connect(self.nats, name="local-run") as bus:
                 bootstrap(bus, Blobs(self.s3), self.run_id, self._limits)
             self._reward_port_file.unlink(missing_ok=True)
-            self._launch(self._reward(), restart=lambda: self._reward().relaunch())
+            if self._input is None:
+                self._launch(self._reward(), restart=lambda: self._reward().relaunch())
             names = [worker_name(index) for index in range(self._num_workers)]
             for child in self._workers():
                 self._launch(child, restart=child.relaunch, replicas=names)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         with LocalStack(Path(given[0])) as stack:
-            return _run(given[2:], {**os.environ, **stack.environment()})
+            return run_command(given[2:], {**os.environ, **stack.environment()})
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
         return 1
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command; returns its exit code as a shell reports it."""
     process = subprocess.Popen(command, env=environ)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())

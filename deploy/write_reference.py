@@ -23,6 +23,7 @@ from pydantic.json_schema import models_json_schema
 
 from penstock.console.tools import reference
 from penstock.deploy import bootstrap, local, quickstart, train_attached, train_local
+from penstock.deploy.config_import import __main__ as config_import
 from penstock.deploy.config_show import SERVICES
 from penstock.protocol.config.describe_settings import describe
 from penstock.protocol.config.run_file import SECTIONS
@@ -45,6 +46,7 @@ _PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "up": local.main,
     "bootstrap": bootstrap.main,
     "data check": data_check.main,
+    "config import": config_import.main,
     "reward serve": serve.main,
     "reward serve-judge": serve_judge.main,
     "reward serve-grader": serve_grader.main,

@@ -17,6 +17,7 @@ A fact states something that happened; it is written once and never changed. Pay
 | `Head`             | trainer        | rollout worker (KV)     | the newest complete version             |
 | `Lease`            | trainer        | trainer (KV)            | the one trainer of this run             |
 | `RetirementFloor`  | trainer        | console (KV)            | no weights are kept below this version  |
+| `KeptVersions`     | trainer        | trainer, console (KV)   | but these versions are                  |
 
 The group stays the unit of identity, scoring, staleness and accounting. Small groups travel
 together: one message and one object for a *pack* of them, because a message and an object for
@@ -315,6 +316,24 @@ class RetirementFloor(Fact):
 
     schema_tag = "retirement_floor.v1"
     version: Count
+
+
+class KeptVersion(Wire):
+    """One version that is kept below the floor, with all that it is assembled from."""
+
+    version: Count
+    step: Count
+    manifest: BlobRef | None = None  # None until the garbage collection has found it
+    measure: str = ""  # what ``score`` is, as people read it; empty for a milestone
+    score: Finite | None = None  # of its evaluation
+
+
+class KeptVersions(Fact):
+    """Versions whose objects are not deleted, in the KV bucket under ``kept``; written before they would be."""
+
+    schema_tag = "kept_versions.v1"
+    best: tuple[KeptVersion, ...] = ()  # by their evaluations, best first
+    milestones: tuple[KeptVersion, ...] = ()  # oldest first
 
 
 class Heartbeat(Fact):

@@ -127,7 +127,10 @@ def trainer_rights(run_id: str) -> Rights:
     """Return what the trainer may do: issue tasks, take scored groups, publish weights, hold the run's leases, watch the run."""
     consumers = (streams.scored_consumer(run_id, "train"), streams.scored_consumer(run_id, "eval"))
     state, leases = streams.state_bucket(run_id), streams.lease_bucket(run_id)
-    state_keys = (streams.HEAD_KEY, streams.LEASE_KEY, streams.CHECKPOINT_KEY, streams.FLOOR_KEY)
+    state_keys = (
+        *(streams.HEAD_KEY, streams.LEASE_KEY, streams.CHECKPOINT_KEY),
+        *(streams.FLOOR_KEY, streams.KEPT_KEY),
+    )
     return Rights(
         "trainer",
         publishes=(

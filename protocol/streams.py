@@ -231,6 +231,7 @@ def buckets(run_id: str) -> tuple[BucketSpec, ...]:
 
 HEAD_KEY = "head"  # `Head`
 FLOOR_KEY = "floor"  # `RetirementFloor`
+KEPT_KEY = "kept"  # `KeptVersions`
 LEASE_KEY = "lease"  # `Lease`
 RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
 CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/record/lineage.py

@@ -21,6 +21,7 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import KeptVersion
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.transport.blobs import Blobs
@@ -30,6 +31,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_log import EvaluationLog
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
@@ -46,7 +48,7 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
-from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.checkpoint_files import verify_files
@@ -259,10 +261,20 @@ def _training(
         on_published=lambda publication: training.on_published(publication),  # noqa: PLW0108  bound below
         coordinator=coordinator,
     )
+    weight_gc = _weight_gc(session, publisher)
     evaluation_log = EvaluationLog(events)
+
+    def on_end(result: EvalResult | LostEvaluation) -> None:
+        if isinstance(result, EvalResult):  # before the evaluator unpins the version
+            measure, score = result.score
+            weight_gc.kept.add_result(
+                KeptVersion(version=result.version, step=result.step, measure=measure, score=score)
+            )
+        evaluation_log.add(result)
+
     evaluator = None
     if data.eval is not None:
-        evaluator = _evaluator(session, data.eval, publisher, evaluation_log, history.accounting, success)
+        evaluator = _evaluator(session, data.eval, publisher, on_end, history.accounting, success)
     planner = Planner(settings, rank_group, resumed.algorithm if resumed else {})
     training = Training(
         settings=settings,
@@ -297,12 +309,6 @@ def _training(
         stop=session.stop,
         resumed=resumed,
     )
-    weight_gc = WeightGc(
-        connections,
-        Retention(settings.trainer.keep_versions, settings.trainer.weights_grace_s, ORPHAN_AGE_S),
-        pinned=publisher.pinned,
-        holder=session.lease.holder,
-    )
     holder = session.lease.holder
     group_gc = GroupGc(connections, settings.retention, holder=holder, clock=lambda: datetime.now(UTC))
     threads = [heartbeat, *source.threads, weight_gc, group_gc]
@@ -313,11 +319,18 @@ def _training(
         yield training, evaluation_log
 
 
+def _weight_gc(session: _Session, publisher: Publisher) -> WeightGc:
+    trainer = session.settings.trainer
+    keep = KeepRule(trainer.keep_best, trainer.milestone_every, trainer.keep_milestones)
+    retention = Retention(trainer.keep_versions, trainer.weights_grace_s, ORPHAN_AGE_S, keep)
+    return WeightGc(session.connections, retention, pinned=publisher.pinned, holder=session.lease.holder)
+
+
 def _evaluator(
     session: _Session,
     prompts: PromptSet,
     publisher: Publisher,
-    results: EvaluationLog,
+    on_end: Callable[[EvalResult | LostEvaluation], None],
     accounting: Accounting,
     success: SuccessRules,
 ) -> Evaluator:
@@ -330,7 +343,7 @@ def _evaluator(
         sampling=evaluation_sampling(settings.eval, settings.rollout, session.data.tokenizer.eos_ids),
         publisher=publisher,
         deadline_s=settings.trainer.collect_deadline_s,
-        on_end=results.add,
+        on_end=on_end,
         accounting=accounting,
         success=success,
         reader=open_reader(settings, session.connections, session.data.tokenizer, settings.run.folder / _EVAL_MARK),

@@ -287,8 +287,24 @@ class OptimizerSettings(Section):
         description="Number format of published weights; bfloat16 halves their size and suits engines on GPUs.",
     )
     keep_versions: int = Field(
-        default=8, ge=2, description="Newest published versions that can be read from the object store."
+        default=8,
+        ge=2,
+        description="Newest published versions that can be read from the object store; see keep_best and keep_milestones.",
     )
+    keep_best: int = Field(
+        default=1,
+        ge=0,
+        le=16,
+        description="Versions with the best evaluations that are kept beyond keep_versions: by the share of correct "
+        "completions, or by the mean reward where nothing says when one is correct. 0: none.",
+    )
+    milestone_every: int = Field(
+        default=10,
+        ge=1,
+        description="Versions between two milestones, which are kept beyond keep_versions; doubled when there would be more "
+        "than keep_milestones, so that they are spread over the whole run.",
+    )
+    keep_milestones: int = Field(default=3, ge=0, le=64, description="Most milestones that are kept. 0: none.")
     anchor_every: int = Field(
         default=64, ge=1, le=128, description="Most versions between two full snapshots, stored beside the patches."
     )

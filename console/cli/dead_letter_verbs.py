@@ -80,8 +80,10 @@ def resend_dead_letters(run: str, *arguments: Raw, all: Flag = False, once_more:
     once_more
         Include those that were sent again before.
     """
+    from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import resend
 
     numbers = [int(word) for word in arguments if word.isdecimal()]
     rest = [word for word in arguments if not word.isdecimal()]
+    ensure_servers(run, rest, os.environ, sys.argv[1:])
     return resend(run, numbers, rest, os.environ, everything=all, once_more=once_more)

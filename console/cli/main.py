@@ -92,7 +92,7 @@ def show(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.deploy.config_show", *arguments))
 
 
-@config.command(name="import", help_flags=OWN_HELP)
+@config.command(name="import")
 def import_(*arguments: Raw) -> None:
     """Turn a configuration of verl, TRL, ROLL, OpenRLHF, AgentRL or slime into a run file, and report on every key.
 

@@ -10,7 +10,16 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from penstock.console import launch
-from penstock.console.cli.verb_parts import REWARD_URL, SERVE, Endpoint, Flag, Raw, ServiceUrl, TokenFile
+from penstock.console.cli.verb_parts import (
+    SERVE,
+    AnyServiceUrl,
+    Endpoint,
+    Flag,
+    Raw,
+    ServedFiles,
+    ServiceUrl,
+    TokenFile,
+)
 
 app = App(name="reward", help="Serve, list and test rewards.", help_format="plaintext", group=SERVE)
 
@@ -69,8 +78,8 @@ def serve_model(*arguments: Raw) -> None:
 
 
 @app.command(name="list")
-def list_rewards(*, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None, json: Flag = False) -> int:
-    """List the rewards that a running reward service offers.
+def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, json: Flag = False) -> int:
+    """List the rewards that a reward service offers.
 
     Example:  penstock reward list
     Then:     penstock reward test NAME
@@ -80,9 +89,9 @@ def list_rewards(*, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None, 
     json
         Print one JSON object instead of the table.
     """
-    from penstock.console.tools.rewards import print_list
+    from penstock.console.tools.rewards import print_list, service_url
 
-    return print_list(url, token_file, as_json=json)
+    return print_list(service_url(url, (), (), sys.argv[1:]), token_file, as_json=json)
 
 
 @app.command(name="test")
@@ -92,7 +101,8 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     data: Path | None = None,
     number: Annotated[int, Parameter(name=["--number", "-n"])] = 20,
     map: tuple[str, ...] = (),
-    url: ServiceUrl = REWARD_URL,
+    serve: ServedFiles = (),
+    url: AnyServiceUrl = None,
     token_file: TokenFile = None,
     prompt: str = "What is 2 + 2?",
     ground_truth: str = "4",
@@ -102,6 +112,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     """Score completions with a reward as a run would, or show its score distribution on rows of a data file.
 
     Example:  penstock reward test gsm8k
+              penstock reward test my_reward --serve my_reward.py --data train.parquet
               penstock reward test gsm8k "#### 7" "it is 8" --ground-truth 7
               penstock reward test gsm8k --data gsm8k/train.parquet -n 20
     Then:     name it in the run file: reward.name = "gsm8k"
@@ -127,14 +138,15 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     json
         Print one JSON object instead of the table; with --data.
     """
+    from penstock.console.tools.rewards import score_texts, service_url
+
+    at = service_url(url, serve, (), sys.argv[1:])
     if data is not None:
         from penstock.console.tools.reward_trial import try_data
 
-        return try_data(name, data, number, map, url, token_file, as_json=json)
-    from penstock.console.tools.rewards import score_texts
-
+        return try_data(name, data, number, map, at, token_file, as_json=json)
     return score_texts(
-        name, completions, url, token_file, prompt=prompt, ground_truth=ground_truth, data_source=data_source
+        name, completions, at, token_file, prompt=prompt, ground_truth=ground_truth, data_source=data_source
     )
 
 
@@ -161,7 +173,7 @@ def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
 
 
 @app.command
-def drain(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
+def drain(name: Endpoint, *, url: ServiceUrl = launch.REWARD_URL, token_file: TokenFile = None) -> int:
     """Take an endpoint out of service: running calls finish, other groups wait.
 
     Example:  penstock reward drain my_reward
@@ -173,7 +185,7 @@ def drain(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile
 
 
 @app.command
-def resume(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
+def resume(name: Endpoint, *, url: ServiceUrl = launch.REWARD_URL, token_file: TokenFile = None) -> int:
     """Return a drained endpoint to service.
 
     Example:  penstock reward resume my_reward
@@ -185,7 +197,7 @@ def resume(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFil
 
 
 @app.command
-def remove(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
+def remove(name: Endpoint, *, url: ServiceUrl = launch.REWARD_URL, token_file: TokenFile = None) -> int:
     """Unregister an endpoint; groups that need it wait until it is registered again.
 
     Example:  penstock reward remove my_reward

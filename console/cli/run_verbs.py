@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from penstock.console.cli.verb_parts import INSPECT, REWARD_URL, TRAIN, Flag, Raw, ServiceUrl, TokenFile
+from penstock.console.cli.verb_parts import INSPECT, TRAIN, AnyServiceUrl, Flag, Raw, ServedFiles, TokenFile
 
 runs = App(name="runs", help="List runs, print their reports, remove them.", help_format="plaintext", group=INSPECT)
 weights = App(
@@ -55,7 +55,7 @@ def show_run(run: str, *arguments: Raw) -> int:
 
 @weights.default
 def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
-    """List the stored versions of a run: parent, kind, base, changed share, bytes, seconds and the workers serving each.
+    """List the stored versions of a run: parent, kind, base, changed share, bytes, seconds, why it is kept, who serves it.
 
     Example:  penstock weights quickstart
     Then:     penstock weights export RUN --version V --to FOLDER
@@ -75,13 +75,19 @@ def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
 
 
 @weights.command(name="export")
-def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: Flag = False) -> int:
+def export_weights(
+    run: str, *arguments: Raw, version: int | None = None, best: Flag = False, to: Path, adapter: Flag = False
+) -> int:
     """Write a version as a Hugging Face model folder, from its full snapshot and the patches that follow.
+
+    A run keeps its newest versions, the one with the best evaluation, and milestones (trainer.keep_versions, keep_best,
+    keep_milestones); `penstock weights RUN` lists them.
 
     An adapter is merged into its base model, or with --adapter written unmerged in PEFT's format.
 
-    Example:  penstock weights export quickstart --version 12 --to models/v12
-    Then:     penstock chat RUN --model models/v12
+    Example:  penstock weights export quickstart --best --to models/best
+              penstock weights export quickstart --version 12 --to models/v12
+    Then:     penstock chat RUN --model models/best
 
     Parameters
     ----------
@@ -89,6 +95,8 @@ def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: F
         Name of the run.
     version
         Version to write.
+    best
+        Write the version with the best evaluation.
     to
         Folder to create; it must not exist.
     adapter
@@ -96,7 +104,10 @@ def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: F
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import export
+    from penstock.protocol.errors import ConfigError
 
+    if (version is None) != best:
+        raise ConfigError("name one version: --best for the one with the best evaluation, or --version V")
     stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
     return export(run, version, to, arguments, os.environ, adapter=adapter)
 
@@ -177,13 +188,14 @@ def replay(
 
 
 @record.command(group=TRAIN)
-def rescore(
+def rescore(  # noqa: PLR0913 - each is an option of the command
     run: str,
     *arguments: Raw,
     reward: str | None = None,
     weights: str = "",
     into: str | None = None,
-    url: ServiceUrl = REWARD_URL,
+    serve: ServedFiles = (),
+    url: AnyServiceUrl = None,
     token_file: TokenFile = None,
     leave_out_failed: Flag = False,
     json: Flag = False,
@@ -194,16 +206,17 @@ def rescore(
     another run, which trains on them with the off-policy corrections. Dropped groups and groups in flight are not
     included, only counted; held-out groups are not included. A group that cannot be scored is an error, never a 0.
 
-    Example:  penstock rescore my-run --reward my_reward
+    Example:  penstock rescore my-run --serve my_reward.py
+              penstock rescore my-run --reward gsm8k
               penstock rescore my-run --weights correct=1,format=0.2 --into my-run-format
-    Then:     penstock train run.toml run.id=NEW data.from_run=INPUT
+    Then:     penstock train run.toml --local run.id=NEW data.from_run=INPUT
 
     Parameters
     ----------
     run
         Name of the run.
     reward
-        Reward to score with; without it the stored part scores are weighted again.
+        Reward to score with; default the one of --serve. Without both the stored part scores are weighted again.
     weights
         Weight of each named part, as part=NUMBER, comma-separated; "reward" is the reward itself. For a reward defined
         by parts in the run file, other weights and gates are kept.
@@ -215,11 +228,14 @@ def rescore(
         Print one JSON object.
     """
     from penstock.console.record import stored_run
-    from penstock.console.record.rescore import RescoreOptions, rescore
+    from penstock.console.record.rescore import RescoreOptions, rescore, service_for
     from penstock.console.record.rescoring import Rule, parse_weights
 
+    rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
+    typed = sys.argv[1:] if reward or not serve else [*sys.argv[1:], "--reward", serve[0].stem]
     stored_run.ensure_servers(run, arguments, os.environ, sys.argv[1:])
-    options = RescoreOptions(Rule(reward, parse_weights(weights)), into, url, token_file, leave_out_failed)
+    at = service_for(run, rule, arguments, os.environ, url=url, serve=serve, typed=typed)
+    options = RescoreOptions(rule, into, at, token_file, leave_out_failed)
     return rescore(run, arguments, os.environ, options, as_json=json)
 
 

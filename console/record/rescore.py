@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.console import connections
+from penstock.console import connections, launch
 from penstock.console.record.lineage import open_record
 from penstock.console.record.rescoring import GroupToScore, Outcome, Rule, score_again
-from penstock.console.tools.rewards import RewardService
+from penstock.console.tools.rewards import RewardService, service_url
 from penstock.protocol import blob_keys, group_pack
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError, PackError, RecordBroken
@@ -53,12 +53,14 @@ def rescore(
     for chapter in record.chapters:
         outcomes |= score_again(list(_groups_to_score(chapter, blobs)), rule, service)
     failed = {group_id: why for group_id, why in outcomes.items() if isinstance(why, str)}
-    for group_id, why in failed.items():
-        print(f"penstock: group {group_id}: {why}", file=sys.stderr)
+    for why, group_ids in _by_reason(failed).items():
+        more = f" and {len(group_ids) - 1} more" if len(group_ids) > 1 else ""
+        print(f"penstock: group {group_ids[0]}{more}: {why}", file=sys.stderr)
     if len(failed) == len(outcomes) or (failed and not options.leave_out):
         print(
             f"penstock: {len(failed)} of {len(outcomes)} groups could not be scored; nothing was written. Fix the "
-            "reward, or skip the failed groups with --leave-out-failed",
+            "reward, name another, serve your own file for this command (--serve FILE), or skip the failed groups with "
+            "--leave-out-failed",
             file=sys.stderr,
         )
         return 1
@@ -68,11 +70,40 @@ def rescore(
     return 0
 
 
+def service_for(
+    run: str,
+    rule: Rule,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    url: str | None,
+    serve: Sequence[Path],
+    typed: Sequence[str],
+) -> str:
+    """Return the URL of the reward service, which is started for this command if none answers (`service_url`).
+
+    It offers the rewards that the run's settings define too. Nothing is started when the rule names no reward.
+    """
+    if rule.reward is None:
+        return url or launch.REWARD_URL
+    recorded = connections.find(arguments, environ).settings.run.dir / run / "config.json"
+    more = [*(["--recorded", str(recorded)] if recorded.is_file() else []), *arguments]
+    return service_url(url, serve, more, typed)
+
+
 def not_trained(record: StoredRecord) -> dict[str, int]:
     """Count the training groups of a run that no step used, by state: an input does not include them."""
     totals = record.chapters[-1].account.totals.get("train", SplitTotals())
     counts = {f"dropped: {reason}": number for reason, number in sorted(totals.dropped.items())}
     return {what: number for what, number in {**counts, "in flight": totals.in_flight}.items() if number}
+
+
+def _by_reason(failed: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the groups by the reason why they could not be scored; one reward that is missing fails all of them."""
+    found: dict[str, list[str]] = {}
+    for group_id, why in failed.items():
+        found.setdefault(why, []).append(group_id)
+    return found
 
 
 def _name(run: str, rule: Rule) -> str:
@@ -169,6 +200,5 @@ def _print_result(written: RescoredInput, others: Mapping[str, int], *, as_json:
     if others:
         counts = ", ".join(f"{what} {number}" for what, number in others.items())
         print(f"not included: {sum(others.values())} groups that no step of run {written.source} trained on ({counts})")
-    if store is not None:
-        print(f"next: penstock up --data {store} --run NEW, and, with the lines that it prints, in another terminal:")
-    print(f"next: penstock train run.toml run.id=NEW data.from_run={written.run_id}")
+    local = "" if store is None else "--local "
+    print(f"next: penstock train run.toml {local}run.id=NEW data.from_run={written.run_id} eval.every=0")

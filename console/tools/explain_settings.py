@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.console.tools import reference
-from penstock.protocol.config.foreign_config import ALIASES
+from penstock.protocol.config.foreign_config import ALIASES, RENAMED, advice
 from penstock.protocol.config.foreign_keys.answers import Alias
-from penstock.protocol.config.foreign_config import RENAMED, advice
 from penstock.protocol.config.setting_description import SettingDescription
 from penstock.protocol.errors import ConfigError
 

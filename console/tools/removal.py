@@ -166,8 +166,10 @@ def _remove_folder(here: Path, *, yes: bool, folder: bool) -> None:
 
 
 def _others_in(store: Path, run: str) -> list[str]:
-    """Return the other runs and rescored inputs with objects in the store of a finished local run."""
-    return sorted({path.name for path in store.glob("objects/*/runs/*") if path.is_dir() and path.name != run})
+    """Return the other runs and rescored inputs with objects in the store of a finished local run, but no copies."""
+    copies = {path.name for path in store.glob(f"{connections.COPIED_INPUTS}/*")}
+    found = {path.name for path in store.glob("objects/*/runs/*") if path.is_dir()}
+    return sorted(found - copies - {run})
 
 
 def _agreed(question: str, *, yes: bool) -> bool:

@@ -12,6 +12,7 @@ import httpx
 from rich.table import Table
 from rich.text import Text
 
+from penstock.console import connections, launch
 from penstock.console.printable import printable
 from penstock.console.tables import console
 from penstock.protocol.errors import ConfigError, PenstockError
@@ -47,7 +48,7 @@ class RewardService:
         except (httpx.HTTPError, httpx.InvalidURL) as err:
             raise RewardServiceError(
                 f"no reward service answers at {self._url} ({type(err).__name__}); "
-                "start one with: penstock reward service run.toml, or name another with --url"
+                "start one with: penstock reward service run.toml (it needs NATS and S3: penstock up), or name another with --url"
             ) from None
         if response.is_success:
             try:
@@ -58,6 +59,46 @@ class RewardService:
                 ) from None
         hint = "; name its token with --token-file" if response.status_code == httpx.codes.UNAUTHORIZED else ""
         raise RewardServiceError(f"the reward service at {self._url} refused the request: {_detail(response)}{hint}")
+
+
+def service_url(url: str | None, serve: Sequence[Path], more: Sequence[str], typed: Sequence[str]) -> str:
+    """Return the URL of the reward service: the given one, else the one of this machine.
+
+    If none answers there, or files are to be served, the ``typed`` command is started again with a service of its own,
+    which gets ``more`` arguments (`deploy/scoring.py`); then this does not return. Raises ConfigError.
+    """
+    if url is not None:
+        if serve:
+            raise ConfigError(
+                "--serve starts a reward service for this command, and --url names another; leave out one, or serve the file "
+                f"there: penstock reward serve {serve[0]} --register {url}"
+            )
+        return url
+    if not serve and connections.answers(launch.REWARD_URL):
+        return launch.REWARD_URL
+    if missing := [str(file) for file in serve if not file.is_file()]:
+        raise ConfigError(f"--serve {', '.join(missing)}: there is no such file")
+    if not serve:
+        print(
+            f"penstock: no reward service answers at {launch.REWARD_URL}: starting one for this command",
+            file=sys.stderr,
+        )
+    served = [word for file in serve for word in ("--serve", str(file))]
+    command = launch.module("penstock", *without_serve(typed))
+    launch.replace_process(launch.module("penstock.deploy.scoring", *served, *more, "--", *command))
+    raise AssertionError("the process was not replaced")
+
+
+def without_serve(typed: Sequence[str]) -> list[str]:
+    """Return the words of a command without ``--serve FILE``."""
+    kept: list[str] = []
+    words = iter(typed)
+    for word in words:
+        if word == "--serve":
+            next(words, None)
+        elif not word.startswith("--serve="):
+            kept.append(word)
+    return kept
 
 
 def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:

@@ -15,9 +15,10 @@ from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.printable import printable
 from penstock.console.tables import console
+from penstock.console.tools import kept_versions
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, WireError
-from penstock.protocol.facts import Head, decode
+from penstock.protocol.facts import Head, KeptVersions, decode
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -26,6 +27,8 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 
 Row = dict[str, Any]
+
+NOTHING_KEPT = KeptVersions()
 
 
 def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
@@ -37,8 +40,8 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
         watcher.catch_up()
         for what, count in view.summary().unreadable.items():
             print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
-        head = _head(bus, run)
-        rows = list_versions(reachable(_manifests(Blobs(settings.s3), run), head), view, head)
+        head, kept = _head(bus, run), _kept(bus, run)
+        rows = list_versions(reachable(_manifests(Blobs(settings.s3), run), head, kept), view, head, kept)
     if as_json:
         print(json_text.dumps(rows))
     elif not rows:
@@ -46,20 +49,37 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
     else:
         console().print(_table(rows))
         print(f"next: penstock weights export {run} --version {rows[-1]['version']} --to FOLDER")
+        if any(row["kept"]["best"] for row in rows):
+            print(f"next: penstock weights export {run} --best --to FOLDER")
     return 0
 
 
 def export(
-    run: str, version: int, folder: Path, arguments: Sequence[str], environ: Mapping[str, str], *, adapter: bool = False
+    run: str,
+    version: int | None,
+    folder: Path,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    adapter: bool = False,
 ) -> int:
-    """Write one version as a model folder, or unmerged with ``adapter``; return the exit code. Raises PenstockError."""
+    """Write one version as a model folder, or unmerged with ``adapter``; return the exit code.
+
+    Without a ``version`` the one with the best evaluation. Raises PenstockError.
+    """
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        head = _head(bus, run)
-    found = [(m, key) for key, m in reachable(_manifests(blobs, run), head).items() if m.version == version]
+        head, kept = _head(bus, run), _kept(bus, run)
+    manifests = reachable(_manifests(blobs, run), head, kept)
+    if version is None:
+        version = _best(run, kept)
+    found = [(m, key) for key, m in manifests.items() if m.version == version]
     if not found:
-        raise ConfigError(f"run {run} has no version {version} in the object store; see: penstock weights {run}")
+        raise ConfigError(
+            f"run {run} has no version {version} in the object store; {kept_versions.stored_text(manifests.values(), kept)}; "
+            f"see: penstock weights {run}"
+        )
     write = export_adapter if adapter else export_version
     problems = []
     for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # full snapshots ("anchor") before chains of patches
@@ -76,28 +96,32 @@ def export(
     raise ConfigError(f"version {version} of run {run} cannot be read: {'; '.join(problems)}")
 
 
-def reachable(manifests: Mapping[str, VersionManifest], head: Head | None) -> dict[str, VersionManifest]:
-    """Return the manifests reachable from the head through parents, and other manifests of the same weights.
+def reachable(
+    manifests: Mapping[str, VersionManifest], head: Head | None, kept: KeptVersions = NOTHING_KEPT
+) -> dict[str, VersionManifest]:
+    """Return the manifests reachable from the head and the kept versions, and other manifests of the same weights.
 
     A trainer that was killed before it moved the head, or whose lease had expired, leaves a manifest under a number
     that another trainer then used; that manifest is not part of the run.
     """
     known: set[tuple[int, str]] = set()
-    key = None if head is None else head.manifest.key
-    while key is not None and (manifest := manifests.get(key)) is not None:
-        for one in (manifest, manifest.anchor, manifest.base):
-            if one is not None:
-                known.add((one.version, one.state_root))
-        key = None if manifest.parent is None else manifest.parent.manifest.key
+    for start in (head and head.manifest, *(one.manifest for one in (*kept.best, *kept.milestones))):
+        for manifest in kept_versions.chain(start, manifests):
+            for one in (manifest, manifest.anchor, manifest.base):
+                if one is not None:
+                    known.add((one.version, one.state_root))
     return {key: m for key, m in manifests.items() if (m.version, m.state_root) in known}
 
 
-def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head: Head | None) -> list[Row]:
+def list_versions(
+    manifests: Mapping[str, VersionManifest], view: RunView, head: Head | None, kept: KeptVersions = NOTHING_KEPT
+) -> list[Row]:
     """Describe every stored version, oldest first; a patch that also has a full snapshot has ``anchor`` true.
 
     ``manifests`` are those of `reachable`. A model stored only as the base of adapters is listed with them.
     """
-    announced = {m.version for m in manifests.values() if m.version in view.published}
+    reasons = kept_versions.reasons(manifests, kept)
+    announced = {m.version for m in manifests.values() if m.version in view.published or m.version in reasons}
     listed = announced | {m.base.version for m in manifests.values() if m.base and m.version in announced}
     serving: dict[int, list[str]] = {}
     for worker, at in view.serving().items():
@@ -120,6 +144,7 @@ def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head:
             "head": head is not None and head.version == version,
             "served_by": serving.get(version, []),
             "state_root": manifest.state_root,
+            "kept": reasons.get(version, kept_versions.NOT_KEPT),
         }
         row["anchor"] |= manifest.kind == "anchor"
     return [rows[version] for version in sorted(rows)]
@@ -128,6 +153,20 @@ def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head:
 def _head(bus: Bus, run: str) -> Head | None:
     entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.HEAD_KEY).wait()
     return None if entry is None else decode(entry.value, Head)
+
+
+def _kept(bus: Bus, run: str) -> KeptVersions:
+    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.KEPT_KEY).wait()
+    return NOTHING_KEPT if entry is None else decode(entry.value, KeptVersions)
+
+
+def _best(run: str, kept: KeptVersions) -> int:
+    if not kept.best:
+        raise ConfigError(
+            f"run {run} has no evaluated version: name one with --version (see: penstock weights {run}); a run keeps the "
+            "best one with data.eval and trainer.keep_best = 1"
+        )
+    return kept.best[0].version
 
 
 def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
@@ -148,9 +187,9 @@ def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("version", "parent", "kind", "changed", "bytes", "seconds", "served by"):
-        is_text = name in {"kind", "served by"}
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "served by")
+    for name in ("version", "parent", "kind", "changed", "bytes", "seconds", "kept", "served by"):
+        is_text = name in {"kind", "kept", "served by"}
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name not in {"kept", "served by"})
     for row in rows:
         kind = row["kind"] + (" + full" if row["anchor"] and row["kind"] == "patch" else "")
         kind += "" if row["base"] is None else f" on {row['base']}"
@@ -161,6 +200,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row['density']:.2%}",
             f"{row['bytes']:,}",
             "–" if row["seconds"] is None else f"{row['seconds']:.3f}",
+            kept_versions.why(row["kept"]),
             ", ".join(row["served_by"]),
         )
     return table

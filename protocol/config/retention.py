@@ -6,7 +6,8 @@
 | packs of a rescored input     | until it is removed by `penstock runs rm` of its name                |
 | packs and task lists that nothing references | `retention.unused_packs_h` after they were written: dropped groups, repeated attempts |
 | events, dead letters          | `retention.events_h`, `retention.dead_letters_h`, the streams' own age; 0: until they are full |
-| checkpoints, weights          | `trainer.keep_checkpoints`, `trainer.keep_versions` and the rule in `trainer/publishing/weight_retention.py` |
+| checkpoints                   | `trainer.keep_checkpoints`                                          |
+| weights                       | `trainer.keep_versions`, `keep_best`, `keep_milestones`, the rule in `trainer/publishing/weight_retention.py` |
 | the record (lineage)          | until the run is removed by `penstock runs rm`                      |
 
 With the defaults a finished run can be replayed.

@@ -80,7 +80,7 @@ WRITES = {  # subjects that a role publishes, keys included
         *(f"penstock.{RUN}.{kind}" for kind in ("tasks.train", "tasks.eval", "dead.scored")),
         *(f"penstock.{RUN}.events.{kind}" for kind in ("alarm", "dead", "log", "reward_error", "state", "step")),
         *(f"penstock.{RUN}.weights.published", f"$KV.{RUN}-live.trainer.t0"),
-        *(f"$KV.{RUN}-state.{key}" for key in ("head", "lease", "checkpoint", "floor")),
+        *(f"$KV.{RUN}-state.{key}" for key in ("head", "lease", "checkpoint", "floor", "kept")),
         *(f"$KV.{RUN}-leases.{key}" for key in ("gc", "expiry")),
     ),
     "viewer": (),

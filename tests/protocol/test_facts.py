@@ -71,6 +71,10 @@ EVERY_FACT = [
     ),
     facts.WeightsRefused(run_id="r", worker_id="w", version=3, manifest=BLOB, serving=2, reason="sha256"),
     facts.RetirementFloor(version=3),
+    facts.KeptVersions(
+        best=(facts.KeptVersion(version=3, step=3, manifest=BLOB, measure="gsm8k ≥ 1", score=0.5),),
+        milestones=(facts.KeptVersion(version=2, step=2),),
+    ),
     facts.Head(version=3, step=3, manifest=BLOB),
     facts.Heartbeat(role="rollout", service_id="w", at=1.0, state="generating", figures={"tokens_per_s": 3.0}),
     facts.RunEvent(run_id="r", source="trainer", kind="step", at=1.0, data={"loss": 0.5, "groups": {"issued": 3}}),

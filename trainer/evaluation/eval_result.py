@@ -27,6 +27,11 @@ class EvalResult:
     eval_s: float
     success: str = ""  # what counts as correct, as people read it
 
+    @property
+    def score(self) -> tuple[str, float]:
+        """What versions are compared by, as people read it, and its value: the accuracy, else the mean reward."""
+        return ("mean reward", self.reward_mean) if self.accuracy is None else (self.success, self.accuracy)
+
 
 @dataclass(frozen=True, slots=True)
 class LostEvaluation:

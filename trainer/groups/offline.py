@@ -105,7 +105,8 @@ def _check(settings: TrainerSettings, of: RescoredInput, num_usable: int) -> Non
     if needed > num_usable:
         raise ConfigError(
             f"trainer.steps = {settings.trainer.steps} of rollout.groups_per_step = {rollout.groups_per_step} need {needed} "
-            f"groups, and {name} has {num_usable} that can be used (of {of.num_groups}); lower one of the two settings"
+            f"groups, and {name} has {num_usable} that can be used (of {of.num_groups}); set trainer.steps to at most "
+            f"{num_usable // rollout.groups_per_step}, or lower rollout.groups_per_step"
         )
 
 

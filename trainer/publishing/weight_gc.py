@@ -2,7 +2,7 @@
 
 First it publishes the *floor*, a key of the state bucket: the version below which nothing is kept. It deletes the
 manifests below the floor, so that no new plan can start there, and the objects that they named after a grace period
-longer than any catch-up that had begun. Objects that no manifest names, because a publisher was killed, are deleted
+longer than any catch-up that had begun; but not those of the versions in `kept_versions`. Objects that no manifest names, because a publisher was killed, are deleted
 when they are old. A worker that is slower still finds an object missing, and starts again from the newest full snapshot.
 """
 
@@ -11,20 +11,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import structlog
 
 from penstock.protocol import blob_keys, heartbeats, streams
 from penstock.protocol.errors import BlobMissing, CompareAndSwapFailed, PenstockError, WireError
-from penstock.protocol.facts import RetirementFloor, decode, encode
+from penstock.protocol.facts import BlobRef, RetirementFloor, decode, encode
 from penstock.protocol.transport.blobs import BlobStat
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.head import read_head
-from penstock.trainer.publishing.weight_retention import expired, orphans, retired, retirement_floor
+from penstock.trainer.publishing.kept_versions import KeptVersionsKey, Stored
+from penstock.trainer.publishing.weight_retention import (
+    KeepRule,
+    assembled_from,
+    expired,
+    orphans,
+    retired,
+    retirement_floor,
+)
 
 log = structlog.get_logger("trainer.weight_gc")
 
@@ -40,6 +48,7 @@ class Retention:
     keep_versions: int
     grace_s: float
     orphan_s: float
+    keep: KeepRule = field(default_factory=KeepRule)
 
 
 class WeightGc:
@@ -62,6 +71,7 @@ class WeightGc:
             connections.bus.key_value(spec(connections.run_id).bucket).wait()
             for spec in (streams.state_bucket, streams.live_bucket, streams.lease_bucket)
         )
+        self.kept = KeptVersionsKey(self._state, retention.keep)
         self._manifests: dict[str, VersionManifest] = {}
         self._retired_at: dict[PolicyVersion, float] = {}
         self._stop = threading.Event()
@@ -73,9 +83,14 @@ class WeightGc:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop after the current sweep."""
+        """Stop after the current sweep, and record the milestones since."""
         self._stop.set()
         self._thread.join(SWEEP_S)
+        try:
+            if not self._thread.is_alive() and self._has_lease():
+                self._mark()
+        except PenstockError as err:
+            log.warning("the last milestones are not recorded", error=str(err))
 
     def sweep(self, now: float) -> PolicyVersion | None:
         """Collect once, and return the floor; ``now`` is in seconds of a clock that only this process reads.
@@ -88,16 +103,26 @@ class WeightGc:
         stored = list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id)))
         self._read_manifests(stored)
         chain = self._chain(head.manifest.key)
+        kept = self.kept.update(_stored(head.manifest, chain))  # before anything is deleted
         starts = {PolicyVersion(m.version): m.start for m in chain}
         newest = sorted(starts)[-self._retention.keep_versions :]
-        wanted = [*self._needed_by_workers(), *self._pinned(), *newest]
+        wanted = [*self._needed_by_workers(), *self._pinned(), *self.kept.unwritten(), *newest]
         bases = _bases(chain)  # kept as long as their adapters, and do not lower the floor
         needed = [starts.get(version, version) for version in wanted if version not in bases]
         floor = retirement_floor(set(starts.values()) - bases, head=PolicyVersion(head.version), needed=needed)
         if floor is not None:
             floor = self._raise_floor(floor)
-            self._retire(stored, floor, now, _bases(m for m in chain if not is_newer(floor, PolicyVersion(m.version))))
+            above = (m for m in chain if not is_newer(floor, PolicyVersion(m.version)))
+            self._retire(
+                stored, floor, now, _bases(above) | assembled_from((*kept.best, *kept.milestones), self._manifests)
+            )
         return floor
+
+    def _mark(self) -> None:
+        """Record the milestones, and where the evaluated versions are stored, without deleting anything."""
+        if (head := read_head(self._state)) is not None:
+            self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
+            self.kept.update(_stored(head.manifest, self._chain(head.manifest.key)))
 
     def _work(self) -> None:
         while not self._stop.wait(SWEEP_S):
@@ -150,26 +175,37 @@ class WeightGc:
         self._state.put(streams.FLOOR_KEY, encode(RetirementFloor(version=floor))).wait()
         return floor
 
-    def _retire(self, stored: list[BlobStat], floor: PolicyVersion, now: float, bases: set[PolicyVersion]) -> None:
+    def _retire(self, stored: list[BlobStat], floor: PolicyVersion, now: float, kept: set[PolicyVersion]) -> None:
         version_of = {stat.key: blob_keys.version_of_weights(self._run_id, stat.key) for stat in stored}
-        old = retired(set(version_of.values()), floor, bases)
+        old = retired(set(version_of.values()), floor, kept)
         manifests = [key for key in version_of if key.endswith(_MANIFEST) and version_of[key] in old]
         self._delete(manifests, "below the floor")
         self._retired_at = {version: self._retired_at.get(version, now) for version in old}
         past_grace = expired(self._retired_at, now=now, grace_s=self._retention.grace_s)
         named = {ref.key for m in self._manifests.values() for ref in m.references()} | self._manifests.keys()
         today = datetime.now(UTC)
-        kept = {stat.key: (today - stat.modified).total_seconds() for stat in stored if version_of[stat.key] not in old}
+        ages = {stat.key: (today - stat.modified).total_seconds() for stat in stored if version_of[stat.key] not in old}
         self._delete(
             [key for key, version in version_of.items() if version in past_grace and key not in manifests], "retired"
         )
-        self._delete(orphans(kept, named, min_age_s=self._retention.orphan_s), "orphan")
+        self._delete(orphans(ages, named, min_age_s=self._retention.orphan_s), "orphan")
 
     def _delete(self, keys: Iterable[str], reason: str) -> None:
         unneeded = sorted(keys)
         if unneeded:
             self._blobs.delete(unneeded)
             log.info("deleted", num_objects=len(unneeded), reason=reason, first=unneeded[0])
+
+
+def _stored(head: BlobRef, chain: Iterable[VersionManifest]) -> Stored:
+    """Return step and manifest of the versions of a chain, newest first, that begins with the head's manifest."""
+    found: dict[PolicyVersion, tuple[int, BlobRef]] = {}
+    reference = head
+    for manifest in chain:
+        found[PolicyVersion(manifest.version)] = (manifest.step, reference)
+        if manifest.parent is not None:
+            reference = manifest.parent.manifest
+    return found
 
 
 def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:

@@ -5,6 +5,9 @@ on is kept. The floor is a full snapshot, old enough for the head, for the full 
 read half of it), and for every version that a live worker holds or fetches. Adapters are whole, so each can be the
 floor; their bases are kept, however old they are. Deletion has two steps: a version below the floor is *retired*
 (no new plan can start there), and its objects are deleted after a grace period longer than any catch-up.
+
+Below the floor the best evaluated versions and the milestones are kept too, each with the full snapshot and the patches,
+or the base, that it is assembled from.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from penstock.protocol.facts import KeptVersion
 from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.protocol.weights.manifest import VersionManifest
 
 KEEP_FULL_SNAPSHOTS = 2
 
@@ -53,15 +58,64 @@ def retirement_floor(
 
 
 def retired(
-    versions: Iterable[PolicyVersion], floor: PolicyVersion | None, bases: Collection[PolicyVersion] = ()
+    versions: Iterable[PolicyVersion], floor: PolicyVersion | None, kept: Collection[PolicyVersion] = ()
 ) -> set[PolicyVersion]:
     """Return the versions below the floor: their manifests are deleted at once, their objects after the grace period.
 
-    ``bases`` are the bases of adapters from the floor on.
+    ``kept`` are the bases of adapters from the floor on, and what the kept versions are assembled from.
     """
     if floor is None:
         return set()
-    return {version for version in versions if is_newer(floor, version) and version not in bases}
+    return {version for version in versions if is_newer(floor, version) and version not in kept}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRule:
+    """Which versions are kept below the floor; each number bounds the versions of its kind."""
+
+    best: int = 0
+    milestone_every: int = 1
+    milestones: int = 0
+
+
+def best_versions(evaluated: Iterable[KeptVersion], *, measure: str, most: int) -> tuple[KeptVersion, ...]:
+    """Return the ``most`` evaluated versions with the highest scores, best first; of equal ones the newest.
+
+    Scores of another measure than ``measure``, that of the newest evaluation, cannot be compared with it and come last.
+    """
+    by_version = {one.version: one for one in evaluated}  # a repeated evaluation replaces the earlier one
+    ranked = sorted(by_version.values(), key=lambda one: (one.measure == measure, one.score, one.version), reverse=True)
+    return tuple(ranked[:most])
+
+
+def milestone_versions(stored: Iterable[PolicyVersion], rule: KeepRule) -> list[PolicyVersion]:
+    """Return the first version of every ``milestone_every``; that is doubled while there would be too many."""
+    known, every = sorted(stored), rule.milestone_every
+    if not known or not rule.milestones:
+        return []
+    while known[-1] // every > rule.milestones:
+        every *= 2
+    first: dict[int, PolicyVersion] = {}
+    for version in known:
+        first.setdefault(version // every, version)
+    return [version for number, version in first.items() if number > 0]
+
+
+def assembled_from(kept: Iterable[KeptVersion], manifests: Mapping[str, VersionManifest]) -> set[PolicyVersion]:
+    """Return the kept versions and those that they are assembled from; ``manifests`` are the stored ones by key."""
+    whole = {(m.version, m.state_root) for m in manifests.values() if m.kind == "anchor"}
+    found: set[PolicyVersion] = set()
+    for one in kept:
+        manifest = None if one.manifest is None else manifests.get(one.manifest.key)
+        start = None if manifest is None else manifest.start
+        while manifest is not None:
+            found.add(PolicyVersion(manifest.version))
+            if manifest.base is not None:
+                found.add(PolicyVersion(manifest.base.version))
+            if (manifest.version, manifest.state_root) in whole or manifest.version == start or manifest.parent is None:
+                break
+            manifest = manifests.get(manifest.parent.manifest.key)
+    return found
 
 
 def expired(retired_at: Mapping[PolicyVersion, float], *, now: float, grace_s: float) -> set[PolicyVersion]:

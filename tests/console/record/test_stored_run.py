@@ -8,7 +8,8 @@ import pytest
 from tests.console.record import recorded_run as recorded
 from tests.servers import secret_file
 
-from penstock.console import connections
+from penstock.console import connections, launch
+from penstock.console.cli.main import app
 from penstock.console.record.stored_run import ensure_local_servers
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError
@@ -33,3 +34,35 @@ def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
     with pytest.raises(ConfigError, match=r"no run nosuch at nats://.*; found: .*check the name"):
         ensure_local_servers("nosuch", at, {}, [])
     ensure_local_servers(run_streams, at, {}, [])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("audit first", "lineage first", "replay first", "watch first", "weights first", "reward errors first"),
+        *("weights export first --best --to best", "rescore first --weights reward=2", "rescore first --reward gsm8k"),
+        *("dead-letters list first", "dead-letters show first 1", "dead-letters resend first --all"),
+    ],
+)
+def test_a_command_about_a_finished_local_run_gets_its_servers(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each starts again with the servers of the run's own store."""
+    (tmp_path / "first" / "store").mkdir(parents=True)
+    (tmp_path / "first" / "report.json").write_text("{}")
+    started: list[list[str]] = []
+
+    class Replaced(Exception):
+        pass
+
+    def replace(command: list[str]) -> None:
+        started.append(command)
+        raise Replaced
+
+    monkeypatch.setattr(launch, "replace_process", replace)
+    typed = [*command.split(), f"run.dir={tmp_path}"]
+    monkeypatch.setattr("sys.argv", ["penstock", *typed])
+    with pytest.raises(Replaced):
+        app(typed)
+    stored = launch.module("penstock.deploy.stored", str(tmp_path / "first" / "store"), "--")
+    assert started[0][: len(stored)] == stored

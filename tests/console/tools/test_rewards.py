@@ -11,8 +11,11 @@ from tests.console.cli.test_command import penstock
 from tests.reward_service.processes import Service
 from tests.servers import secret_file
 
+from penstock.console import connections, launch
+from penstock.console.tools import rewards
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus
 
@@ -160,3 +163,45 @@ def test_the_errors_of_a_run_are_listed_by_reason(
     (line,) = json.loads(found.stdout)
     assert (line["reason"], line["waited"], line["dead"]) == ("EndpointFailed", 4, 1)
     assert line["newest"] in {"HTTP 501", "HTTP 503 at last"}
+
+
+class Replaced(Exception):
+    """The process would have been replaced."""
+
+
+def test_a_command_gets_a_reward_service_where_none_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that answers is used; without one, or with a file to serve, the command is started again with one of its own."""
+    started: list[list[str]] = []
+
+    def replace(command: list[str]) -> None:
+        started.append(command)
+        raise Replaced
+
+    monkeypatch.setattr(launch, "replace_process", replace)
+    monkeypatch.setattr(connections, "answers", lambda _: True)
+    assert rewards.service_url(None, (), (), []) == launch.REWARD_URL
+    assert rewards.service_url("http://gpu-1:8700", (), (), []) == "http://gpu-1:8700"
+    file = tmp_path / "strict.py"
+    with pytest.raises(ConfigError, match="there is no such file"):
+        rewards.service_url(None, [file], (), [])
+    file.write_text("")
+    with pytest.raises(ConfigError, match="--serve starts a reward service for this command, and --url names another"):
+        rewards.service_url("http://gpu-1:8700", [file], (), [])
+    typed = ["rescore", "first", "--serve", str(file), "--reward", "strict", f"--serve={file}"]
+    with pytest.raises(Replaced):
+        rewards.service_url(None, [file], ["run.toml"], typed)
+    monkeypatch.setattr(connections, "answers", lambda _: False)
+    with pytest.raises(Replaced):
+        rewards.service_url(None, (), (), ["reward", "test", "gsm8k"])
+    scoring = launch.module("penstock.deploy.scoring")
+    assert started == [
+        [
+            *scoring,
+            "--serve",
+            str(file),
+            "run.toml",
+            "--",
+            *launch.module("penstock", "rescore", "first", "--reward", "strict"),
+        ],
+        [*scoring, "--", *launch.module("penstock", "reward", "test", "gsm8k")],
+    ]

@@ -17,7 +17,7 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import RunEvent, WeightsApplied
+from penstock.protocol.facts import KeptVersion, RunEvent, WeightsApplied
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -28,6 +28,8 @@ from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_gc import Retention, WeightGc
+from penstock.trainer.publishing.weight_retention import KeepRule
 
 State = dict[str, torch.Tensor]
 
@@ -103,6 +105,38 @@ def test_a_version_is_exported_as_a_model_folder(
         export(run_streams, 2, folder, arguments, {})
     with pytest.raises(ConfigError, match="has no version 9"):
         export(run_streams, 9, tmp_path / "v9", arguments, {})
+
+
+def test_kept_versions_are_listed_with_the_reason_and_the_best_one_is_exported(
+    bus: Bus, run_streams: str, states: list[State], arguments: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], blobs: Blobs,
+) -> None:  # fmt: skip
+    """They stay listed and exportable when the chain from the head no longer reaches them; a deleted one is answered with what is stored."""
+    with pytest.raises(ConfigError, match="has no evaluated version: name one with --version"):
+        export(run_streams, None, tmp_path / "none", arguments, {})
+    gc = WeightGc(
+        Connections(run_streams, bus, blobs), Retention(2, 0.0, 1e9, KeepRule(1, 2, 1)), pinned=list, holder="test"
+    )
+    gc.kept.add_result(KeptVersion(version=1, step=1, measure="gsm8k ≥ 1", score=0.75))
+    gc.sweep(0.0)
+    [manifest] = [s.key for s in blobs.list(f"runs/{run_streams}/weights/v00000002/") if "manifest" in s.key]
+    blobs.delete([manifest])  # as a sweep with a higher floor does
+    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
+    rows = {row["version"]: row["kept"] for row in json.loads(capsys.readouterr().out)}
+    assert rows[1] == {"best": {"rank": 1, "score": 0.75, "measure": "gsm8k ≥ 1"}, "milestone": False, "for": []}
+    assert rows[0]["for"] == [1]
+    assert sorted(rows) == [0, 1, 3]
+    assert print_versions(run_streams, arguments, {}, as_json=False) == 0
+    printed = capsys.readouterr().out
+    assert "best: 0.750 (gsm8k ≥ 1)" in " ".join(printed.split())
+    assert f"penstock weights export {run_streams} --best" in printed
+    assert export(run_streams, None, tmp_path / "best", arguments, {}) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "best").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[1].items())
+    with pytest.raises(
+        ConfigError, match=r"has no version 2 in the object store; stored: 0-1, 3 \(best 1, milestone 2\)"
+    ):
+        export(run_streams, 2, tmp_path / "gone", arguments, {})
 
 
 def test_adapters_are_listed_with_their_base_and_exported_either_way(

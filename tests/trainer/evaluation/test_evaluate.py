@@ -50,6 +50,7 @@ class Scene:
         self.producer = producer
         self.results: list[EvalResult] = []
         self.lost: list[LostEvaluation] = []
+        self.at_end: list[tuple[set[PolicyVersion], int]] = []  # pinned versions, groups that are not closed
         self.accounting = Accounting()
         self.publisher = Publisher(connections, model_folder=folder / "model")
         self.evaluator = Evaluator(
@@ -62,6 +63,7 @@ class Scene:
         if isinstance(end, LostEvaluation):
             self.lost.append(end)
         else:
+            self.at_end.append((self.publisher.pinned(), len(self.accounting.in_flight("eval"))))
             self.results.append(end)
 
     def publish(self, version: PolicyVersion) -> None:
@@ -103,6 +105,9 @@ def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) ->
     assert result.accuracy == pytest.approx(0.25)
     assert result.reward_mean == pytest.approx(0.375)
     assert result.pass_at == {1: pytest.approx(0.25), 2: pytest.approx(0.5)}
+    assert result.score == ("exact_match ≥ 1", result.accuracy)
+    assert replace(result, accuracy=None).score == ("mean reward", result.reward_mean)
+    assert scene.at_end == [({3, 4}, 70)]  # a trainer killed while it records the best version evaluates it again
     entries = scene.accounting.take_entries()
     assert {group.pack for group in entries.evaluated} == set(range(len(entries.closed_packs)))
     assert all(scene.connections.blobs.get(pack) for pack in entries.closed_packs)

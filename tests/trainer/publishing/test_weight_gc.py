@@ -11,7 +11,8 @@ from tests.weights_source import WeightsSource, read_version
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, streams
-from penstock.protocol.facts import Heartbeat, RetirementFloor, decode, encode
+from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.facts import Heartbeat, KeptVersion, RetirementFloor, decode, encode
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -19,7 +20,7 @@ from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.weight_gc import Retention, WeightGc
-from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
 
 GRACE_S = 100.0
 
@@ -41,9 +42,22 @@ def connections(bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path) ->
     return Connections(run_streams, bus, blobs)
 
 
-def collector(connections: Connections, *, pinned: tuple[int, ...] = (), orphan_s: float = 1e9) -> WeightGc:
+def collector(
+    connections: Connections, *, pinned: tuple[int, ...] = (), orphan_s: float = 1e9, keep: KeepRule | None = None
+) -> WeightGc:
     versions = [PolicyVersion(version) for version in pinned]
-    return WeightGc(connections, Retention(2, GRACE_S, orphan_s), pinned=lambda: versions, holder="test")
+    retention = Retention(2, GRACE_S, orphan_s, keep or KeepRule())
+    return WeightGc(connections, retention, pinned=lambda: versions, holder="test")
+
+
+def evaluated(version: int, score: float) -> KeptVersion:
+    return KeptVersion(version=version, step=version, measure="m", score=score)
+
+
+def assert_readable(connections: Connections, kept: KeptVersion) -> None:
+    assert kept.manifest is not None
+    found = read_version(connections.blobs, connections.run_id, kept.version, kept.manifest)
+    assert torch.equal(found["a"], tensors(kept.version)["a"])
 
 
 def versions(connections: Connections, ending: str = "") -> set[int]:
@@ -124,3 +138,85 @@ def test_one_process_collects(connections: Connections) -> None:
     assert first._has_lease()
     assert not second._has_lease()
     assert first._has_lease()
+
+
+def test_the_best_version_stays_readable_below_the_floor(connections: Connections) -> None:
+    """With the full snapshot and the patches before it; a later evaluation that is better takes its place."""
+    keep = KeepRule(best=1)
+    gc = collector(connections, keep=keep)
+    gc.kept.add_result(evaluated(5, 0.4))
+    gc.kept.add_result(evaluated(8, 0.3))
+    assert gc.sweep(0.0) == 9  # it does not lower the floor
+    gc.sweep(GRACE_S)
+    assert versions(connections) == {3, 4, 5, *range(9, 14)}
+    [best] = gc.kept.read().best
+    assert_readable(connections, best)
+    gc.kept.add_result(evaluated(13, 0.4))
+    gc.sweep(2 * GRACE_S)
+    gc.sweep(3 * GRACE_S)
+    assert versions(connections) == set(range(9, 14))
+
+
+def test_a_best_version_is_kept_by_the_next_session_of_a_killed_trainer(connections: Connections) -> None:
+    """It is recorded when its evaluation ends, before any sweep: a process that knows nothing of it keeps it."""
+    collector(connections, keep=KeepRule(best=1)).kept.add_result(evaluated(4, 0.4))
+    gc = collector(connections, keep=KeepRule(best=1))
+    for now in (0.0, GRACE_S):
+        assert gc.sweep(now) == 9
+    assert versions(connections) == {3, 4, *range(9, 14)}
+    assert_readable(connections, gc.kept.read().best[0])
+
+
+def test_an_evaluation_that_nats_did_not_take_pins_its_version(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept in memory until the next sweep records it, before that sweep deletes anything."""
+    gc = collector(connections, keep=KeepRule(best=1))
+
+    def unreachable(*_: object) -> None:
+        raise BusUnreachable("no answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(gc.kept._state, "swap", unreachable)
+        gc.kept.add_result(evaluated(4, 0.4))
+        assert gc.kept.unwritten() == {4}
+        with pytest.raises(BusUnreachable):
+            gc.sweep(0.0)
+        assert versions(connections) == set(range(14))
+    gc.sweep(0.0)
+    assert gc.kept.unwritten() == set()
+    assert [one.version for one in gc.kept.read().best] == [4]
+    assert 4 in versions(connections, "manifest.json")
+
+
+def test_milestones_stay_readable_below_the_floor(connections: Connections) -> None:
+    """They are recorded by the sweep that would delete them, each with what it is assembled from."""
+    gc = collector(connections, keep=KeepRule(milestone_every=4, milestones=3))
+    for now in (0.0, GRACE_S):
+        gc.sweep(now)
+    kept = gc.kept.read().milestones
+    assert [one.version for one in kept] == [4, 8, 12]
+    assert versions(connections) == {3, 4, 6, 7, 8, *range(9, 14)}
+    for one in kept:
+        assert_readable(connections, one)
+
+
+def test_without_the_right_to_record_versions_the_rest_is_collected(
+    connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After three sweeps that could not write: nothing pins the floor for ever."""
+    keep = KeepRule(best=1, milestone_every=4, milestones=3)
+    collector(connections, keep=keep).kept.add_result(evaluated(4, 0.4))
+    gc = collector(connections, keep=keep)
+
+    def refused(*_: object) -> None:
+        raise BusUnreachable("permissions violation")
+
+    monkeypatch.setattr(gc.kept._state, "swap", refused)
+    gc.kept.add_result(evaluated(5, 0.9))
+    for _ in range(2):
+        with pytest.raises(BusUnreachable):
+            gc.sweep(0.0)
+    assert versions(connections, "manifest.json") == set(range(14))
+    assert gc.sweep(0.0) == 9
+    assert gc.kept.unwritten() == set()

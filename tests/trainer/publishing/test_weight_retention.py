@@ -5,8 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.protocol.facts import BlobRef, KeptVersion
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, expired, orphans, retired, retirement_floor
+from penstock.protocol.weights.manifest import AnchorRef, VersionManifest
+from penstock.trainer.publishing.weight_retention import (
+    FullSnapshotPolicy,
+    KeepRule,
+    assembled_from,
+    best_versions,
+    expired,
+    milestone_versions,
+    orphans,
+    retired,
+    retirement_floor,
+)
 
 V = PolicyVersion
 VERSIONS = st.integers(0, 60).map(PolicyVersion)
@@ -55,3 +67,47 @@ def test_a_full_snapshot_is_due_by_bytes_or_by_number():
     assert not policy.is_due(patch_bytes=50, full_bytes=100, num_versions=63)
     assert policy.is_due(patch_bytes=51, full_bytes=100, num_versions=1)
     assert policy.is_due(patch_bytes=0, full_bytes=100, num_versions=64)
+
+
+def evaluated(version: int, score: float, measure: str = "m") -> KeptVersion:
+    return KeptVersion(version=version, step=version, measure=measure, score=score)
+
+
+def test_the_best_versions_have_the_highest_scores():
+    """Of equal scores the newest is better; a repeated evaluation replaces the earlier one; another measure comes last."""
+    found = [evaluated(0, 0.2), evaluated(5, 0.9), evaluated(10, 0.4), evaluated(15, 0.4), evaluated(5, 0.1)]
+    assert [one.version for one in best_versions(found, measure="m", most=3)] == [15, 10, 0]
+    mixed = [evaluated(0, 7.0, "mean reward"), evaluated(5, 0.3), evaluated(10, 0.2)]
+    assert [one.version for one in best_versions(mixed, measure="m", most=9)] == [5, 10, 0]
+    assert best_versions(found, measure="m", most=0) == ()
+
+
+@given(st.sets(st.integers(0, 3000).map(PolicyVersion)), st.integers(1, 40), st.integers(1, 6))
+def test_milestones_are_few_and_spread_over_the_run(stored: set[PolicyVersion], every: int, most: int):
+    """There are never more than allowed, and what is deleted in between never becomes one again."""
+    rule, kept = KeepRule(milestone_every=every, milestones=most), set[PolicyVersion]()
+    for newest in sorted(stored):  # only the last versions are stored beside the milestones
+        recent = {version for version in stored if newest - 5 < version <= newest}
+        found = milestone_versions(kept | recent, rule)
+        assert len(found) <= most
+        assert set(found) <= kept | recent
+        kept = set(found)
+
+
+def test_milestones_of_a_run():
+    """One every ten versions, then every twenty, then every forty; one that was not published is replaced by the next."""
+    rule = KeepRule(milestone_every=10, milestones=3)
+    assert milestone_versions(map(V, range(36)), rule) == [10, 20, 30]
+    assert milestone_versions(map(V, range(41)), rule) == [20, 40]
+    assert milestone_versions(map(V, range(131)), rule) == [40, 80, 120]
+    assert milestone_versions([V(9), V(12), V(13), V(21)], rule) == [12, 21]
+    assert milestone_versions([V(3)], KeepRule(milestone_every=1, milestones=0)) == []
+
+
+def test_a_kept_adapter_keeps_its_base():
+    """However old the base is; the adapters in between are not needed."""
+    manifest = BlobRef(key="v7/manifest.json", size_bytes=1, sha256="0" * 64)
+    base = AnchorRef(version=2, manifest=manifest, state_root="0" * 64, num_bytes=1)
+    adapter = VersionManifest.model_construct(kind="adapter", version=7, anchor=base, state_root="1" * 64, parent=None)
+    kept = KeptVersion(version=7, step=7, manifest=manifest)
+    assert assembled_from([kept], {manifest.key: adapter}) == {2, 7}
