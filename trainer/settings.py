@@ -50,7 +50,10 @@ _ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
 class ModelSettings(Section):
     """The policy and its numeric format."""
 
-    path: Path = Field(description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template.")
+    path: Path = Field(
+        description="Hugging Face model folder (config.json, safetensors, tokenizer, chat template), or a GGUF file, which is "
+        "converted to such a folder beside it.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="Of forward and backward; float32 agrees with the embedded engine, bfloat16 suits GPUs.",

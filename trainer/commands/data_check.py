@@ -20,6 +20,7 @@ from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, detect, prompt_row, rename, turn_rows
 from penstock.trainer.errors import MalformedData
+from penstock.trainer.learner.gguf_model import model_folder
 from penstock.trainer.settings import COLUMNS, DataSettings, Format
 
 MAX_BAD_ROWS_SHOWN = 10
@@ -77,7 +78,9 @@ def main(arguments: Sequence[str]) -> int:
     """Check files and print a report; returns 1 if a row is bad."""
     parser = argparse.ArgumentParser(prog="penstock data check", description="Check what data files can train.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
-    parser.add_argument("--model", type=Path, help="model folder, to count tokens through its chat template")
+    parser.add_argument(
+        "--model", type=Path, help="model folder or GGUF file, to count tokens through its chat template"
+    )
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
     parser.add_argument(
         "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
@@ -92,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown or not all(mapping.values()):
         parser.error(f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
     data = DataSettings(format=options.format, map=mapping)
-    tokenizer = ChatTokenizer.read(options.model) if options.model else None
+    tokenizer = ChatTokenizer.read(model_folder(options.model)) if options.model else None
     reports = [check_file(path, data, tokenizer) for path in options.files]
     if not options.no_tests:
         for report in reports:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
+from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     files, overrides = split_arguments(arguments)
     settings = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
     logs.configure("sft")
+    settings = with_model_folders(settings)
     from penstock.trainer.learner import sft  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 

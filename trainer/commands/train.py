@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -17,6 +18,7 @@ from penstock.protocol.config.run_file import Loaded, config_document, load, spl
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
 from penstock.trainer.recovery.same_model import check_same_model
@@ -31,9 +33,10 @@ def main(arguments: Sequence[str]) -> int:
     """Train; returns 0, also for a run that is finished already, 130 or 143 after a signal, 2 for an error explained on stderr."""
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+    logs.configure("trainer")
+    loaded = replace(loaded, settings=with_model_folders(loaded.settings))
     settings = loaded.settings
     check_same_model(settings.run.folder, settings.model.path)
-    logs.configure("trainer")
     if finished := finished_run.notice(settings):
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{finished}\n")

@@ -56,7 +56,9 @@ class ChatTokenizer:
     def read(cls, folder: Path) -> ChatTokenizer:
         """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid."""
         if not folder.is_dir():
-            raise UnsupportedModel(f"model.path = {folder}: no such folder; set it to a Hugging Face model folder")
+            raise UnsupportedModel(
+                f"model.path = {folder}: no such folder; set it to a Hugging Face model folder or a GGUF file"
+            )
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedModel(
