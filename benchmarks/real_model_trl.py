@@ -38,7 +38,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(run["model"]["path"])
     system = {"role": "system", "content": run["data"]["system_prompt"]}
     train, held_out = (
-        [{**row, "prompt": [system, *row["prompt"]]} for row in map(json.loads, Path(run["data"][key]).open())]
+        [
+            {**row, "prompt": [system, *row["prompt"]]}
+            for row in map(json.loads, Path(run["data"][key]).read_text().splitlines())
+        ]
         for key in ("train", "eval")
     )
 
@@ -59,7 +62,11 @@ def main() -> None:
     )  # fmt: skip
     before = _held_out_reward(model, tokenizer, held_out, rollout["max_new_tokens"], is_bfloat16)
     learner = GRPOTrainer(
-        model=model, processing_class=tokenizer, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(train)
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(train),
     )
     wall, cpu = time.monotonic(), time.process_time()
     learner.train()

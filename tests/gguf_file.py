@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHARACTERS = "0123456789+=abcdefghijklmnopqrstuvwxyzĊĠ"  # Ċ and Ġ: line feed and space in byte-level tokens
+CHARACTERS = "0123456789+=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZĊĠ"  # Ċ and Ġ: line feed and space in byte-level tokens
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
