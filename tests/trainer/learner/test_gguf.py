@@ -64,7 +64,7 @@ def test_a_gguf_file_becomes_an_ordinary_model_folder_once(file: Path) -> None:
         {
             "model": {"path": file},
             "critic": {"path": file},
-            "algorithm": {"name": "ppo", "reference_path": file, "kl_loss": 0.1},
+            "algorithm": {"name": "ppo", "reference_path": file, "kl_coefficient": 0.1},
         }
     )
     used = with_model_folders(settings)
