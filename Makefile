@@ -10,7 +10,7 @@ FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: docs docs-test reference bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
+.PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
 
@@ -76,6 +76,9 @@ bench-replay: $(STAMP)  ## time the quickstart and its replay from the record: w
 
 bench-quickstart: $(STAMP)  ## run the quickstart for seeds 0, 1, 2: accuracy, wall and CPU seconds
 	$(BIN)/python benchmarks/quickstart.py
+
+real-model: $(STAMP)  ## train SmolLM2-135M for seeds 0, 1, 2 (hours); TRL beside it with PEER=PYTHON
+	$(BIN)/python -m benchmarks.real_model $(if $(PEER),--peer $(PEER))
 
 soak: $(STAMP)  ## run at full speed for SOAK_S seconds (an hour) and fail when memory or bounded bytes on disk grow
 	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_S)

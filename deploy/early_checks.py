@@ -9,6 +9,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.learner.gguf_header import is_gguf
+from penstock.trainer.learner.gguf_model import check_gguf
 from penstock.trainer.recovery.same_model import check_same_model
 from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
@@ -19,8 +21,10 @@ def check_inputs(trainer: TrainerSettings) -> None:
     trainer = resolve_inputs(trainer)
     if not trainer.model.path.exists():
         raise ConfigError(
-            f"model.path = {trainer.model.path}: there is no such folder; set it to a Hugging Face model folder"
+            f"model.path = {trainer.model.path}: there is no such folder; set it to a Hugging Face model folder or a GGUF file"
         )
+    if is_gguf(trainer.model.path):
+        check_gguf(trainer.model.path)
     if trainer.data.from_run is None:
         for key, files in (("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files)):
             if missing := [str(file) for file in files if not file.exists()]:

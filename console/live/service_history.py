@@ -8,6 +8,7 @@ step on, because start-up does not count as waiting.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from penstock.protocol.facts import Heartbeat
 # Totals that never decrease within one process; a decrease means a restart.
 COUNTERS = frozenset({"tokens_generated", "groups_generated", "groups_scored", "groups_trained"})
 _RATE_WINDOW_S = 8.0  # rates are means over this long: several optimizer steps of a small model
+_RATE_PACKS = (
+    3  # or longer, over this many increases: a worker counts tokens once for each pack, which may take a minute
+)
+_LONGEST_RATE_WINDOW_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,7 @@ class ServiceHistory:
         self.seen_at = seen_at
         self.is_of_this_session = True
         self._rates.append((beat.at, self.count("tokens_generated")))
-        while len(self._rates) > 2 and beat.at - self._rates[0][0] > _RATE_WINDOW_S:
-            self._rates.popleft()
+        self._shorten_rates()
         return span
 
     def open_window(self) -> None:
@@ -126,11 +130,20 @@ class ServiceHistory:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated per second over the last seconds; 0.0 for a service that is lost or has just started."""
+        """Tokens generated per second over the last packs; 0.0 for a service that is lost or has just started."""
         (first_at, first), (last_at, last) = self._rates[0], self._rates[-1]
         if not self.alive or last_at <= first_at:
             return 0.0
         return (last - first) / (last_at - first_at)
+
+    def _shorten_rates(self) -> None:
+        """Drop points that are older than the window, as long as the others have enough increases."""
+        while len(self._rates) > 2 and (age := self._rates[-1][0] - self._rates[0][0]) > _RATE_WINDOW_S:
+            counts = [count for _, count in itertools.islice(self._rates, 1, None)]
+            increases = sum(later > earlier for earlier, later in itertools.pairwise(counts))
+            if increases < _RATE_PACKS and age <= _LONGEST_RATE_WINDOW_S:
+                return
+            self._rates.popleft()
 
     def _has_restarted(self, beat: Heartbeat) -> bool:
         if beat.cpu_s < self.beat.cpu_s:

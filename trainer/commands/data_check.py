@@ -25,6 +25,7 @@ from penstock.trainer.data.inputs import data_files, model_folder, resolve_input
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.errors import MalformedData
+from penstock.trainer.learner import gguf_model
 from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
 
 MAX_BAD_ROWS_SHOWN = 10
@@ -99,7 +100,9 @@ def main(arguments: Sequence[str]) -> int:
         help="JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows "
         "with this setting",
     )
-    parser.add_argument("--model", type=Path, help="model folder or id, to count tokens through its chat template")
+    parser.add_argument(
+        "--model", type=Path, help="model folder, GGUF file or id, to count tokens through its chat template"
+    )
     parser.add_argument(
         "--run", type=Path, help="run file whose model, settings and (without FILE) data files are checked"
     )
@@ -124,9 +127,11 @@ def main(arguments: Sequence[str]) -> int:
     data = settings.data.model_copy(update=update)
     tokenizer = None
     if options.model or options.run:
-        folder = model_folder(options.model, "--model") if options.model else settings.model.path
+        path = model_folder(options.model, "--model") if options.model else settings.model.path
         tokenizer = ChatTokenizer.read(
-            folder, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
+            gguf_model.model_folder(path),
+            arguments=data.template_arguments,
+            needs_template=data.text_prompts == "chat",
         )
     max_new_tokens = settings.rollout.max_new_tokens if options.run else 1
     reports = [check_file(path, data, tokenizer, max_new_tokens=max_new_tokens) for path in files]

