@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from penstock.console.tools import reference
-from penstock.deploy import bootstrap, local, quickstart, train_attached, train_local
+from penstock.deploy import bootstrap, local, quickstart, recipe, train_attached, train_local
 from penstock.deploy.config_import import __main__ as config_import
 from penstock.deploy.config_show import SERVICES
 from penstock.protocol.config.describe_settings import describe
@@ -47,6 +47,7 @@ _PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "bootstrap": bootstrap.main,
     "data check": data_check.main,
     "config import": config_import.main,
+    "recipe": recipe.main,
     "reward serve": serve.main,
     "reward serve-judge": serve_judge.main,
     "reward serve-grader": serve_grader.main,
@@ -156,7 +157,7 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, Any]:
                 "value": _value(action),
                 "help": action.help or "",
                 "choices": [str(choice) for choice in action.choices or ()],
-                "repeatable": isinstance(action, argparse._AppendAction) or action.nargs == "+",
+                "repeatable": isinstance(action, argparse._AppendAction) or action.nargs in ("+", "*"),
             }
             for action in actions
         ],

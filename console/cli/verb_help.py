@@ -77,7 +77,7 @@ _OWN_FLAGS = {
     "config show": (CommandFlag(("--json",), "", "print one JSON object instead of TOML", (), False),),
 }
 _TAKES_A_RUN_FILE = ("train", "sft", "rollout", "reward service", "bootstrap", "config show")
-_STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "quickstart", "up", "data check", "reward serve", "reward serve-judge",
+_STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "quickstart", "recipe", "up", "data check", "config import", "reward serve", "reward serve-judge",
                      "reward serve-grader", "reward serve-model")  # fmt: skip
 
 

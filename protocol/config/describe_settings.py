@@ -163,7 +163,8 @@ def _type_name(annotation: Any, *, many: bool = False) -> str:
     if len(members) > 1:
         return " or ".join(dict.fromkeys(_type_name(one, many=many) for one in members if one is not type(None)))
     annotation = members[0]
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts: tuple[Any, ...] = get_args(annotation)
     if origin is Literal:
         name = _type_name(type(parts[0]))
     elif origin is dict:

@@ -17,13 +17,14 @@ from docs.self_contained import loads
 from penstock.console import launch
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
-from penstock.protocol.config.foreign_config import ALIASES
+from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
 from penstock.protocol.config.run_file import SECTIONS
 from tests.docs.pages import PAGES, READMES, ROOT, Block, blocks, inline_code, penstock_commands
 
 _KEY = re.compile(rf"^({'|'.join(SECTIONS)})\.[a-z_]+(\.[a-z_]+)*$")
-_OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", "algorithm.options.", "worker.engine_options.", "sglang.environ.", "vllm.environ.")  # fmt: skip
-_NO_KEYS = (".py", ".md", ".json", ".conf", ".toml")  # files named like a section
+_OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", "data.roles.", "data.template_arguments.", "algorithm.options.", "worker.engine_options.", "sglang.environ.", "vllm.environ.")  # fmt: skip
+FOREIGN = ALIASES.keys() | RENAMED.keys() | ABSENT.keys()  # of other systems: the settings loader has an answer
+_NO_KEYS = (".py", ".md", ".json", ".jsonl", ".conf", ".toml")  # files named like a section
 _VERBS = {" ".join(words) for words, _ in commands.verbs()}
 _OF_PROCESSES = re.compile(r"add_argument\(\s*((?:\"-{1,2}[\w-]+\"(?:,\s*)?)+)")
 _PATHS = re.compile(r"^(?:docs|protocol|trainer|rollout_service|reward_service|reward_model|console|deploy|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
@@ -188,7 +189,7 @@ def _keys() -> frozenset[str]:
 
 def _is_key(key: str) -> bool:
     tables = {one.rpartition(".")[0] for one in _keys()}
-    return key in _keys() or key in tables or key in ALIASES or key.startswith(_OPEN)
+    return key in _keys() or key in tables or key in FOREIGN or key.startswith(_OPEN)
 
 
 def _toml_keys(block: Block) -> set[str]:

@@ -31,7 +31,7 @@ CASES = {
     "penstock weights exp": {"export"},
     "penstock settings trainer.l": {"trainer.lr", "trainer.lease_s"},
     "penstock settings crit": {"critic", *(f"critic.{name}" for name in CRITIC)},
-    "/opt/bin/penstock config ": {"show"},
+    "/opt/bin/penstock config ": {"import", "show"},
 }  # fmt: skip
 
 
