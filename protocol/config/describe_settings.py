@@ -205,7 +205,7 @@ def _inner_metadata(annotation: Any) -> Iterator[Sequence[Any]]:
             yield [one for info in infos for one in (info.metadata if isinstance(info, FieldInfo) else [info])]
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def _members(annotation: Any) -> Sequence[Any]:
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -156,7 +156,7 @@ INTERFACE: dict[str, list[str]] = {
         "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int') -> 'list[list[Completion]]'",
     ],
     "Sampling": [
-        "class(Wire) (*, max_new_tokens: typing.Annotated[int, Ge(ge=1), Le(le=1000000)], temperature: typing.Annotated[float, Ge(ge=0), Le(le=100), AllowInfNan(allow_inf_nan=False)] = 1.0, top_p: typing.Annotated[float, Gt(gt=0), Le(le=1)] = 1.0, top_k: typing.Annotated[int, Ge(ge=-1)] = -1, stop_token_ids: tuple[int, ...] = ()) -> None",
+        "class(Wire) (*, max_new_tokens: typing.Annotated[int, Ge(ge=1), Le(le=1000000)], temperature: typing.Annotated[float, Ge(ge=0), Le(le=100), AllowInfNan(allow_inf_nan=False)] = 1.0, top_p: typing.Annotated[float, Gt(gt=0), Le(le=1)] = 1.0, top_k: typing.Annotated[int, Ge(ge=-1)] = -1, stop_token_ids: tuple[int, ...] = (), stop: typing.Annotated[tuple[typing.Annotated[str, FieldInfo(annotation=NoneType, required=True, metadata=[MinLen(min_length=1), MaxLen(max_length=200)])], ...], MaxLen(max_length=16)] = ()) -> None",
         "model_config",
     ],
     "Sequences": [
