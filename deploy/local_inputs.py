@@ -30,7 +30,7 @@ def copy_input(name: str, run_folder: Path) -> None:
     (store / COPIED_INPUTS / name).touch()
     partial = store / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
+    shutil.copytree(source, partial, symlinks=True)  # a store with links is refused by its servers
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial.rename(target)

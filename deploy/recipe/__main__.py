@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
-from penstock.deploy import recipe_model
-from penstock.deploy import recipe_task as task
+from penstock.deploy.recipe import model as published_model
+from penstock.deploy.recipe import task
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.subjects import check_run_id
 
@@ -134,7 +134,7 @@ def _make(options: Options) -> tuple[Path, Path]:
             f"{options.folder} has a run already; give another name with --run NAME, or resume it: penstock train "
             f"{options.folder / 'run.toml'} --local"
         )
-    model = options.gguf or recipe_model.fetch(options.folder.parent / "models")
+    model = options.gguf or published_model.fetch(options.folder.parent / "models")
     num_train = task.write_data(options.folder / "data", seed=options.seed, num_eval=HELD_OUT)
     run_file = options.folder / "run.toml"
     run_file.write_text(
