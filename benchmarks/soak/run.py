@@ -5,7 +5,7 @@
     python -m benchmarks.soak --seconds 900 --json soak.json
 
 One run of the quickstart's services on its tiny model, which trains several steps a second and never ends by itself.
-`[retention]` is a twelfth of the time, so that what it bounds is bounded within the run. The first third is the warm-up.
+`[retention]` and `trainer.weights_grace_s` are a twelfth of the time, so that what they bound is bounded within the run. The first third is the warm-up.
 Exits with 1 when the memory of a process, or a kind of bytes on disk that is bounded, grows after it (`verdict.py`).
 """
 
@@ -59,6 +59,7 @@ max_new_tokens = {max_new_tokens}
 steps = 10000000
 lr = 5e-4
 checkpoint_every = 10
+weights_grace_s = {grace_s}
 """
 
 
@@ -67,8 +68,11 @@ def soak(folder: Path, seconds: float, overrides: Sequence[str] = ()) -> list[Sa
     quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=_NUM_PROMPTS, num_eval=24)
     quickstart_task.write_model(folder / "model", seed=0)
     run_file = folder / "run.toml"
-    hours = seconds * _RETENTION_SHARE / 3600
-    run_file.write_text(_RUN_FILE.format(folder=folder, hours=hours, max_new_tokens=quickstart_task.MAX_NEW_TOKENS))
+    kept_s = seconds * _RETENTION_SHARE
+    text = _RUN_FILE.format(
+        folder=folder, hours=kept_s / 3600, grace_s=kept_s, max_new_tokens=quickstart_task.MAX_NEW_TOKENS
+    )
+    run_file.write_text(text)
     samples = []
     with LocalRun([str(run_file), *overrides]) as run:
         run.start()

@@ -4,6 +4,7 @@
 |-----------------------------------|---------------------------------------------------------------------------------|
 | memory of each process            | stay: the medians of the second and the last third of the time differ by at most `MEMORY_SHARE` |
 | weights, packs, queues, buckets, checkpoints | stay, within `DISK_SHARE`: retention and limits bound them             |
+| of these, weights and packs       | follow the steps per second, since they are kept for a time: compared at the same rate |
 | memory of the local S3 server     | grow by at most `S3_STEP_BYTES` a step: rclone keeps about 0.7 kB for each object ever written, deleted or not |
 | record, events, logs, metrics     | grow with the steps: they are shown in bytes per step                           |
 
@@ -25,6 +26,7 @@ S3_STEP_BYTES = 20_000  # a step of the run writes some ten objects, and Go's he
 DISK_SHARE = 0.10
 DISK_BYTES = 8_000_000  # NATS writes in blocks of this size
 BOUNDED = ("objects: weights", "objects: packs", "NATS: queues", "NATS: buckets", "NATS: other", "checkpoints")
+BY_TIME = ("objects: weights", "objects: packs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ def judge(samples: Sequence[Sample]) -> list[Line]:
     third = len(samples) // 3
     parts = samples[third : 2 * third], samples[2 * third :]
     steps = statistics.median(s.step for s in parts[1]) - statistics.median(s.step for s in parts[0])
+    speed_up = _rate(parts[1]) / max(_rate(parts[0]), 1e-9)
 
     def line(name: str, size: Callable[[Sample], int], *, share: float, least: float, bounded: bool) -> Line:
         first, last = (statistics.median(size(sample) for sample in part) for part in parts)
+        expected = first * max(speed_up, 1.0) if name in BY_TIME else first
         allowed = S3_STEP_BYTES * max(steps, 0) if name == f"memory: {S3_SERVER}" else share * first
-        grows = bounded and last - first > max(allowed, least)
+        grows = bounded and last - expected > max(allowed, least)
         return Line(name, first, last, max(map(size, samples)), (last - first) / max(steps, 1), bounded, grows)
 
     memory = sorted({name for sample in samples for name in sample.memory})
@@ -61,6 +65,12 @@ def judge(samples: Sequence[Sample]) -> list[Line]:
         line(k, lambda s, k=k: s.disk.get(k, 0), share=DISK_SHARE, least=DISK_BYTES, bounded=k in BOUNDED)
         for k in kinds
     ]
+
+
+def _rate(samples: Sequence[Sample]) -> float:
+    """Return the steps per second of a part of the run."""
+    first, last = samples[0], samples[-1]
+    return (last.step - first.step) / max(last.at_s - first.at_s, 1e-9)
 
 
 def show(samples: Sequence[Sample], lines: Sequence[Line]) -> str:

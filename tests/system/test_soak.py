@@ -30,3 +30,16 @@ def test_memory_may_grow_by_a_share_and_that_of_the_s3_server_with_the_steps(
     ]
     (line,) = judge(samples)
     assert line.grows is grows
+
+
+@pytest.mark.parametrize(("per_step", "grows"), [(1.0, False), (1.3, True)])
+def test_what_is_kept_for_a_time_follows_the_steps_per_second(per_step: float, grows: bool) -> None:
+    """The last third is half as fast again: so many more packs are kept; more than that is growth."""
+    samples, step = [], 0.0
+    for number in range(90):
+        rate = 1.0 if number < 60 else 1.5
+        step += rate
+        packs = 60e6 * rate * (1.0 if number < 60 else per_step)
+        samples.append(Sample(at_s=float(number), step=int(step), disk={"objects: packs": int(packs)}))
+    (line,) = judge(samples)
+    assert line.grows is grows
