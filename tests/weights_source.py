@@ -13,6 +13,7 @@ from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.facts import BlobRef, Fact, WeightsPublished
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig
@@ -44,6 +45,13 @@ class _Store(Blobs):
         return reference
 
 
+class _NotSent:
+    """The outcome of a publication that was not made."""
+
+    def wait(self) -> Receipt:
+        return Receipt(sequence=0, duplicate=False)
+
+
 class _Bus:
     """A bus that records the last announcement, and sends none while it is ``quiet``."""
 
@@ -55,11 +63,11 @@ class _Bus:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bus, name)
 
-    def publish(self, subject: str, fact: Fact, **options: Any) -> Pending[Any]:
+    def publish(self, subject: str, fact: Fact, **options: Any) -> Pending[Any] | _NotSent:
         if isinstance(fact, WeightsPublished):
             self.last = fact
             if self.quiet:
-                return self._bus.stream_state(f"{fact.run_id}-weights")
+                return _NotSent()
         return self._bus.publish(subject, fact, **options)
 
 

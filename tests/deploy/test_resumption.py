@@ -52,6 +52,7 @@ def start(_: object) -> None:
 
 class StoppedTrainer(contextlib.AbstractContextManager):
     stop_requested = True
+    is_logged = False
 
     def __init__(self, *_: object) -> None:
         pass

@@ -83,7 +83,8 @@ def typed(*words: str, expected: int = 0) -> str:
 
 def metrics(folder: Path, run_id: str, kind: str = "step") -> list[dict]:
     path = folder / "runs" / run_id / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # its last line may be half written
+    rows = [json.loads(line) for line in whole.splitlines()]
     return [row for row in rows if row["kind"] == kind]
 
 

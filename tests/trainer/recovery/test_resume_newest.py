@@ -139,6 +139,7 @@ def test_a_trainer_refuses_before_it_loads_anything(
         {
             "run": {"id": run_streams, "dir": tmp_path / "runs"}, "nats": nats_settings, "s3": s3_settings,
             "model": {"path": tmp_path / "model"}, "data": {"train": [tmp_path / "train.jsonl"]},
+            "rollout": {"max_new_tokens": 8},
         }
     )  # fmt: skip
     root = settings.run.folder / "checkpoints"
