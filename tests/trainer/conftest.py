@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.trainer.learner.forks import Command
-from tests.trainer.producer import ScriptedProducer, write_run_file
+from tests.trainer.producer import Answer, ScriptedProducer, recite, write_run_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import Task
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
 
 RUN = "replayed"
 
@@ -64,6 +67,12 @@ class StoredRun:
         return command.err
 
 
+def recite_slowly(task: Task, version: PolicyVersion) -> Answer:
+    """Answer so slowly that new groups do not always fill a batch: then groups are trained a second time."""
+    time.sleep(0.03)
+    return recite(task, version)
+
+
 @pytest.fixture(scope="session")
 def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredRun]:
     """Nine steps in three sessions: the first is killed two steps after its checkpoint, the third has other settings."""
@@ -88,7 +97,7 @@ def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.T
     blobs = Blobs(s3_server.settings)
     with Bus.connect(nats_server.settings, name="test") as bus:
         bootstrap(bus, blobs, RUN)
-        with ScriptedProducer(nats_server.settings, s3_server.settings, RUN):
+        with ScriptedProducer(nats_server.settings, s3_server.settings, RUN, recite_slowly):
             Command(folder, "train", str(run_file), "trainer.kill_at=stepped:5").wait(-9)
             Command(folder, "train", str(run_file)).wait()
             Command(folder, "train", str(run_file), "trainer.steps=9", "algorithm.clip_high=0.4").wait()
