@@ -52,6 +52,7 @@ NATS_CORES = 0.2
 _RUN = "idle"
 _PER_CONNECTION = 10
 _OBSERVED = 20
+_LAST_TASK_S = 12.0  # the longest pause of an idle worker, and some
 _OBSERVER_S = 60.0  # until the observed workers have started, and until they have answered
 _WAVE, _WAVE_S = 20, 0.5  # workers that start together, and the pause after them
 _BUSY = (
@@ -197,7 +198,7 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
             wall = time.monotonic() - began
             cores = (cpu_of(nats_pid) - cpu) / wall
             ended = time.monotonic()
-            await _quiet(tasks, 1.0)
+            await _quiet(tasks, _LAST_TASK_S)
         finally:
             busy.close()
         entries = await (await buses[0].key_value(streams.live_bucket(_RUN).bucket)).entries()
