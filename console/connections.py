@@ -18,7 +18,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 
 STORE = "store"
 COPIED_INPUTS = "copied-inputs"  # folder in a store: names of the rescored inputs that are copies of another run's
@@ -86,7 +86,7 @@ def store_environment(store: Path) -> dict[str, str]:
     Raises ConfigError for a file that is not theirs.
     """
     try:
-        words = shlex.split(read_own(store / "environment").decode())
+        words = shlex.split(read_regular(store / "environment").decode())
     except OSError:
         return {}
     except ValueError:  # not UTF-8, or a quote without its end

@@ -27,9 +27,9 @@ from penstock.deploy.early_checks import check_reward_files
 from penstock.deploy.local import LocalStack
 from penstock.deploy.stored import run_command
 from penstock.protocol import logs
-from penstock.protocol.config.sources import split_arguments
+from penstock.protocol.config.run_file import split_arguments, toml_text
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -123,7 +123,7 @@ def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -
     first = []
     if recorded is not None and (rewards := _recorded_rewards(recorded)):
         path = folder / "recorded.toml"
-        path.write_text(f"reward = {toml(rewards)}\n", encoding="utf-8")
+        path.write_text(f"reward = {toml_text(rewards)}\n", encoding="utf-8")
         first.append(str(path))
     return [*first, *(str(file.absolute()) for file in files), *kept]
 
@@ -133,19 +133,9 @@ def _recorded_rewards(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(read_own(path))["settings"].get("reward") or {})
+        return dict(json.loads(read_regular(path))["settings"].get("reward") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ConfigError(f"{path}: its recorded rewards cannot be read ({type(err).__name__}: {err})") from None
-
-
-def toml(value: Any) -> str:
-    """Return a JSON value as TOML; keys without a value are left out."""
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(key)} = {toml(one)}" for key, one in value.items() if one is not None)
-        return "{ " + ", ".join(pairs) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(toml(one) for one in value) + "]"
-    return json.dumps(value)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,15 @@ class Attacker:
         data = self._corpus.fetch(fields["pack"], self._blobs)
         return None if data is None else (fields, data)
 
+    def manifest(self, rng: random.Random) -> tuple[Any, bytes] | None:
+        """Return a real announcement of weights, unpacked, and the manifest that it names."""
+        found = self._corpus.draw(rng, "weights.published")
+        if found is None:
+            return None
+        tree = mutate_facts.unpack(found[1])
+        data = self.fetch(tree[1]["manifest"])
+        return None if data is None else (tree, data)
+
     def number_near(self, rng: random.Random) -> int:
         """Return a number like those of the next messages of a stream, or of the next step."""
         return rng.choice((self._corpus.newest_step, self._corpus.num_seen // 8)) + rng.randrange(-3, 40)
@@ -368,14 +377,10 @@ def _task_lists(attacker: Attacker, rng: random.Random) -> Attack | None:
 
 def _manifests(attacker: Attacker, rng: random.Random) -> Attack | None:
     """Announce a damaged manifest: of the newest version again, or of the one after it."""
-    found = attacker.real(rng, "weights.published")
+    found = attacker.manifest(rng)
     if found is None:
         return None
-    tree = mutate_facts.unpack(found[1])
-    fields = tree[1]
-    data = attacker.fetch(fields["manifest"])
-    if data is None:
-        return None
+    tree, data = found
     document = json.loads(data)
     name = rng.choice(("bytes", "fields", "objects", "cut"))
     if name == "bytes":
@@ -401,13 +406,10 @@ def _announced_weights(attacker: Attacker, rng: random.Random, name: str, tree: 
 
 def _weights(attacker: Attacker, rng: random.Random) -> Attack | None:
     """Announce real weights under the number of a later version."""
-    found = attacker.real(rng, "weights.published")
+    found = attacker.manifest(rng)
     if found is None:
         return None
-    tree = mutate_facts.unpack(found[1])
-    data = attacker.fetch(tree[1]["manifest"])
-    if data is None:
-        return None
+    tree, data = found
     document = json.loads(data)
     tree[1]["version"] = document["version"] = document["version"] + rng.choice((1, 2, 1000))
     return _announced_weights(attacker, rng, "later version", tree, _as_json(document))

@@ -36,15 +36,11 @@ def _attack(rng: random.Random, name: str, role: str, subject: str, data: bytes)
 
 def adapters(attacker: Attacker, rng: random.Random) -> Attack | None:
     """Announce an adapter of a real version, whose hashes are all those of what is stored, and that lies in one thing."""
-    found = attacker.real(rng, "weights.published")
+    found = attacker.manifest(rng)
     if found is None:
         return None
-    tree = mutate_facts.unpack(found[1])
-    fields = tree[1]
-    data = attacker.fetch(fields["manifest"])
-    if data is None:
-        return None
-    real = json.loads(data)
+    tree, data = found
+    fields, real = tree[1], json.loads(data)
     layout = attacker.fetch(real["layout"])
     if layout is None:
         return None

@@ -13,7 +13,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 
 log = structlog.get_logger("console.watched_totals")
 
@@ -57,7 +57,7 @@ class WatchedTotals(_Frozen):
 def load(folder: Path) -> WatchedTotals | None:
     """Return the stored totals of a run's folder; None without any, or when they cannot be read."""
     try:
-        return WatchedTotals.model_validate_json(read_own(folder / FILE))
+        return WatchedTotals.model_validate_json(read_regular(folder / FILE))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as err:

@@ -23,7 +23,7 @@ from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, Mi
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed
 from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import RUN_ID
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -164,7 +164,7 @@ def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[
                 )
             )
         elif state.chapter == pointer.chapter:
-            digest = hashlib.sha256(read_own(folder / STATE_FILE)).hexdigest()
+            digest = hashlib.sha256(read_regular(folder / STATE_FILE)).hexdigest()
             if digest != pointer.state_sha256:
                 faults.append(Breach("checkpoint altered", "", f"{folder / STATE_FILE} is not what was committed"))
     return state

@@ -14,7 +14,7 @@ from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, WireError
 from penstock.protocol.facts import Count, RunEvent, decode
 from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.record.step_digest import STEP_DIGEST, StepDigest
 from penstock.protocol.transport.bus import Bus
 
@@ -53,7 +53,7 @@ def from_metrics(folder: Path, state: CheckpointState | None) -> ReportedSteps:
     if state is None:
         return ReportedSteps(METRICS)
     try:
-        data = read_own(path, state.metrics_bytes)
+        data = read_regular(path, state.metrics_bytes)
     except OSError as err:
         return ReportedSteps(METRICS, problems=[f"{path} cannot be read: {type(err).__name__}: {err}"])
     rows = [_row(line) for line in data.split(b"\n") if line.strip()]

@@ -16,7 +16,7 @@ from penstock.console.tools.runs import is_locked, unknown_run
 from penstock.protocol import logs, streams
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import BusRefused, ConfigError
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.bus import Bus
 
@@ -32,7 +32,7 @@ def replay(
     check_run_id(run)
     path = connections.find(arguments, environ).settings.run.dir / run / "config.json"
     try:
-        ranks = int(json.loads(read_own(path))["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
+        ranks = int(json.loads(read_regular(path))["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise ConfigError(f"{path} has no trainer.num_ranks ({type(err).__name__}: {err})") from None
     if not 0 < ranks <= _MOST_RANKS:

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.console.report.event_fields import number
 from penstock.console.report.measures import Evaluation, HeldOut, held_out, recent_reward
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _by_part(steps: dict[int, dict[str, float]]) -> dict[str, tuple[tuple[int, f
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run's metrics.jsonl; what cannot be read is skipped, as is a last line still being written."""
     try:
-        text = read_own(folder / "metrics.jsonl").decode("utf-8", "replace")
+        text = read_regular(folder / "metrics.jsonl").decode("utf-8", "replace")
     except OSError:
         return
     for line in text.split("\n"):
@@ -100,7 +100,7 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
 def num_unreadable(folder: Path) -> int:
     """Return how many lines of a run's metrics.jsonl are no rows; one that is still being written does not count."""
     try:
-        text = read_own(folder / "metrics.jsonl").decode("utf-8", "replace")
+        text = read_regular(folder / "metrics.jsonl").decode("utf-8", "replace")
     except FileNotFoundError:
         return 0
     except OSError:

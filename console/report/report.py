@@ -14,7 +14,7 @@ from penstock.console.report import curves, drop_reasons, learning
 from penstock.console.report.curves import Curves
 from penstock.console.report.measures import HeldOut
 from penstock.console.report.run_summary import RunSummary
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 
 _WIDTH, _HEIGHT = 60, 8
 _JSON = "report.json"
@@ -43,7 +43,7 @@ def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) 
 def stored_summary(folder: Path) -> RunSummary | None:
     """Return the summary in a run folder's report; None without a report that can be read."""
     try:
-        document = json.loads(read_own(folder / _JSON))
+        document = json.loads(read_regular(folder / _JSON))
         return RunSummary.model_validate({name: value for name, value in document.items() if name != "curves"})
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

@@ -13,7 +13,7 @@ from penstock.console import connections
 from penstock.console.tools.chat_engine import ChatEngine, ChatRefused, Message
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import check_run_id
 
 _CLEAR = "/new"
@@ -100,7 +100,7 @@ def answer_length(model: Path) -> int:
 def trained_with(folder: Path) -> tuple[str, str]:
     """Return the dtype and the system prompt of the run, from its config.json; else the defaults."""
     try:
-        settings = json.loads(read_own(folder / "config.json"))["settings"]
+        settings = json.loads(read_regular(folder / "config.json"))["settings"]
         return str(settings["model"]["dtype"]), str(settings["data"]["system_prompt"])
     except (OSError, ValueError, KeyError, TypeError):
         return "float32", ""

@@ -24,7 +24,7 @@ from penstock.console.tables import console
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.record import run_lock
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import RUN_ID, check_run_id
 from penstock.protocol.transport.bus import Bus
 
@@ -83,7 +83,7 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     if not folder.is_dir():
         raise unknown_run(run, folder.parent)
     try:
-        text = printable(read_own(folder / "report.md").decode("utf-8", "replace"))
+        text = printable(read_regular(folder / "report.md").decode("utf-8", "replace"))
     except FileNotFoundError:
         line = describe(folder)
         print(f"run {run} has no report yet: {line.state}, step {line.step if line.step is not None else '–'}")
@@ -191,7 +191,7 @@ def is_finished(folder: Path) -> bool:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(read_own(path))
+        content = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

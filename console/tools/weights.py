@@ -15,7 +15,7 @@ from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.printable import printable
 from penstock.console.tables import console
-from penstock.console.tools import kept_versions
+from penstock.console.tools import kept_reasons
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
@@ -24,6 +24,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.manifest_chain import stored_chain
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 
 Row = dict[str, Any]
@@ -77,7 +78,7 @@ def export(
     found = [(m, key) for key, m in manifests.items() if m.version == version]
     if not found:
         raise ConfigError(
-            f"run {run} has no version {version} in the object store; {kept_versions.stored_text(manifests.values(), kept)}; "
+            f"run {run} has no version {version} in the object store; {kept_reasons.stored_text(manifests.values(), kept)}; "
             f"see: penstock weights {run}"
         )
     write = export_adapter if adapter else export_version
@@ -106,7 +107,7 @@ def reachable(
     """
     known: set[tuple[int, str]] = set()
     for start in (head and head.manifest, *(one.manifest for one in (*kept.best, *kept.milestones))):
-        for manifest in kept_versions.chain(start, manifests):
+        for manifest in stored_chain(start, manifests):
             for one in (manifest, manifest.anchor, manifest.base):
                 if one is not None:
                     known.add((one.version, one.state_root))
@@ -120,7 +121,7 @@ def list_versions(
 
     ``manifests`` are those of `reachable`. A model stored only as the base of adapters is listed with them.
     """
-    reasons = kept_versions.reasons(manifests, kept)
+    reasons = kept_reasons.reasons(manifests, kept)
     announced = {m.version for m in manifests.values() if m.version in view.published or m.version in reasons}
     listed = announced | {m.base.version for m in manifests.values() if m.base and m.version in announced}
     serving: dict[int, list[str]] = {}
@@ -144,7 +145,7 @@ def list_versions(
             "head": head is not None and head.version == version,
             "served_by": serving.get(version, []),
             "state_root": manifest.state_root,
-            "kept": reasons.get(version, kept_versions.NOT_KEPT),
+            "kept": reasons.get(version, kept_reasons.NOT_KEPT),
         }
         row["anchor"] |= manifest.kind == "anchor"
     return [rows[version] for version in sorted(rows)]
@@ -200,7 +201,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row['density']:.2%}",
             f"{row['bytes']:,}",
             "–" if row["seconds"] is None else f"{row['seconds']:.3f}",
-            kept_versions.why(row["kept"]),
+            kept_reasons.why(row["kept"]),
             ", ".join(row["served_by"]),
         )
     return table

@@ -220,7 +220,7 @@ _RULES: dict[str, Rule] = {
     "max_tokens_per_gpu": as_rule("trainer.micro_batch_tokens"),
     "use_tis": lambda given, values: ignored(f"{READ} tis_clip") if "tis_clip" in values else set_to(algorithm__token_tis_cap=2.0),
     "eval_prompt_data": lambda given, values: set_to(data__eval=given[1::2] if isinstance(given, list) and len(given) > 1 else given),
-    "apply_chat_template": lambda given, values: ignored("prompts always go through the model's chat template"),
+    "apply_chat_template": lambda given, values: set_to(data__text_prompts="chat" if is_on(given) else "plain"),
     "kl_estimator": lambda given, values: (
         set_to(algorithm__kl_form=given) if is_on(values.get("use_kl_loss")) else set_to(algorithm__reward_kl_form=given)
     ),

@@ -12,6 +12,7 @@ from penstock.deploy.config_import.rule_table import rule_for
 from penstock.deploy.config_import.translation import Line, Outcome, Translation
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, advice, prefix_advice
 from penstock.protocol.config.foreign_keys.answers import Alias
+from penstock.trainer.commands.sft_settings import SFT_KEYS
 
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
 _WORDS = {
@@ -22,10 +23,6 @@ _WORDS = {
     "roll": ("start_rlvr", "start_agentic"),
     "agentrl": ("--loss_calculater", "--inf_tp_size"),
 }
-_SFT = {
-    "trainer.lr": "sft.lr", "trainer.steps": "sft.steps", "trainer.warmup_steps": "sft.warmup_steps",
-    "trainer.betas": "sft.betas", "trainer.schedule": "sft.schedule", "rollout.groups_per_step": "sft.batch_size",
-}  # fmt: skip
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
 _GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because there is only this one
@@ -80,7 +77,7 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
     if system in _GROUP_RELATIVE and "algorithm.name" not in done.settings:
         done.settings["algorithm.name"] = "grpo"
     if is_supervised(found):
-        done.settings = {_SFT.get(key, key): value for key, value in done.settings.items()}
+        done.settings = {SFT_KEYS.get(key, key): value for key, value in done.settings.items()}
         done.settings.pop("algorithm.name", None)
         done.lines = [replace(line, text=_supervised(line.text)) for line in done.lines]
     _make_room(done)
@@ -123,7 +120,7 @@ def _said(settings: Mapping[str, Any], text: str) -> str:
 
 def _supervised(text: str) -> str:
     """Return a line of the report with the settings of [sft] where others have those of training by rewards."""
-    return re.sub("|".join(map(re.escape, _SFT)), lambda one: _SFT[one[0]], text)
+    return re.sub("|".join(map(re.escape, SFT_KEYS)), lambda one: SFT_KEYS[one[0]], text)
 
 
 def _masked(key: str, value: Any) -> Any:

@@ -80,7 +80,7 @@ def advice(dotted: str) -> str | None:
     return ABSENT.get(dotted) or prefix_advice(dotted, _PREFIXES)
 
 
-def named_so(last: str) -> str | None:
+def ending_in(last: str) -> str | None:
     """Return the key of another project that ends with a name, for a name that was written without its sections."""
     dotted = f".{last}"
     return next((key for table in (ALIASES, RENAMED, ABSENT) for key in table if key.endswith(dotted)), None)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from penstock.protocol.config.foreign_config import ALIASES, REFUSED, advice, named_so, value_advice
+from penstock.protocol.config.foreign_config import ALIASES, REFUSED, advice, ending_in, value_advice
 from penstock.protocol.config.sources import (
     ENVIRONMENT_PREFIX,
     NOTHING,
@@ -169,7 +169,7 @@ def format_config(loaded: Loaded[Any]) -> str:
     """Return every value with its origin as TOML that `load` reads back; secrets are masked."""
     rows: list[tuple[str, str]] = []
     for path, value in values_of(loaded.settings):
-        key = ".".join(part if _BARE_KEY.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in path)
+        key = ".".join(map(_toml_key, path))
         shown = _MASK if value and is_secret(type(loaded.settings), path) else value
         rows.append((f"{key} = {toml_text(shown)}", loaded.origins[".".join(path)]))
     width = min(60, max((len(assignment) for assignment, _ in rows), default=0))
@@ -187,12 +187,17 @@ def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
     return {"settings": settings, "origins": loaded.origins}
 
 
+def _toml_key(part: str) -> str:
+    return part if _BARE_KEY.fullmatch(part) else toml_text(part)
+
+
 def toml_text(value: Any) -> str:
-    """Return a value as TOML; None as the text that clears a value."""
+    """Return a value as TOML; None as the text that clears a value, or left out of a table."""
     if value is None:
         return '"none"'
     if isinstance(value, dict):
-        return "{}"  # a non-empty one was split into its entries
+        pairs = (f"{_toml_key(name)} = {toml_text(item)}" for name, item in value.items() if item is not None)
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(toml_text(item) for item in value)}]"
     if isinstance(value, (bool, int, float)):
@@ -251,11 +256,11 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
         dotted = ".".join(path)
         hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
         raise _UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
-    elif _takes(path, one, chosen.get(path)):
+    elif _replaces(path, one, chosen.get(path)):
         chosen[path] = Given(path, value, one.origin)
 
 
-def _takes(path: KeyPath, one: Given, earlier: Given | None) -> bool:
+def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:
     """Return True if a value replaces an earlier one of the same key; raises when two names give it in one source."""
     if earlier is None or earlier.source != one.source or earlier.spelling == one.spelling:
         return True
@@ -320,7 +325,7 @@ def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _Unk
             similar = list(ALIASES[spelt[-1]].keys)
         elif instead := advice(spelt[-1]):
             return _UnknownKeyError(spelt, f"unknown key {dotted}; {instead}")
-    if not similar and (theirs := named_so(spelt[-1])):
+    if not similar and (theirs := ending_in(spelt[-1])):
         if theirs not in ALIASES:
             return _UnknownKeyError(spelt, f"unknown key {dotted}; as {theirs}: {advice(theirs)}")
         similar = list(ALIASES[theirs].keys)

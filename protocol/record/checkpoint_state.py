@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
 from penstock.protocol.record.lineage import AccountState
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 
 STATE_FILE = "state.json"
 PARTIAL = ".partial"
@@ -54,7 +54,7 @@ def folder_name(step: int) -> str:
 
 def read_state(folder: Path) -> CheckpointState:
     """Read one checkpoint's state; raises MalformedFact or OSError."""
-    data = read_own(folder / STATE_FILE)
+    data = read_regular(folder / STATE_FILE)
     try:
         return CheckpointState.model_validate_json(data)
     except ValidationError as err:

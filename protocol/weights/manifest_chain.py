@@ -12,7 +12,7 @@ Pure: the caller fetches the objects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.errors import ChainBroken
@@ -65,6 +65,13 @@ class CatchUp:
         """
         steps = ((manifest, manifest.buckets[bucket]) for manifest in self.manifests)
         return tuple((manifest, state) for manifest, state in steps if state.codec != "none")
+
+
+def stored_chain(start: BlobRef | None, manifests: Mapping[str, VersionManifest]) -> Iterator[VersionManifest]:
+    """Yield a version's manifest and its parents, as far as they are among ``manifests``, by key; nothing is verified."""
+    while start is not None and (manifest := manifests.get(start.key)) is not None:
+        yield manifest
+        start = None if manifest.parent is None else manifest.parent.manifest
 
 
 def plan_catch_up(

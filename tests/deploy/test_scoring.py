@@ -11,7 +11,7 @@ from tests.servers import require
 
 from penstock.console.tools.rewards import RewardService
 from penstock.deploy import scoring
-from penstock.protocol.config.run_file import load
+from penstock.protocol.config.run_file import load, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.settings import RewardSettings
 
@@ -38,7 +38,7 @@ def test_recorded_rewards_and_given_settings_reach_the_service_and_addresses_do_
 def test_json_is_written_as_toml():
     """Any key and text comes back; what has no value is left out."""
     value = {"a b": [1, 2.5, True, 'x"\n\\ é'], "c": {"d": None, "e": {}}}
-    assert tomllib.loads(f"v = {scoring.toml(value)}")["v"] == {"a b": value["a b"], "c": {"e": {}}}
+    assert tomllib.loads(f"v = {toml_text(value)}")["v"] == {"a b": value["a b"], "c": {"e": {}}}
 
 
 def test_a_file_that_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path):

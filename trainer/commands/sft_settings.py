@@ -25,7 +25,7 @@ READ = frozenset({
 })  # fmt: skip
 """Keys that SFT reads; also those below them."""
 
-MEANT = {
+SFT_KEYS = {
     "trainer.lr": "sft.lr",
     "trainer.steps": "sft.steps",
     "trainer.betas": "sft.betas",
@@ -36,7 +36,7 @@ MEANT = {
 """General keys, and the key of SFT that each means on the command line."""
 
 _INSTEAD = {
-    **{key: f"use {own}" for key, own in MEANT.items()},
+    **{key: f"use {own}" for key, own in SFT_KEYS.items()},
     "data.eval": "nothing is evaluated; remove it, and evaluate the resulting model with `penstock train`",
     "data.max_prompt_tokens": "prompt and answer together have at most trainer.micro_batch_tokens tokens",
     "data.answer_is_ground_truth": "answers are what is imitated; remove it",
@@ -58,7 +58,7 @@ def chosen_settings(loaded: Loaded[TrainerSettings], overrides: Sequence[str]) -
     )
     unread: list[str] = []
     for key, origin in _changed(loaded):
-        if _is_read(key) or (key in MEANT and _is_override(origin)):
+        if _is_read(key) or (key in SFT_KEYS and _is_override(origin)):
             continue
         if not _is_override(origin) and (is_shared or key.startswith(_CONNECTIONS)):
             unread += [] if key.startswith(_CONNECTIONS) else [key]
@@ -103,7 +103,7 @@ def _of_other_services(overrides: Sequence[str]) -> list[str]:
 def _given_twice(loaded: Loaded[TrainerSettings]) -> list[str]:
     return [
         f"{OVERRIDE}: {key} and {own} are both given, and mean the same for `penstock sft`; leave one out"
-        for key, own in MEANT.items()
+        for key, own in SFT_KEYS.items()
         if _is_override(loaded.origins[key]) and _is_override(loaded.origins[own])
     ]
 
@@ -111,7 +111,9 @@ def _given_twice(loaded: Loaded[TrainerSettings]) -> list[str]:
 def _with_meant(loaded: Loaded[TrainerSettings]) -> TrainerSettings:
     settings = loaded.settings
     values: dict[str, Any] = {
-        own.partition(".")[2]: _value(settings, key) for key, own in MEANT.items() if _is_override(loaded.origins[key])
+        own.partition(".")[2]: _value(settings, key)
+        for key, own in SFT_KEYS.items()
+        if _is_override(loaded.origins[key])
     }
     chosen = settings.sft.model_copy(update=values)
     if chosen.warmup_steps > chosen.steps:

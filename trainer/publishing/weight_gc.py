@@ -2,8 +2,9 @@
 
 First it publishes the *floor*, a key of the state bucket: the version below which nothing is kept. It deletes the
 manifests below the floor, so that no new plan can start there, and the objects that they named after a grace period
-longer than any catch-up that had begun; but not those of the versions in `kept_versions`. Objects that no manifest names, because a publisher was killed, are deleted
-when they are old. A worker that is slower still finds an object missing, and starts again from the newest full snapshot.
+longer than any catch-up that had begun; those of the versions in `kept_versions` stay. Objects that no manifest names,
+because a publisher was killed, are deleted when they are old. A worker that is slower still finds an object missing, and
+starts again from the newest full snapshot.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from penstock.protocol.facts import BlobRef, RetirementFloor, decode, encode
 from penstock.protocol.transport.blobs import BlobStat
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.manifest_chain import stored_chain
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.kept_versions import KeptVersionsKey, Stored
@@ -102,7 +104,7 @@ class WeightGc:
             return None
         stored = list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id)))
         self._read_manifests(stored)
-        chain = self._chain(head.manifest.key)
+        chain = list(stored_chain(head.manifest, self._manifests))
         kept = self.kept.update(_stored(head.manifest, chain))  # before anything is deleted
         starts = {PolicyVersion(m.version): m.start for m in chain}
         newest = sorted(starts)[-self._retention.keep_versions :]
@@ -122,7 +124,7 @@ class WeightGc:
         """Record the milestones, and where the evaluated versions are stored, without deleting anything."""
         if (head := read_head(self._state)) is not None:
             self._read_manifests(list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id))))
-            self.kept.update(_stored(head.manifest, self._chain(head.manifest.key)))
+            self.kept.update(_stored(head.manifest, stored_chain(head.manifest, self._manifests)))
 
     def _work(self) -> None:
         while not self._stop.wait(SWEEP_S):
@@ -152,14 +154,6 @@ class WeightGc:
                 self._manifests[key] = VersionManifest.from_json(self._blobs.get_unverified(key))
             except (BlobMissing, WireError) as err:
                 log.warning("unreadable manifest skipped", key=key, error=str(err))
-
-    def _chain(self, key: str | None) -> list[VersionManifest]:
-        """Return the head's manifest and its parents, as far as they are stored."""
-        chain: list[VersionManifest] = []
-        while key is not None and (manifest := self._manifests.get(key)) is not None:
-            chain.append(manifest)
-            key = None if manifest.parent is None else manifest.parent.manifest.key
-        return chain
 
     def _needed_by_workers(self) -> list[PolicyVersion]:
         beats = heartbeats.readable(entry.value for entry in self._live.entries().wait())

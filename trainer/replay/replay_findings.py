@@ -10,7 +10,7 @@ from typing import Any
 from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.record.lineage import RecordedStep
-from penstock.protocol.record.own_file import read_own
+from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.recovery.recorded_settings import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
@@ -26,7 +26,7 @@ def config_findings(path: Path, recorded: Flat) -> list[str]:
     if not path.is_file():
         return []
     try:
-        here = flat(json.loads(read_own(path))["settings"])
+        here = flat(json.loads(read_regular(path))["settings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         return [f"{path} does not hold the settings of a run ({type(err).__name__}: {err})"]
     return [f"{path}: {line}" for line in differences(recorded, here, ignoring={"run.dir"})]

@@ -53,7 +53,7 @@ RENAMED: dict[str, str] = {
     "actor_num_nodes": "trainer.num_ranks (over all machines)",
     "advantage_estimator": "algorithm.name",
     "agent_func_path": "worker.environments and rollout.environment (one of your own, see docs/extending.md)",
-    "apply_chat_template": "data.format",
+    "apply_chat_template": 'data.text_prompts ("plain" uses texts as they are)',
     "async_queue_size": "rollout.max_staleness",
     "async_train": "rollout.max_staleness (0 waits for every step)",
     "ckpt_path": "run.dir",

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from penstock.protocol.config.run_file import load, values_of
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.commands import sft_settings
-from penstock.trainer.commands.sft_settings import MEANT, READ, check_ranks, chosen_settings
+from penstock.trainer.commands.sft_settings import READ, SFT_KEYS, check_ranks, chosen_settings
 from penstock.trainer.settings import TrainerSettings
 
 MODEL = "model.path=m"
@@ -62,12 +62,12 @@ def test_every_setting_is_used_or_refused():
         keys.add(key)
         names = [".".join(path) for path, _ in values_of(settings)]
         one = type(loaded)(settings, {name: "override" if name.startswith(key) else "default" for name in names})
-        is_used = key in MEANT or any(key == name or key.startswith(f"{name}.") for name in READ)
+        is_used = key in SFT_KEYS or any(key == name or key.startswith(f"{name}.") for name in READ)
         if is_used:
             result, unread = chosen_settings(one, [])
             assert unread == []
-            if key in MEANT:
-                section, name = MEANT[key].split(".")
+            if key in SFT_KEYS:
+                section, name = SFT_KEYS[key].split(".")
                 assert getattr(getattr(result, section), name) == other_value(
                     getattr(getattr(loaded.settings, key.split(".")[0]), key.split(".")[1])
                 )
@@ -75,7 +75,7 @@ def test_every_setting_is_used_or_refused():
             with pytest.raises(ConfigError, match=f"override: {key}(\\.x)? is not read by `penstock sft`; "):
                 chosen_settings(one, [])
     assert len(keys) > 150
-    assert keys >= READ | MEANT.keys(), "a key that SFT is said to read does not exist"
+    assert keys >= READ | SFT_KEYS.keys(), "a key that SFT is said to read does not exist"
 
 
 def test_the_source_reads_what_is_listed():

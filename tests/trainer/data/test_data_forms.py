@@ -271,6 +271,8 @@ def test_the_evaluation_set_is_not_cut(tmp_path: Path, model: Path):
     assert data.train is not None
     assert data.eval is not None
     assert (len(data.train), len(data.eval)) == (2, 5)
+    overrides[-1] = "data.train_max_samples=-1"
+    assert load(TrainerSettings, overrides=overrides).settings.data.max_samples is None, "-1 means all rows in verl"
 
 
 def test_data_check_reads_a_run_file(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]):

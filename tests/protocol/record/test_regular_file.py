@@ -17,7 +17,7 @@ from penstock.console.tools.runs import list_folder, print_one
 from penstock.deploy import stored
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.checkpoint_state import CheckpointState, read_state
-from penstock.protocol.record.own_file import links_below, read_own
+from penstock.protocol.record.regular_file import links_below, read_regular
 from penstock.trainer.replay.replay_findings import config_findings
 
 RUN = "foreign"
@@ -54,7 +54,7 @@ def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(
     """Every reader of a run's folder reports a file that cannot be read, at once."""
     for name in FILES:
         with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"):
-            read_own(folder / name)
+            read_regular(folder / name)
     with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"):
         read_state(folder)
     assert list(curves.rows(folder)) == []

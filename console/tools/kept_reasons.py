@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.protocol.facts import BlobRef, KeptVersions
+from penstock.protocol.facts import KeptVersions
 from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.manifest_chain import stored_chain
 
 Row = dict[str, Any]
 
 NOT_KEPT: Row = {"best": None, "milestone": False, "for": []}
-
-
-def chain(start: BlobRef | None, manifests: Mapping[str, VersionManifest]) -> Iterator[VersionManifest]:
-    """Yield a version's manifest and its parents, as far as they are stored."""
-    while start is not None and (manifest := manifests.get(start.key)) is not None:
-        yield manifest
-        start = None if manifest.parent is None else manifest.parent.manifest
 
 
 def reasons(manifests: Mapping[str, VersionManifest], kept: KeptVersions) -> dict[int, Row]:
@@ -32,7 +26,7 @@ def reasons(manifests: Mapping[str, VersionManifest], kept: KeptVersions) -> dic
     for one in kept.milestones:
         of(one.version)["milestone"] = True
     for one in sorted((*kept.best, *kept.milestones), key=lambda one: one.version):
-        for manifest in chain(one.manifest, manifests):
+        for manifest in stored_chain(one.manifest, manifests):
             needed = manifest.base.version if manifest.base else manifest.version
             if needed != one.version and one.version not in of(needed)["for"]:
                 of(needed)["for"].append(one.version)

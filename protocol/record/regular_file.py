@@ -9,7 +9,7 @@ from pathlib import Path
 MOST_BYTES = 4 * 1024**3
 
 
-def read_own(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the first ``most`` bytes of a regular file.
 
     Raises OSError for a link, which could lead to any file of this machine, and for what is no regular file: a pipe would
