@@ -20,7 +20,7 @@ from penstock.protocol.trajectory import Group
 
 StartWorker = Callable[..., Child]
 PROMPT = [5, 17, 88, 250, 31, 9]
-LONG = 800  # tokens: seconds of generation
+LONG = 2400  # tokens: seconds of generation
 
 
 def versions_of(groups: Iterable[Group]) -> list[set[int]]:
