@@ -37,12 +37,13 @@ class Sample:
     step: int
     memory: dict[str, int] = field(default_factory=dict)  # by process, with its children: resident
     disk: dict[str, int] = field(default_factory=dict)  # by kind
+    blocks: dict[str, int] = field(default_factory=dict)  # by stream: its largest file of messages, in bytes
 
 
 def take(started: float, snapshot: Snapshot, processes: Iterable[ProcessView], folder: Path) -> Sample:
     """Measure now."""
     memory = {view.name: resident(view.pid) for view in processes if view.alive}
-    return Sample(time.monotonic() - started, snapshot.step, memory, disk(folder))
+    return Sample(time.monotonic() - started, snapshot.step, memory, disk(folder), stream_blocks(folder))
 
 
 def resident(pid: int) -> int:
@@ -62,6 +63,16 @@ def disk(folder: Path) -> dict[str, int]:
     for path, size in _files(folder):
         found[_kind(path)] += size
     return dict(found)
+
+
+def stream_blocks(folder: Path) -> dict[str, int]:
+    """Return the bytes of the largest file of messages of each stream; nats-server keeps the one that it writes in memory."""
+    largest: dict[str, int] = {}
+    for path in folder.glob("store/nats/jetstream-store/jetstream/*/streams/*/msgs/*.blk"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            stream = path.parent.parent.name
+            largest[stream] = max(largest.get(stream, 0), path.stat().st_size)
+    return largest
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int]]:
