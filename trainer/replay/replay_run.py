@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,8 @@ class Replay:
                 return
             learned = learn(planner, self._require_rank_group(), batch, item.trained_version)
             self.verdict.count([group.num_tokens for group in batch])
+            if learned.updates != item.updates:
+                self.verdict.findings.append(f"step {item.step}: {_other_updates(item.updates, learned.updates)}")
             figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
             yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.plan.skipped)}
 
@@ -242,6 +245,15 @@ class Replay:
         ):
             if line not in self.verdict.environment_differences:
                 self.verdict.environment_differences.append(line)
+
+
+def _other_updates(recorded: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> str:
+    """Return the first optimizer step of a step that was made on other groups."""
+    number, pair = next(
+        (number, pair) for number, pair in enumerate(zip_longest(recorded, made), start=1) if pair[0] != pair[1]
+    )
+    before, after = ("none" if places is None else f"groups {list(places)}" for places in pair)
+    return f"optimizer step {number} was made on {after}, recorded {before}"
 
 
 def _refuse_code(run_id: str, documents: Mapping[str, bytes]) -> None:
