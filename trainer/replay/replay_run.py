@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,13 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
-from penstock.trainer.replay.replay_findings import config_findings, drift, figure_differences, missing_packs
+from penstock.trainer.replay.replay_findings import (
+    config_findings,
+    drift,
+    figure_differences,
+    missing_packs,
+    other_updates,
+)
 from penstock.trainer.replay.replay_verdict import Difference, Verdict
 from penstock.trainer.settings import TrainerSettings
 
@@ -186,8 +191,7 @@ class Replay:
                 return
             learned = learn(planner, self._require_rank_group(), batch, item.trained_version)
             self.verdict.count([group.num_tokens for group in batch])
-            if learned.updates != item.updates:
-                self.verdict.findings.append(f"step {item.step}: {_other_updates(item.updates, learned.updates)}")
+            self.verdict.findings += other_updates(item, learned.updates)
             figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
             yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.plan.skipped)}
 
@@ -245,15 +249,6 @@ class Replay:
         ):
             if line not in self.verdict.environment_differences:
                 self.verdict.environment_differences.append(line)
-
-
-def _other_updates(recorded: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> str:
-    """Return the first optimizer step of a step that was made on other groups."""
-    number, pair = next(
-        (number, pair) for number, pair in enumerate(zip_longest(recorded, made), start=1) if pair[0] != pair[1]
-    )
-    before, after = ("none" if places is None else f"groups {list(places)}" for places in pair)
-    return f"optimizer step {number} was made on {after}, recorded {before}"
 
 
 def _refuse_code(run_id: str, documents: Mapping[str, bytes]) -> None:
