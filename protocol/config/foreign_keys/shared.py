@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.protocol.config.foreign_keys.answers import KL, REUSE, Alias, taken
+from penstock.protocol.config.foreign_keys.answers import KL, Alias, taken
 
 TAKEN: dict[str, Alias] = {
+    "algorithm.ppo_epochs": taken("algorithm.epochs"),
     "clip_ratio": taken("algorithm.clip_low", "algorithm.clip_high"),
     "clip_ratio_c": taken("algorithm.dual_clip"),
     "clip_ratio_high": taken("algorithm.clip_high"),
@@ -57,8 +58,6 @@ RENAMED: dict[str, str] = {
 }
 
 ABSENT: dict[str, str] = {
-    "algorithm.epochs": REUSE,
-    "algorithm.ppo_epochs": REUSE,
     "nproc_per_node": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "nnodes": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "node_rank": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
