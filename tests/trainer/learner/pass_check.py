@@ -45,7 +45,10 @@ TWICE = ["algorithm.epochs=2", "algorithm.minibatches=2"]
 CASES: dict[str, tuple[int, list[str]]] = {  # ZeRO stage, settings
     "plain": (1, ["algorithm.name=grpo", "algorithm.importance=token", *TWICE]),
     "critic": (3, ["algorithm.name=ppo", "algorithm.minibatches=3"]),
-    "stopped": (0, ["algorithm.name=grpo", "algorithm.epochs=4", "algorithm.stop_kl=1e-9"]),
+    "stopped": (
+        0,
+        ["algorithm.name=grpo", "algorithm.epochs=4", "algorithm.stop_kl=1e-9", "algorithm.ess_level=token"],
+    ),
 }
 
 
@@ -126,6 +129,7 @@ def lead(rank_group: RankGroup, settings: TrainerSettings, groups: list[ReadyGro
         "steps_done": rank_group.policy.steps_done,
         "loss": [one.figures.loss for one in learned],
         "lr": [one.figures.lr for one in learned],
+        "lr_factor": [one.figures.lr_factor for one in learned],
         "grad_norm": [one.figures.grad_norm for one in learned],
         "tokens": [one.figures.sums["tokens"] for one in learned],
         "fresh": [one.figures.sums["fresh_tokens"] for one in learned],

@@ -23,6 +23,7 @@ from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.passes import Passes, batch_figures, plan_passes
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.step_plan import StepPlan, make_plan
+from penstock.trainer.recovery.recorded_settings import what_steps_read
 
 NUM_GROUPS = 5
 
@@ -104,6 +105,11 @@ def test_groups_that_filters_left_out_make_no_mini_batch_empty() -> None:
     plan = plan_of([flat, mixed, flat, flat, mixed], 3, drop_zero_advantage=True)
     assert plan.passes is not None
     assert sorted(plan.passes.groups) == [(1,), (4,)]
+
+
+def test_sessions_with_other_seeds_are_not_replayed_as_one() -> None:
+    """The seed decides which groups are in which mini-batch, so it is among the settings that a step's weights depend on."""
+    assert what_steps_read({"run.seed": 3, "run.id": "a", "nats.url": "b"}) == {"run.seed": 3}
 
 
 def figures(loss: float, *, tokens: float, clipped: float, fresh: float) -> StepFigures:
@@ -209,6 +215,15 @@ def test_passes_end_when_the_policy_has_moved(results: dict[int, dict]) -> None:
     for first, second in found["passes"]:
         assert first[2] == 0.0  # the first optimizer step is that of the policy before the batch
         assert second[2] > 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_optimizer_step_scales_the_rate_of_the_schedule(results: dict[int, dict]) -> None:
+    """By the effective sample size of its own mini-batch; the factors of a batch's optimizer steps do not add up."""
+    found = results[1]["stopped"]
+    assert max(found["lr_factor"]) < 0.9
+    assert found["lr"] == pytest.approx([2e-3 * found["lr_factor"][0], 4e-3 * found["lr_factor"][1]])
 
 
 @pytest.mark.slow
