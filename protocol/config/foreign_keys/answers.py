@@ -11,7 +11,7 @@ REWARD_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 SCHEDULE = {"constant_with_warmup": "constant"}
 LINEAR = {"all-linear": []}
 
-STEPS = "the length of a run is set in optimizer steps: trainer.steps"
+STEPS = "the length of a run is set in steps: trainer.steps = epochs x rows of data.train / rollout.groups_per_step"
 MICRO = "micro-batches are cut by trainer.micro_batch_tokens"
 MICRO_REWARD = "rewards are computed by services of their own, which batch by themselves: reward.name"
 METRICS = "all metrics are in the run folder's metrics.jsonl and on the event stream"

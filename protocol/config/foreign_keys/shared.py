@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.config.foreign_keys.answers import KL, Alias, taken
+from penstock.protocol.config.foreign_keys.answers import KL, STEPS, Alias, taken
 
 TAKEN: dict[str, Alias] = {
     "algorithm.ppo_epochs": taken("algorithm.epochs"),
@@ -68,14 +68,14 @@ ABSENT: dict[str, str] = {
     "batch_size": "prompts per step are rollout.groups_per_step, rows per supervised step sft.batch_size",
     "context_length": "set data.max_prompt_tokens and rollout.max_new_tokens separately",
     "dataset": "use data.train: a file or a list of files",
-    "epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "epochs": STEPS,
     "format": "the format of data rows is data.format",
     "gradient_accumulation_steps": "it follows from rollout.groups_per_step and trainer.micro_batch_tokens",
-    "num_epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "num_epochs": STEPS,
     "num_gpus": "trainer.num_ranks is the number of training processes",
     "per_device_train_batch_size": "micro-batches are cut by trainer.micro_batch_tokens",
     "split": "the splits are separate files: data.train and data.eval",
-    "total_epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "total_epochs": STEPS,
 }
 
 PREFIXES: dict[str, str] = {}

@@ -17,6 +17,7 @@ from penstock.protocol.config.foreign_keys.answers import (
     QUANTISED,
     REMOTE_CODE,
     SCHEDULE,
+    STEPS,
     Alias,
     taken,
 )
@@ -169,7 +170,7 @@ ABSENT: dict[str, str] = {
     "model_revision": "the model is a folder on disk: model.path",
     "neftune_noise_alpha": "not offered: the trained policy must be the one that sampled",
     "num_completions_to_print": "`penstock watch` and `penstock lineage` show completions",
-    "num_train_epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "num_train_epochs": STEPS,
     "optim_args": ADAMW,
     "overwrite_output_dir": "a run resumes by its run.id; another run.id is another run",
     "packing": NO_PADDING,

@@ -349,7 +349,7 @@ ABSENT: dict[str, str] = {
     "trainer.ray_wait_register_center_timeout": RAY,
     "trainer.remove_previous_ckpt_in_save": "trainer.keep_checkpoints says how many stay",
     "trainer.rollout_data_dir": "every group is stored in the object store, with its text: `penstock lineage`",
-    "trainer.total_epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "trainer.total_epochs": STEPS,
     "trainer.use_legacy_worker_impl": "there is one trainer: DeepSpeed with trainer.zero_stage",
     "trainer.validation_data_dir": "every group is stored in the object store, with its text: `penstock lineage`",
     "ulysses_sequence_parallel_size": NO_PARALLEL,

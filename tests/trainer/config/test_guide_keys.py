@@ -292,7 +292,10 @@ def test_verls_never_is_an_evaluation_at_both_ends() -> None:
     [
         ("trainer.save_steps=5", "did you mean trainer.checkpoint_every?"),
         ("trainer.learning_rate=1e-4", "did you mean trainer.lr?"),
-        ("trainer.num_epochs=1", "the length of a run is set in optimizer steps: trainer.steps"),
+        (
+            "trainer.num_epochs=1",
+            "the length of a run is set in steps: trainer.steps = epochs x rows of data.train / rollout.groups_per_step",
+        ),
         ("rollout.num_generations=8", "did you mean rollout.group_size?"),
         ("rollout.colour=red", "known here: rollout.group_size, rollout.groups_per_step"),
         ("rollout.temprature=1.0", "did you mean rollout.temperature?"),
