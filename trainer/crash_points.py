@@ -4,6 +4,7 @@
 ``object_stored@1``: on rank 1, not on rank 0) arms one point. By default none is armed, and passing a point costs one
 comparison.
 
+    one of several optimizer steps ▸ [updated] ▸ …
     step ▸ write ▸ [written] ▸ commit ▸ [committed] ▸ point ▸ [pointed] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
          ▸ each object [object_stored] ▸ [shards_stored] ▸ manifest ▸ [manifest_stored] ▸ head ▸ [head_moved] ▸ announce ▸ [announced]
 """
@@ -33,6 +34,7 @@ class CrashPoint(StrEnum):
     HEAD_MOVED = "head_moved"  # the head ▸ the announcement
     ANCHOR_STORED = "anchor_stored"  # the buckets of a full snapshot of a version ▸ its manifest
     ANNOUNCED = "announced"  # the announcement ▸ tasks for that version
+    UPDATED = "updated"  # an optimizer step of a batch that has several ▸ its next, or the end of the batch
 
 
 class _Armed:

@@ -213,7 +213,12 @@ class RolloutSettings(Section):
 class OptimizerSettings(Section):
     """Optimizer, ranks, checkpoints, deadlines."""
 
-    steps: int = Field(default=100, ge=1, description="Optimizer steps of the whole run, resumed ones included.")
+    steps: int = Field(
+        default=100,
+        ge=1,
+        description="Steps of the whole run, resumed ones included: each trains one batch and makes one version. Warm-up and "
+        "schedule count them too, whatever number of optimizer steps a batch has.",
+    )
     lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
     weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's decoupled weight decay.")
@@ -387,6 +392,11 @@ class TrainerSettings(Section):
                 f"a trajectory may have {longest} tokens (data.max_prompt_tokens {self.data.max_prompt_tokens} + "
                 f"rollout.max_new_tokens {self.rollout.max_new_tokens}), more than trainer.micro_batch_tokens = "
                 f"{self.trainer.micro_batch_tokens}; raise it to at least {longest}"
+            )
+        if self.algorithm.minibatches > self.rollout.groups_per_step:
+            raise ValueError(
+                f"algorithm.minibatches = {self.algorithm.minibatches} is more than rollout.groups_per_step = "
+                f"{self.rollout.groups_per_step}, and a group is never split; lower it, or raise rollout.groups_per_step"
             )
         if self.rollout.groups_per_message > self.rollout.groups_per_step:
             raise ValueError(

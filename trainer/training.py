@@ -89,7 +89,7 @@ class Training:
 
     @property
     def num_steps_done(self) -> int:
-        """Optimizer steps of the run so far, earlier sessions included."""
+        """Steps of the run so far, one for each batch, earlier sessions included."""
         return self.rank_group.policy.steps_done
 
     @property
@@ -135,7 +135,7 @@ class Training:
         return batch
 
     def train(self, batch: list[ReadyGroup]) -> Learned:
-        """Make one optimizer step; raises EngineMismatch before the update is published."""
+        """Make the optimizer step or steps of a batch; raises EngineMismatch before the update is published."""
         started = time.monotonic()
         with self.activity.working("training"):
             learned = learn(self.planner, self.rank_group, batch, self.version)
@@ -168,7 +168,9 @@ class Training:
         digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]
         digest = step_digest(self.lease.epoch, self.num_steps_done, self.version, made, digests)
         self._fields[STEP_DIGEST] = digest.model_dump()
-        self.record_writer.add_step(self.num_steps_done, self.version, made, batch, skipped, uses)
+        self.record_writer.add_step(
+            self.num_steps_done, self.version, made, batch, skipped, uses, updates=learned.updates
+        )
         self.version = made
 
     def publish(self) -> None:

@@ -59,6 +59,9 @@ class VersionLineage:
     chain: list[Link]  # from the version itself back to the first
     scorers: dict[str, int]  # groups of the whole chain, by scorer
     num_prompts: int  # of the whole chain
+    updates: list[list[int]] = field(
+        default_factory=list
+    )  # places of the groups of each optimizer step; none: one step
 
     @property
     def link(self) -> Link:
@@ -100,6 +103,7 @@ def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
         chain=chain,
         scorers=dict(Counter(group.scored.scorer for group in groups)),
         num_prompts=len({group.prompt for group in groups}),
+        updates=[list(places) for places in own.updates] if own else [],
     )
 
 

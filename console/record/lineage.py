@@ -103,6 +103,9 @@ def _show_version(found: VersionLineage, console: Console, *, full: bool) -> Non
         console.print(Text(printable(f"made with {made_with}")), highlight=False)
     if found.skipped:
         console.print("filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in found.skipped.items()))
+    if found.updates:
+        sizes = ", ".join(str(len(places)) for places in found.updates)
+        console.print(f"{len(found.updates)} optimizer steps, on {sizes} groups")
     if found.groups:
         console.print()
         console.print(_groups_table(found.groups))

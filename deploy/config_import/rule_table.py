@@ -36,9 +36,9 @@ from penstock.deploy.config_import.rules import (
     method_rule,
     min_lr,
     never_rule,
-    one_pass,
     only,
     overlong,
+    passes,
     positive,
     reward_code,
     reward_kl,
@@ -76,7 +76,7 @@ _RULES: dict[str, Rule] = {
     "algorithm.filter_groups.metric": with_rule("algorithm.filter_groups.enable"),
     f"{ACTOR}.ppo_max_token_len_per_gpu": as_rule("trainer.micro_batch_tokens"),
     f"{ACTOR}.ppo_mini_batch_size": with_rule("data.train_batch_size"),
-    f"{ACTOR}.ppo_epochs": one_pass,
+    f"{ACTOR}.ppo_epochs": passes,
     f"{ACTOR}.optim.lr_warmup_steps": positive("trainer.warmup_steps", OFF),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": share_of_steps("trainer.warmup_steps"),
     "critic.optim.lr_warmup_steps_ratio": share_of_steps("critic.warmup_steps"),
@@ -126,9 +126,15 @@ _RULES: dict[str, Rule] = {
     "epsilon_higher": with_rule("epsilon"),
     "beta1": as_rule("algorithm.beta_low"),
     "beta2": as_rule("algorithm.beta_high"),
-    "num_iterations": one_pass,
-    "ppo_epochs": one_pass,
-    "max_epochs": one_pass,
+    "num_iterations": passes,
+    "ppo_epochs": passes,
+    "max_epochs": passes,
+    "steps_per_generation": with_rule("per_device_train_batch_size"),
+    "generation_batch_size": lambda given, values: (
+        ignored(f"{READ} per_device_train_batch_size")
+        if "per_device_train_batch_size" in values
+        else set_to(rollout__groups_per_step=max(1, given // first(values, "num_generations", default=8)))
+    ),
     "num_train_epochs": epochs,
     "num_epochs": epochs,
     "total_epochs": epochs,

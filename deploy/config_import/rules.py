@@ -158,11 +158,9 @@ def epochs(given: Any, values: Values) -> Outcome:
     return decide(f"set trainer.steps: {given} x rows of data.train / rollout.groups_per_step")
 
 
-def one_pass(given: Any, values: Values) -> Outcome:
-    """Refuse several updates of one batch."""
-    if given in (1, 0):
-        return ignored("one update per batch, as here")
-    return decide("each batch is one update here; algorithm.max_trained_count trains on a group again in a later batch")
+def passes(given: Any, values: Values) -> Outcome:
+    """Set the passes over a batch, where there are several."""
+    return ignored("one pass over each batch, as here") if given in (1, 0) else set_to(algorithm__epochs=given)
 
 
 def batch_rule(prompts: str, rows: str) -> Rule:
@@ -175,11 +173,10 @@ def batch_rule(prompts: str, rows: str) -> Rule:
         groups = size // per_prompt if isinstance(size, int) and isinstance(per_prompt, int) and per_prompt else None
         if not isinstance(given, int) or not groups or groups >= given:
             return Outcome("translated", {"rollout.groups_per_step": given})
-        updates = math.ceil(given / groups)
         return set_to(
-            f"{given} prompts in {updates} optimizer steps of {groups}: the last is trained {updates - 1} versions later",
-            rollout__groups_per_step=groups,
-            rollout__max_staleness=max(2, updates - 1),
+            f"{given} prompts in optimizer steps of {groups}",
+            rollout__groups_per_step=given,
+            algorithm__minibatches=math.ceil(given / groups),
         )
 
     return rule
@@ -203,9 +200,20 @@ def trl_batch(given: Any, values: Values) -> Outcome:
     n = first(values, "num_generations", default=8)
     if not all(isinstance(one, int) and one > 0 for one in (given, accumulated, processes, n)):
         return decide("set rollout.groups_per_step: prompts of one optimizer step")
-    groups = max(1, given * accumulated * processes // n)
+    generated = values.get("generation_batch_size")
+    together = (
+        generated // (given * processes) if generated else first(values, "steps_per_generation", default=accumulated)
+    )
+    updates = max(1, together // accumulated)  # optimizer steps on what was generated together
+    groups = max(1, given * accumulated * processes * updates // n)
     text = f"{given} completions x {accumulated} accumulated x {processes} processes / {n} of each prompt"
-    return set_to(text, rollout__groups_per_step=groups)
+    if updates == 1:
+        return set_to(text, rollout__groups_per_step=groups)
+    return set_to(
+        f"{text}, {updates} such optimizer steps on what was generated together",
+        rollout__groups_per_step=groups,
+        algorithm__minibatches=min(updates, groups),
+    )
 
 
 def betas(given: Any, values: Values) -> Outcome:

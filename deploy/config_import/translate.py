@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.deploy.config_import.found import Found, readable, unassigned
 from penstock.deploy.config_import.rule_table import rule_for
+from penstock.deploy.config_import.rules import epochs
 from penstock.deploy.config_import.translation import Line, Outcome, Translation
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, advice, prefix_advice
 from penstock.protocol.config.foreign_keys.answers import Alias
@@ -62,7 +63,10 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
         if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
             done.lines.append(Line("ignored", key, value, "not set"))
             continue
-        outcome = _outcome(key, value, found.values, system, known)
+        if key == "max_epochs" and is_supervised(found):  # over the data, not over a batch
+            outcome = epochs(value, found.values)
+        else:
+            outcome = _outcome(key, value, found.values, system, known)
         settings = dict(outcome.settings)
         if names := unassigned(value):
             settings = {ours: readable(one) for ours, one in settings.items() if ours in _PATHS}

@@ -27,7 +27,7 @@ class RunSettings(Section):
     seed: int = Field(
         default=0,
         ge=0,
-        description="Seed of the order of the prompts and examples. Nothing else follows from it: engines sample with random "
+        description="Seed of the order of the prompts and examples, and of a batch's mini-batches. Nothing else follows from it: engines sample with random "
         "seeds, and adapters and critics start from the same values in every run.",
     )
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.protocol.facts import BlobRef, Count, Fact, Finite, Identifier, ScoredGroup, Sha256, Split, Wire, decode
 
@@ -50,7 +50,11 @@ class RecordedGroup(Wire):
 
 
 class RecordedStep(Wire):
-    """One optimizer step: ``groups``, in the order of use, turned ``trained_version`` into ``made_version``."""
+    """One step: ``groups``, in the order of use, turned ``trained_version`` into ``made_version``.
+
+    ``updates`` are its optimizer steps, of all passes in the order they were made, each with the places of its groups in
+    ``groups``; empty: one optimizer step on all of them.
+    """
 
     epoch: Count  # of the trainer session that made it
     step: Count  # number of the step, from 1
@@ -60,6 +64,17 @@ class RecordedStep(Wire):
     packs: tuple[BlobRef, ...]
     groups: Annotated[tuple[RecordedGroup, ...], Field(min_length=1)]
     skipped: dict[str, Count] = Field(default={})  # trajectories that filters left out of the loss, by reason
+    updates: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] = ()
+
+    @model_validator(mode="after")
+    def _updates_are_of_its_groups(self) -> RecordedStep:
+        for places in self.updates:
+            if places != tuple(sorted(set(places))) or places[-1] >= len(self.groups):
+                raise ValueError(
+                    f"step {self.step}: an optimizer step on the groups {list(places[:8])}, expected ascending places below "
+                    f"{len(self.groups)}; restore the record"
+                )
+        return self
 
 
 class RecordedSession(Wire):

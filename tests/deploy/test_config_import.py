@@ -22,7 +22,7 @@ FILES = Path(__file__).parents[1] / "data" / "foreign_configs"
 EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
     "verl_grpo.sh": ("verl", 1, {
         "algorithm.name": "grpo", "model.path": "Qwen/Qwen2.5-7B-Instruct", "data.train": "${HOME}/data/gsm8k/train.parquet",
-        "rollout.groups_per_step": 256, "rollout.max_staleness": 3, "rollout.max_new_tokens": 1024, "rollout.group_size": 5,
+        "rollout.groups_per_step": 1024, "algorithm.minibatches": 4, "rollout.max_new_tokens": 1024, "rollout.group_size": 5,
         "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28,
         "data.overlong": "drop", "worker.engine": "vllm", "vllm.tensor_parallel_size": 2, "vllm.gpu_memory_utilization": 0.6,
         "run.id": "qwen25-7b", "eval.every": 5, "trainer.lr": 1e-6, "model.gradient_checkpointing": True,
@@ -53,7 +53,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "algorithm.name": "grpo", "run.id": "qwen7b-grpo-math", "data.eval": "/data/gsm8k/test.parquet", "rollout.groups_per_step": 1024,
     }, ["num_gpus", "num_epochs", "context_length"]),
     "openrlhf.sh": ("openrlhf", 1, {
-        "algorithm.name": "grpo", "rollout.groups_per_step": 16, "rollout.max_staleness": 3, "algorithm.clip_high": 0.28,
+        "algorithm.name": "grpo", "rollout.groups_per_step": 64, "algorithm.minibatches": 4, "algorithm.clip_high": 0.28,
         "algorithm.kl_coefficient": 1e-3, "algorithm.kl_form": "k3", "trainer.num_ranks": 4, "vllm.engines": 4, "trainer.zero_stage": 3,
         "run.id": "llama3-8b-rlhf", "data.map.prompt": "context_messages",
     }, ["remote_rm_url", "num_episodes", "lr_warmup_ratio"]),
@@ -164,7 +164,7 @@ def test_limits_are_raised_and_the_narrower_key_holds(
     """What follows from the lengths and the staleness of the file is set; eps_clip_high overrules eps_clip in any order."""
     given = {
         "hf_checkpoint": "m", "eps_clip": 0.1, "eps_clip_high": 0.28, "rollout_max_response_len": 20000, "rollout_max_prompt_len": 500,
-        "rollout_batch_size": 320, "global_batch_size": 256, "n_samples_per_prompt": 8,
+        "rollout_batch_size": 320, "global_batch_size": 256, "n_samples_per_prompt": 8, "rollout.max_staleness": 9,
     }  # fmt: skip
     file = tmp_path / "job.json"
     file.write_text(json.dumps(dict(list(given.items())[::order])))
@@ -173,6 +173,45 @@ def test_limits_are_raised_and_the_narrower_key_holds(
     assert (settings["algorithm.clip_low"], settings["algorithm.clip_high"]) == (0.1, 0.28)
     assert settings["trainer.micro_batch_tokens"] == 20500
     assert (settings["rollout.max_staleness"], settings["trainer.keep_versions"]) == (9, 11)
+    assert (settings["rollout.groups_per_step"], settings["algorithm.minibatches"]) == (320, 10)
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "expected"),
+    [
+        ("trl", {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 6}, (6, 3, None)),
+        ("trl", {"per_device_train_batch_size": 8, "generation_batch_size": 32, "num_iterations": 2}, (4, 4, 2)),
+        ("trl", {"generation_batch_size": 32, "num_iterations": 1}, (4, None, None)),
+        ("verl", {"data.train_batch_size": 64, "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+                  "actor_rollout_ref.actor.ppo_epochs": 3}, (64, 4, 3)),
+        ("verl", {"data.train_batch_size": 64, "actor_rollout_ref.actor.ppo_mini_batch_size": 64}, (64, None, None)),
+        ("openrlhf", {"rollout_batch_size": 32, "train_batch_size": 64, "n_samples_per_prompt": 8, "max_epochs": 2}, (32, 4, 2)),
+        ("slime", {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "num_steps_per_rollout": 4}, (32, 4, None)),
+        ("roll", {"rollout_batch_size": 32, "ppo_epochs": 2}, (32, None, 2)),
+    ],
+)  # fmt: skip
+def test_several_optimizer_steps_on_a_batch_are_taken(
+    system: str,
+    given: dict[str, Any],
+    expected: tuple[int | None, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Prompts that are generated together are a batch, and its optimizer steps and passes are those of the file."""
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(given))
+    _, report = imported(file, tmp_path / "r.toml", "--from", system, capsys=capsys)
+    keys = ("rollout.groups_per_step", "algorithm.minibatches", "algorithm.epochs")
+    assert tuple(report["settings"].get(key) for key in keys) == expected
+
+
+def test_supervised_epochs_are_no_passes_over_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OpenRLHF's `max_epochs` counts passes over the data there: the number of steps is left to a person."""
+    file = tmp_path / "sft.sh"
+    file.write_text("deepspeed --module openrlhf.cli.train_sft --max_epochs 3 --pretrain m --dataset d.jsonl\n")
+    _, report = imported(file, tmp_path / "r.toml", capsys=capsys)
+    assert "algorithm.epochs" not in report["settings"]
+    assert "set sft.steps: 3 x rows" in json.dumps(report)
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,12 +47,13 @@ def test_a_validator_is_no_reader() -> None:
 
 
 def test_the_seed_is_that_of_the_order_alone() -> None:
-    """As its description says; another reader has to be named there."""
+    """As its description says, with the order of mini-batches; another reader has to be named there."""
     readers = {
         str(file.relative_to(ROOT))
         for package in _PACKAGES
         for file in (ROOT / package).rglob("*.py")
         if "settings.run.seed" in file.read_text(encoding="utf-8")
     }
-    assert readers == {"trainer/groups/group_source.py", "trainer/learner/sft.py"}
-    assert "order of the prompts and examples" in reference.load().settings["run.seed"].description
+    assert readers == {"trainer/groups/group_source.py", "trainer/learner/planning.py", "trainer/learner/sft.py"}
+    described = reference.load().settings["run.seed"].description
+    assert "order of the prompts and examples, and of a batch's mini-batches" in described

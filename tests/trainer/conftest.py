@@ -75,7 +75,10 @@ def recite_slowly(task: Task, version: PolicyVersion) -> Answer:
 
 @pytest.fixture(scope="session")
 def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredRun]:
-    """Nine steps in three sessions: the first is killed two steps after its checkpoint, the third has other settings."""
+    """Nine steps in three sessions: the first is killed two steps after its checkpoint, the third has other settings.
+
+    It makes four optimizer steps on each batch. One before it, with the same settings, was killed after two of the first four.
+    """
     folder = tmp_path_factory.mktemp("replay")
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=8, num_train=200, num_eval=8)
@@ -100,6 +103,8 @@ def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.T
         with ScriptedProducer(nats_server.settings, s3_server.settings, RUN, recite_slowly):
             Command(folder, "train", str(run_file), "trainer.kill_at=stepped:5").wait(-9)
             Command(folder, "train", str(run_file)).wait()
-            Command(folder, "train", str(run_file), "trainer.steps=9", "algorithm.clip_high=0.4").wait()
+            changed = ("trainer.steps=9", "algorithm.clip_high=0.4", "algorithm.epochs=2", "algorithm.minibatches=2")
+            Command(folder, "train", str(run_file), *changed, "trainer.kill_at=updated:2").wait(-9)
+            Command(folder, "train", str(run_file), *changed).wait()
         yield StoredRun(folder, blobs, run_file, nats_server.settings, s3_server.settings)
         delete_run(bus, RUN)

@@ -101,6 +101,18 @@ class _GeneralSettings(Section):
         description="How often a group may be trained on: one that was trained fills a batch that would otherwise wait.",
     )
     retrained_interval: int = Field(default=1, ge=1, description="Steps between two uses of a group.")
+    epochs: int = Field(default=1, ge=1, le=1000, description="Passes over each batch.")
+    minibatches: int = Field(
+        default=1,
+        ge=1,
+        description="Optimizer steps of a pass: the groups of a batch are split into so many parts; a group is never split.",
+    )
+    stop_kl: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="No further pass over a batch once the policy's KL to the one before the batch, per token, was above this "
+        "in a pass; none: all of algorithm.epochs.",
+    )
 
     # the loss
     loss: str = Field(
@@ -123,7 +135,7 @@ class _GeneralSettings(Section):
     ratio_anchor: Literal["auto", "behaviour", "proximal"] = Field(
         default="auto",
         description="Denominator of ratios: the sampler, or the trainer's own log-probabilities before the "
-        "step; auto: the sampler, since a step is one update.",
+        "batch; auto: the sampler where a batch is one optimizer step, else the trainer's own.",
     )
     negative_weight: float = Field(default=1.0, ge=0.0, description="Factor on negative advantages.")
     stale_negative_weight: float = Field(
@@ -245,6 +257,7 @@ class AlgorithmSettings(_AllSettings):
                 f"algorithm.retrained_interval = {self.retrained_interval} does nothing while "
                 "algorithm.max_trained_count = 1; set that too"
             )
+        self._check_passes()
         if self.kl_unbiased and self.kl_form == "full":
             raise ValueError(
                 "algorithm.kl_unbiased weighs an estimate by its token's ratio, and algorithm.kl_form = full sums over all "
@@ -256,6 +269,20 @@ class AlgorithmSettings(_AllSettings):
                 "algorithm.reward_kl_coefficient are set; set one of them to 0"
             )
         return self
+
+    def _check_passes(self) -> None:
+        if self.stop_kl is not None and self.epochs == 1:
+            raise ValueError(
+                f"algorithm.stop_kl = {self.stop_kl} does nothing with algorithm.epochs = 1: it leaves out further passes over "
+                "a batch; raise algorithm.epochs, or remove algorithm.stop_kl"
+            )
+        if self.many_updates and not self.parts.loss.value.uses_ratio:
+            key, value = ("epochs", self.epochs) if self.epochs > 1 else ("minibatches", self.minibatches)
+            raise ValueError(
+                f"algorithm.{key} = {value} with algorithm.loss = {self.loss}, which has no ratio: after the first optimizer "
+                "step on a batch its gradient would be that of another policy than the one that sampled, and nothing would "
+                f'limit it; set algorithm.loss = "ppo_clip", or algorithm.{key} = 1'
+            )
 
     def _refuse_parts_that_disagree(self) -> None:
         parts = self.parts
@@ -330,8 +357,13 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def uses_proximal(self) -> bool:
-        """Whether log-probabilities are recomputed before the step."""
-        return self.ratio_anchor == "proximal"
+        """Whether ratios are taken against log-probabilities that are recomputed before the batch."""
+        return self.ratio_anchor == "proximal" or (self.ratio_anchor == "auto" and self.many_updates)
+
+    @property
+    def many_updates(self) -> bool:
+        """Whether a batch may have several optimizer steps."""
+        return self.epochs * self.minibatches > 1
 
     def origin_of(self, field: str) -> str:
         """Return who chose a value that no source gave: the preset, or the default."""

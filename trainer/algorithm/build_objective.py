@@ -18,6 +18,7 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
         loss=loss.fn,
         options=settings.options_of(loss).model_dump(),
         anchor="proximal" if settings.uses_proximal else "behaviour",
+        many_updates=settings.many_updates,
         negative_weight=settings.negative_weight,
         stale_weight=settings.stale_negative_weight,
         corrections=_corrections(settings),

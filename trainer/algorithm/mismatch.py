@@ -37,6 +37,9 @@ _EDGES = (-MAX_LOG_RATIO, *(-step for step in reversed(_STEPS)), 0.0, *_STEPS, M
 _AGES = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9-16": (9, 16), "17+": (17, 1 << 62)}
 _MAX_LOG_PERPLEXITY = 80.0
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+# What `compare_fresh_tokens` reads: it compares two policies only while the weights are those that sampled.
+FRESH_SUMS = ("fresh_tokens", "fresh_k1", "fresh_k3", "fresh_abs")
+FRESH_MAXIMA = ("fresh_abs",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.corrections.effective_sample_size import learning_rate_factor
 from penstock.trainer.algorithm.corrections.interface import CorrectionFunction, Drift
 from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths
-from penstock.trainer.algorithm.corrections.ratios import Level, log_weights
+from penstock.trainer.algorithm.corrections.ratios import Level, divergence, log_weights
 from penstock.trainer.algorithm.corrections.stale_negatives import weigh_negatives
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate, kl_penalty
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
@@ -86,12 +86,14 @@ class PolicyGradient:
     Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and ``rejected_NAME`` by correction, ``ratio``,
     ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of the
     sampler), ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
-    ``ess_weight_squared`` (effective sample size), and those of `trainer/algorithm/mismatch.py`.
+    ``ess_weight_squared`` (effective sample size), ``kl_proximal`` (k3, from the proximal to the current policy) where the
+    proximal policy is computed, and those of `trainer/algorithm/mismatch.py`.
     """
 
     loss: PolicyLoss
     options: Mapping[str, Any] = field(default_factory=dict)
     anchor: Literal["behaviour", "proximal"] = "behaviour"
+    many_updates: bool = False  # a batch may have several optimizer steps: the policy before the first one is kept
     negative_weight: float = 1.0
     stale_weight: float = 1.0  # a further factor on negative advantages of tokens that an older version sampled
     corrections: Mapping[str, CorrectionFunction] = field(default_factory=dict)  # by name, their options bound
@@ -104,7 +106,7 @@ class PolicyGradient:
     @property
     def needs_proximal(self) -> bool:
         """Whether micro-batches must carry recomputed log-probabilities."""
-        return self.anchor == "proximal"
+        return self.anchor == "proximal" or self.many_updates
 
     @property
     def needs_reference(self) -> bool:
@@ -151,6 +153,8 @@ class PolicyGradient:
             **{f"rejected_{name}": (~those).sum() for name, those in kept.items()},
             **mismatch_sums(*arguments),
         }
+        if batch.proximal_logprobs is not None:
+            sums["kl_proximal"] = divergence(held - batch.proximal_logprobs, "k3").sum()
         if self.kl is not None:
             penalty, measured = _kl_terms(self.kl, logprobs, batch, full_kl)
             losses = losses + self.kl.coefficient * penalty

@@ -34,7 +34,19 @@ def summary_line(algorithm: AlgorithmSettings, *, max_staleness: int) -> str:
             f"; nothing protects it from samples up to {max_staleness} versions old: "
             f'see algorithm.name = "{DEFAULT}", or lower rollout.max_staleness'
         )
+    if max_staleness > 0 and algorithm.uses_proximal and _weighs_nothing_by_sampler(algorithm):
+        line += (
+            "; its ratios are to the policy before the batch, so older samples count as new ones: "
+            'set algorithm.importance = "token"'
+        )
     return line
+
+
+def _weighs_nothing_by_sampler(algorithm: AlgorithmSettings) -> bool:
+    """Whether no built-in weight or mask compares the policy with the sampler."""
+    fields = type(algorithm).model_fields
+    switches = ("importance", "rejection", "m2po_budget", "opsm_delta", "veto", "age_band_cap")
+    return not algorithm.corrections and all(getattr(algorithm, name) == fields[name].default for name in switches)
 
 
 def _is_protected(algorithm: AlgorithmSettings) -> bool:

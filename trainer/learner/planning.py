@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.learner.passes import Passes, plan_passes
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
@@ -28,6 +29,7 @@ class Planner:
         self._longest = settings.rollout.max_new_tokens
         self._budget = settings.trainer.micro_batch_tokens
         self._least_age = settings.data.least_age
+        self._seed = settings.run.seed
         self._rank_group = rank_group
         self._state = AlgorithmState.resumed(settings.algorithm, state)
         self._credit = credit_rule(settings.algorithm, longest=self._longest, state=self._state)
@@ -54,11 +56,23 @@ class Planner:
             num_shares=self._rank_group.num_row_shares,
             version=version,
             sft_coefficient=algorithm.sft_coefficient,
+            split=self._split if algorithm.many_updates else None,
         )
         plan = replace(plan, least_age=self._least_age)
         if algorithm.has_critic and algorithm.reward_kl_coefficient:
             plan = replace(plan, token_kl=self._state.kl.coefficient)
         return replace(plan, kl_coefficient=self._state.kl.coefficient) if steers_loss else plan
+
+    def _split(self, groups: Sequence[int]) -> Passes:
+        algorithm = self._algorithm
+        return plan_passes(
+            groups,
+            epochs=algorithm.epochs,
+            minibatches=algorithm.minibatches,
+            seed=self._seed,
+            step=self._rank_group.policy.steps_done,
+            stop_kl=algorithm.stop_kl,
+        )
 
     def learned(self, figures: StepFigures) -> dict[str, Any]:
         """Update the KL coefficient from the step's measured KL; returns the figures to report about it."""
@@ -79,15 +93,20 @@ class Planner:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One optimizer step: its plan, its figures, and what the planner reports."""
+    """One step: its plan, its figures, and what the planner reports."""
 
     plan: StepPlan
     figures: StepFigures
     reported: dict[str, Any]
 
+    @property
+    def updates(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of each optimizer step, by their place in the batch; empty: one optimizer step on all of them."""
+        return self.plan.passes.updates(len(self.figures.passes)) if self.plan.passes else ()
+
 
 def learn(planner: Planner, rank_group: RankGroup, batch: Sequence[ReadyGroup], version: int) -> Learned:
-    """Make the optimizer step on a batch at ``version``; the only code that changes weights, in a run and its replay."""
+    """Make the optimizer steps on a batch at ``version``; the only code that changes weights, in a run and its replay."""
     plan = planner.plan(batch, version)
     figures = rank_group.step(plan, batch)
     return Learned(plan, figures, planner.learned(figures))

@@ -31,8 +31,17 @@ _TAG = "engine"
 
 
 @dataclass(frozen=True, slots=True)
+class PassFigures:
+    """What was measured in one of several passes over a batch."""
+
+    num_updates: int  # optimizer steps
+    clip_fraction: float
+    kl_proximal: float  # per token, from the policy before the batch to the one before each optimizer step
+
+
+@dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What one optimizer step did, over all ranks; the same on every rank."""
+    """What one optimizer step did, or all those of a batch, over all ranks; the same on every rank."""
 
     loss: float
     grad_norm: float  # before clipping
@@ -41,6 +50,7 @@ class StepFigures:
     maxima: dict[str, float]
     critic: Mapping[str, float] = field(default_factory=dict)  # its figures, in a run with a critic
     lr_factor: float = 1.0  # of the schedule's learning rate, contained in ``lr``
+    passes: tuple[PassFigures, ...] = ()  # in a run with several optimizer steps on a batch
 
 
 class Policy:
@@ -51,7 +61,7 @@ class Policy:
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims
-        self.steps_done = 0
+        self.steps_done = 0  # batches, whatever number of optimizer steps each had
         self.device = trainable.device
 
     @property
@@ -60,13 +70,19 @@ class Policy:
         return self._trainable.dtype
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        reference: ReferencePolicy | None = None,
+        *,
+        ends_batch: bool = True,
     ) -> StepFigures:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
         ranks and micro-batches simply add up. The objective may scale the step's learning rate by what
         the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
+        Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
         """
         sums_of_step = _StepSums()
         for number, batch in enumerate(micro_batches, start=1):
@@ -76,21 +92,32 @@ class Policy:
             sums_of_step.add(outcome)
         loss, sums, maxima = sums_of_step.over(self._dims)
         lr_factor = objective.lr_factor(sums)
-        update = self._trainable.update(lr_factor)
-        self.steps_done += 1
+        update = self._trainable.update(lr_factor, ends_batch=ends_batch)
+        self.steps_done += ends_batch
         return StepFigures(loss, update.grad_norm, update.lr, sums, maxima, lr_factor=lr_factor)
 
     def measure_step(
-        self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        reference: ReferencePolicy | None = None,
+        *,
+        ends_batch: bool = True,
     ) -> StepFigures:
         """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
         sums_of_step = _StepSums()
         with torch.no_grad():
             for batch in micro_batches:
                 sums_of_step.add(self._outcome(batch.to(self.device), objective, reference))
-        self.steps_done += 1
+        self.steps_done += ends_batch
         loss, sums, maxima = sums_of_step.over(self._dims)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
+
+    def end_batch(self, *, has_learned: bool = True) -> None:
+        """Count the step whose optimizer steps were made one by one; if it ``has_learned``, the schedule advances."""
+        self.steps_done += 1
+        if has_learned:
+            self._trainable.end_batch()
 
     def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on ranks that write no files.

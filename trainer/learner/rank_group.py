@@ -18,12 +18,14 @@ from penstock.protocol import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.trainer import process_memory
+from penstock.trainer import crash_points, process_memory
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.objective import PolicyGradient
+from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.learner.critic import Critic
+from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
 from penstock.trainer.learner.policy import Policy, StepFigures
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, rows_of
@@ -65,7 +67,7 @@ class RankGroup:
         return self._dims.rows.count
 
     def step(self, plan: StepPlan, groups: Iterable[ReadyGroup]) -> StepFigures:
-        """Make one optimizer step (rank 0); ``groups`` are those of the plan, already fetched."""
+        """Make the optimizer step or steps of a batch (rank 0); ``groups`` are those of the plan, already fetched."""
         self._order("step", plan.to_wire)
         return self._train(plan, _by_place(plan, groups))
 
@@ -149,15 +151,33 @@ class RankGroup:
         priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
         batches = [self._complete(build(rows_of(plan, rows, groups)), objective, priced) for rows in own]
         if self._critic is None:
-            return self.policy.train_step(self._bounded(batches), objective, self._reference)
+            return self._update(batches, plan.passes, objective)
         credited = self._critic.credit(batches, plan.token_kl)
         waits = self._critic.learns_alone(self.policy.steps_done)
-        take_step = self.policy.measure_step if waits else self.policy.train_step
-        figures = take_step(self._bounded(credited.micro_batches), objective, self._reference)
+        figures = self._update(credited.micro_batches, plan.passes, objective, waits=waits)
         return replace(figures, critic=self._critic.learn(credited))
 
+    def _update(
+        self, batches: Sequence[MicroBatch], passes: Passes | None, objective: PolicyGradient, *, waits: bool = False
+    ) -> StepFigures:
+        """Make the optimizer steps of a batch; with ``waits`` only measure it, in one pass."""
+        take_step = self.policy.measure_step if waits else self.policy.train_step
+        if passes is None:
+            return take_step(self._bounded(batches), objective, self._reference)
+        pieces, made = passes.cut(batches), list[list[StepFigures]]()
+        for order in passes.orders[:1] if waits else passes.orders:
+            made.append([])
+            for number in order:
+                bounded = self._bounded(pieces[number])
+                made[-1].append(take_step(bounded, objective, self._reference, ends_batch=False))
+                crash_points.reach(CrashPoint.UPDATED)
+            if passes.is_exceeded(pass_figures(made[-1]).kl_proximal):  # the same on every rank
+                break
+        self.policy.end_batch(has_learned=not waits)
+        return batch_figures(made)
+
     def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches with the drift limit of the whole batch, if the objective has one."""
+        """Return the micro-batches of an optimizer step with the drift limit of all of them, if the objective has one."""
         if self._objective.m2po_budget is None:
             return batches
         limit = self._drift_limit(batches, self._objective.m2po_budget, self._objective.m2po_form)

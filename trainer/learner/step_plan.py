@@ -7,8 +7,8 @@ number of ranks. A plan and the packs that it names are enough to make the same 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import Prompt, Row, plan_micro_batches, prompt_of
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
+from penstock.trainer.learner.passes import Passes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +68,7 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step over all ranks."""
+    """The optimizer step, or the several ones, on a batch, over all ranks."""
 
     packs: tuple[BlobRef, ...]
     rows: tuple[PlannedRow, ...]
@@ -77,6 +78,9 @@ class StepPlan:
     token_kl: float = 0.0  # coefficient of the KL in every token's reward, in a run with a critic
     least_age: int = 0  # of any token: 1 if no version of this run sampled it
     kl_coefficient: float | None = None  # of the KL in the loss, if it is adaptive; None: that of the objective
+    passes: Passes | None = (
+        None  # the optimizer steps, of which each share's micro-batches are in order; None: one step
+    )
 
     def to_wire(self) -> list[Any]:
         """Return the plan as MessagePack types."""
@@ -89,12 +93,13 @@ class StepPlan:
             self.kl_coefficient,
             self.token_kl,
             self.least_age,
+            self.passes and self.passes.to_wire(),
         ]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
         """Rebuild what `to_wire` wrote."""
-        packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl, least_age = wire
+        packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl, least_age, passes = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
@@ -104,10 +109,11 @@ class StepPlan:
             kl_coefficient=kl_coefficient,
             token_kl=token_kl,
             least_age=least_age,
+            passes=passes and Passes.from_wire(passes),
         )
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913  everything that decides a step
     groups: Sequence[ReadyGroup],
     *,
     credit: CreditRule,
@@ -117,8 +123,11 @@ def make_plan(
     num_shares: int,
     version: int = 0,
     sft_coefficient: float = 0.0,
+    split: Callable[[Sequence[int]], Passes] | None = None,
 ) -> StepPlan:
     """Return the plan of one step: advantages, weights over the whole batch, and rows split over the ranks.
+
+    With ``split``, advantages are still those of the whole batch, and weights those of each mini-batch.
 
     Args:
         groups: The batch; the order of the plan's rows follows it.
@@ -129,6 +138,7 @@ def make_plan(
         num_shares: Number of shares that the rows are split into, one for each rank that computes rows.
         version: Version of the weights that are trained.
         sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
+        split: Returns the optimizer steps, given the groups that have a trajectory to train on; None: one step.
 
     Raises:
         BatchDoesNotFit: A trajectory is longer than a micro-batch may be.
@@ -138,15 +148,17 @@ def make_plan(
     counts = [n for group in scored for n in group.lengths]
     kept = [n if w > 0 else 0 for n, w in zip(counts, found.weights, strict=True)]
     by_group = _sums(scored, kept)
-    denominators = Denominators(
-        max(1, sum(kept)), max(1, sum(n > 0 for n in kept)), max_completion_tokens, max(1, sum(n > 0 for n in by_group))
-    )
-    success_tokens = sum(n for n, r in zip(kept, found.rewards, strict=True) if r > 0)
+    trained = _sums(scored, [int(weight > 0.0) for weight in found.weights])
+    passes = split([place for place, num in enumerate(trained) if num]) if split else None
+    parts = passes.groups if passes else (tuple(range(len(groups))),)
+    part_of = {group: number for number, part in enumerate(parts) for group in part}
+    totals = [_totals(part, scored, kept, found.rewards, max_completion_tokens) for part in parts]
     packs: dict[str, int] = {}
     references: list[BlobRef] = []
     rows: list[PlannedRow] = []
     lengths: list[int] = []
     prompts: list[Prompt | None] = []
+    rows_of_part: list[list[int]] = [[] for _ in parts]
     position = 0
     for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
         if group.pack.key not in packs:
@@ -156,6 +168,8 @@ def make_plan(
         for number in range(summary.num_trained):
             factor, reward = found.weights[position], found.rewards[position]
             if factor > 0.0:
+                denominators, success_tokens = totals[part_of[group_number]]
+                rows_of_part[part_of[group_number]].append(len(rows))
                 weight = factor * sequence_weight(
                     aggregation, max(1, kept[position]), denominators, prompt_tokens=max(1, prompt_tokens)
                 )
@@ -168,10 +182,17 @@ def make_plan(
                 lengths.append(len(trajectory.token_ids))
                 prompts.append(prompt_of(trajectory.loss_mask, group_number))
             position += 1
-    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_shares, prompts=prompts)
-    micro_batches = tuple(tuple(tuple(mb) for mb in share) for share in cut)
+    micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(num_shares)]
+    for part in rows_of_part:
+        own = [lengths[row] for row in part], [prompts[row] for row in part]
+        cut = plan_micro_batches(own[0], budget_tokens=budget_tokens, num_ranks=num_shares, prompts=own[1])
+        for share, pieces in zip(micro_batches, cut, strict=True):
+            share += [tuple(part[place] for place in piece) for piece in pieces]
+        if passes:
+            passes = replace(passes, sizes=(*passes.sizes, len(cut[0])))
     skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
-    return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
+    shares = tuple(map(tuple, micro_batches))
+    return StepPlan(tuple(references), tuple(rows), shares, version, skipped, passes=passes)
 
 
 def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_shares: int) -> StepPlan:
@@ -189,6 +210,25 @@ def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_shares: in
 def _equal_credit(groups: Sequence[Scored]) -> Credit:
     rewards = [reward for group in groups for reward in group.rewards]
     return Credit([0.0] * len(rewards), [1.0] * len(rewards), rewards, Counter())
+
+
+def _totals(
+    part: Sequence[int], groups: Sequence[Scored], counts: Sequence[int], rewards: Sequence[float], longest: int
+) -> tuple[Denominators, int]:
+    """Return the denominators of some groups, and their number of tokens in rewarded trajectories.
+
+    ``counts`` (tokens that are trained on) and ``rewards`` have one value for each trajectory of all groups.
+    """
+    pairs = iter(zip(counts, rewards, strict=True))
+    by_group = [[next(pairs) for _ in group.lengths] for group in groups]
+    chosen = [pair for place in part for pair in by_group[place]]
+    denominators = Denominators(
+        max(1, sum(n for n, _ in chosen)),
+        max(1, sum(n > 0 for n, _ in chosen)),
+        longest,
+        max(1, sum(any(n > 0 for n, _ in by_group[place]) for place in part)),
+    )
+    return denominators, sum(n for n, reward in chosen if reward > 0)
 
 
 def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:

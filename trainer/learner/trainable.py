@@ -58,6 +58,18 @@ class Update:
     lr: float
 
 
+class _Schedule(LambdaLR):
+    """A learning rate that stays the same for all optimizer steps of a batch."""
+
+    def step(self, epoch: int | None = None, *, ends_batch: bool = True) -> None:
+        """Set the next batch's rate or, within a batch, this one's again, without the factor of the last optimizer step."""
+        if ends_batch:
+            super().step(epoch)
+            return
+        for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+
 class Trainable:
     """A module with its optimizer, sharded as the ZeRO stage says."""
 
@@ -84,7 +96,7 @@ class Trainable:
             min_lr_ratio=how.min_lr_ratio,
         )
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: LambdaLR(wrapped, factor), config=config
+            model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: _Schedule(wrapped, factor), config=config
         )
         self._engine.train()
         self._dims = dims
@@ -111,15 +123,22 @@ class Trainable:
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
 
-    def update(self, lr_scale: float = 1.0) -> Update:
-        """Make the optimizer step after the last backward pass, with its learning rate multiplied by ``lr_scale``."""
+    def update(self, lr_scale: float = 1.0, *, ends_batch: bool = True) -> Update:
+        """Make the optimizer step after the last backward pass, with its learning rate multiplied by ``lr_scale``.
+
+        The schedule advances if the step ``ends_batch``; else `end_batch` must follow the last step.
+        """
         own_norm = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
         for group in self._engine.optimizer.param_groups:
             group["lr"] *= lr_scale
         lr = self._engine.get_lr()[0]
-        self._engine.step()  # the scheduler sets the next step's rate
+        self._engine.step({"ends_batch": ends_batch})  # the scheduler sets the next step's rate
         norm = self._engine.get_global_grad_norm()
         return Update(own_norm if norm is None else float(norm), lr)
+
+    def end_batch(self) -> None:
+        """Advance the schedule to the next batch."""
+        self._engine.lr_scheduler.step()
 
     def whole(self, *parameters: Tensor) -> Any:
         """Return a context in which parameters are whole on every rank; collective under ZeRO-3."""

@@ -25,6 +25,7 @@ _WITHOUT_EFFECT = frozenset(
     )
 )  # fmt: skip
 _SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step
+_ALSO_READ = ("data.from_run", "run.seed")  # the seed decides which groups are in which mini-batch
 
 Flat = dict[str, Any]
 
@@ -108,5 +109,5 @@ def what_steps_read(settings: Flat) -> Flat:
     return {
         key: value
         for key, value in settings.items()
-        if (key.split(".")[0] in _SECTIONS and key not in _WITHOUT_EFFECT) or key == "data.from_run"
+        if (key.split(".")[0] in _SECTIONS and key not in _WITHOUT_EFFECT) or key in _ALSO_READ
     }

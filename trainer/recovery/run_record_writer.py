@@ -104,8 +104,13 @@ class RunRecordWriter:
         batch: Sequence[ReadyGroup],
         skipped: Mapping[str, int],
         uses: Mapping[str, int],
+        *,
+        updates: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Add a step; `set_weights` with its result must follow. ``uses`` are each group's, this one included."""
+        """Add a step; `set_weights` with its result must follow.
+
+        ``uses`` are each group's, this one included; ``updates`` are `RecordedStep.updates`.
+        """
         self._close_step()
         packs = {group.pack.key: group.pack for group in batch}
         numbers = {key: number for number, key in enumerate(packs)}
@@ -126,6 +131,7 @@ class RunRecordWriter:
                 for group in batch
             ),
             "skipped": dict(skipped),
+            "updates": tuple(map(tuple, updates)),
         }
 
     def write(self, entries: Entries, *, step: int, version: PolicyVersion) -> tuple[BlobRef, int, str]:

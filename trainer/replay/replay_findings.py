@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:
     ids = [group_id for _, group_id in uses]
     more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
     return f"step {uses[0][0]} needs its groups {', '.join(ids[:_SHOWN_IDS])}{more}"
+
+
+def other_updates(step: RecordedStep, made: Sequence[Sequence[int]]) -> list[str]:
+    """Return one line for the first optimizer step of a step that was replayed on other groups than the record has."""
+    for number, (recorded, replayed) in enumerate(zip_longest(step.updates, made), start=1):
+        if recorded != replayed:
+            before, after = ("none" if places is None else f"groups {list(places)}" for places in (recorded, replayed))
+            return [
+                f"step {step.step}, optimizer step {number}: replayed {after}, recorded {before}; restore the record"
+            ]
+    return []
 
 
 def figure_differences(metrics: Path, step: int | None, replayed: Mapping[str, Any]) -> tuple[str, ...]:

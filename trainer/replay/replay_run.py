@@ -39,7 +39,13 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
-from penstock.trainer.replay.replay_findings import config_findings, drift, figure_differences, missing_packs
+from penstock.trainer.replay.replay_findings import (
+    config_findings,
+    drift,
+    figure_differences,
+    missing_packs,
+    other_updates,
+)
 from penstock.trainer.replay.replay_verdict import Difference, Verdict
 from penstock.trainer.settings import TrainerSettings
 
@@ -185,6 +191,7 @@ class Replay:
                 return
             learned = learn(planner, self._require_rank_group(), batch, item.trained_version)
             self.verdict.count([group.num_tokens for group in batch])
+            self.verdict.findings += other_updates(item, learned.updates)
             figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
             yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.plan.skipped)}
 

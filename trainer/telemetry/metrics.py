@@ -1,8 +1,10 @@
 """Names, units and formulas of what a step reports; pure.
 
+Where a batch has several optimizer steps, its figures are means over them, each measured before its update.
+
 | name                       | unit     | means                                                              |
 |----------------------------|----------|--------------------------------------------------------------------|
-| `step`, `version`          |          | optimizer steps done; version the batch was trained at              |
+| `step`, `version`          |          | batches trained; version the batch was trained at                   |
 | `loss`                     |          | the objective, all denominators applied                            |
 | `reward_mean`, `reward_std`|          | over the batch's trajectories                                      |
 | `baseline_mean`            |          | reward of the greedy completions; remax only                       |
@@ -12,8 +14,11 @@
 | `clip_fraction`            | share    | sampled tokens whose gradient is zero because of the clip          |
 | `dual_clip_fraction`       | share    | the same for the dual clip                                         |
 | `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
+| `updates`                  |          | optimizer steps on the batch; with several only, and the next two  |
+| `clip_fraction_by_pass`    | share    | `clip_fraction` of each pass over the batch                        |
+| `kl_proximal_by_pass`      | nats     | KL(policy before the batch ‖ policy) per token, k3, of each pass   |
 | `skipped`                  | rows     | trajectories that filters excluded from the step, by reason        |
-| `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before the step                    |
+| `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before each optimizer step         |
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
 | `rejected_by`              | share    | `rejected_fraction` of each rule that is on                        |
 | `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/algorithm/mismatch.py`        |
@@ -98,6 +103,7 @@ def step_fields(
         **mismatch_figures(sums, figures.maxima),
         "entropy": sums["surprise"] / num_tokens,
         **_optional(sums, num_tokens),
+        **_by_pass(figures),
         **figures.critic,
         "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
         "staleness_max": max(staleness_tokens),
@@ -120,6 +126,17 @@ def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
         for name, column in group.scored.parts.items():
             values.setdefault(name, []).extend(column[: group.scored.generated.num_trained])
     return {name: fmean(column) for name, column in sorted(values.items())}
+
+
+def _by_pass(figures: StepFigures) -> dict[str, Any]:
+    """Return the fields of a batch that may have several optimizer steps."""
+    if not figures.passes:
+        return {}
+    return {
+        "updates": sum(one.num_updates for one in figures.passes),
+        "clip_fraction_by_pass": [one.clip_fraction for one in figures.passes],
+        "kl_proximal_by_pass": [one.kl_proximal for one in figures.passes],
+    }
 
 
 def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:

@@ -11,11 +11,7 @@ REWARD_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 SCHEDULE = {"constant_with_warmup": "constant"}
 LINEAR = {"all-linear": []}
 
-STEPS = "the length of a run is set in optimizer steps: trainer.steps"
-REUSE = (
-    "one update per batch: a later one would train on the same groups under a policy that has moved; "
-    "algorithm.max_trained_count trains on a group again in a later batch, up to rollout.max_staleness"
-)
+STEPS = "the length of a run is set in steps: trainer.steps = epochs x rows of data.train / rollout.groups_per_step"
 MICRO = "micro-batches are cut by trainer.micro_batch_tokens"
 MICRO_REWARD = "rewards are computed by services of their own, which batch by themselves: reward.name"
 METRICS = "all metrics are in the run folder's metrics.jsonl and on the event stream"

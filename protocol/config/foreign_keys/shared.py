@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.protocol.config.foreign_keys.answers import KL, REUSE, Alias, taken
+from penstock.protocol.config.foreign_keys.answers import KL, STEPS, Alias, taken
 
 TAKEN: dict[str, Alias] = {
+    "algorithm.ppo_epochs": taken("algorithm.epochs"),
     "clip_ratio": taken("algorithm.clip_low", "algorithm.clip_high"),
     "clip_ratio_c": taken("algorithm.dual_clip"),
     "clip_ratio_high": taken("algorithm.clip_high"),
@@ -57,8 +58,6 @@ RENAMED: dict[str, str] = {
 }
 
 ABSENT: dict[str, str] = {
-    "algorithm.epochs": REUSE,
-    "algorithm.ppo_epochs": REUSE,
     "nproc_per_node": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "nnodes": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "node_rank": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
@@ -69,14 +68,14 @@ ABSENT: dict[str, str] = {
     "batch_size": "prompts per step are rollout.groups_per_step, rows per supervised step sft.batch_size",
     "context_length": "set data.max_prompt_tokens and rollout.max_new_tokens separately",
     "dataset": "use data.train: a file or a list of files",
-    "epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "epochs": STEPS,
     "format": "the format of data rows is data.format",
     "gradient_accumulation_steps": "it follows from rollout.groups_per_step and trainer.micro_batch_tokens",
-    "num_epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "num_epochs": STEPS,
     "num_gpus": "trainer.num_ranks is the number of training processes",
     "per_device_train_batch_size": "micro-batches are cut by trainer.micro_batch_tokens",
     "split": "the splits are separate files: data.train and data.eval",
-    "total_epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "total_epochs": STEPS,
 }
 
 PREFIXES: dict[str, str] = {}

@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "algorithm.asym_clip": ("true", "algorithm.reward_norm=group"),
     "algorithm.clip_cov_high": ("6.0", "algorithm.loss=clip_cov"), "algorithm.clip_cov_low": ("2.0", "algorithm.loss=clip_cov"),
     "algorithm.clip_cov_share": ("0.1", "algorithm.loss=clip_cov"), "algorithm.clip_high": ("0.3",),
-    "algorithm.clip_low": ("0.3",), "algorithm.difficulty_weight": ("true",), "algorithm.drop_zero_advantage": ("true",),
+    "algorithm.clip_low": ("0.3",), "algorithm.epochs": ("3",), "algorithm.minibatches": ("4",), "algorithm.difficulty_weight": ("true",), "algorithm.drop_zero_advantage": ("true",),
     "algorithm.dual_clip": ("3.0",), "algorithm.dynamic_sampling": ("true",), "algorithm.entropy_coefficient": ("0.01",),
     "algorithm.importance": ("token", "algorithm.ratio_anchor=proximal"), "algorithm.importance_high": ("2.0",), "algorithm.kl_cov_penalty": ("2.0", "algorithm.loss=kl_cov"),
     "algorithm.kl_cov_share": ("0.1", "algorithm.loss=kl_cov"), "algorithm.kl_form": ("k2", KL),
@@ -177,7 +177,7 @@ def test_one_side_of_the_clip_overrules_both(order: int) -> None:
 @pytest.mark.parametrize(
     ("written", "hint"),
     [
-        ("ppo_mini_batch_size=64", "as actor_rollout_ref.actor.ppo_mini_batch_size: one optimizer step uses all of"),
+        ("ppo_mini_batch_size=64", "as actor_rollout_ref.actor.ppo_mini_batch_size: use algorithm.minibatches"),
         ("trainer.loss_mode=gspo", "as actor_rollout_ref.actor.policy_loss.loss_mode: use algorithm.loss"),
         ("val_before_train=true", "did you mean eval.at_start?"),
         ("--actor-learning-rate=1.0 lr=2.0", "trainer.lr is given twice, as actor_learning_rate and as lr"),

@@ -37,6 +37,7 @@ lora_r=16 -> model.lora.rank=16
 gradient_checkpointing=true -> model.gradient_checkpointing=True
 learning_rate=5e-5 -> trainer.lr=5e-05
 mask_truncated_completions=true -> algorithm.mask_truncated=True
+num_iterations=4 -> algorithm.epochs=4
 off_policy_mask_threshold=0.5 -> algorithm.opsm_delta=0.5
 delta=2.0 -> algorithm.dual_clip=2.0
 lr_scheduler_type=constant_with_warmup -> trainer.schedule=constant
@@ -46,6 +47,7 @@ norm_adv_by_std=false -> algorithm.normalise_by_std=False
 train_batch_size=256 -> rollout.groups_per_step=256
 max_response_length=1024 -> rollout.max_new_tokens=1024
 lr=5e-7 -> trainer.lr=5e-07
+actor_rollout_ref.actor.ppo_epochs=2 -> algorithm.epochs=2
 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm -> algorithm.aggregation=seq-mean-token-sum-norm
 actor_rollout_ref.model.lora_rank=8 -> model.lora.rank=8
 ROLL
@@ -54,6 +56,7 @@ seed=42 -> run.seed=42
 max_steps=1024 -> trainer.steps=1024
 save_steps=100 -> trainer.checkpoint_every=100
 rollout_batch_size=64 -> rollout.groups_per_step=64
+ppo_epochs=2 -> algorithm.epochs=2
 prompt_length=2048 -> data.max_prompt_tokens=2048
 response_length=4096 -> rollout.max_new_tokens=4096
 num_return_sequences_in_group=8 -> rollout.group_size=8
@@ -183,7 +186,6 @@ is_num_return_sequences_expand: rollout.group_size
 max_running_requests: worker.packs_in_flight
 is_use_additional_prompts: algorithm.dynamic_sampling
 max_additional_running_prompts: algorithm.dynamic_sampling
-ppo_epochs: algorithm.max_trained_count
 l2: trainer.weight_decay
 init_kl_coef: algorithm.reward_kl_coefficient
 use_reward_scaling: algorithm.reward_scaling
@@ -216,7 +218,7 @@ algorithm.loss_type: given answers
 algorithm.use_kl_in_reward: algorithm.reward_kl_coefficient
 actor_rollout_ref.actor.use_kl_loss: algorithm.kl_coefficient
 actor_rollout_ref.actor.kl_loss_coef: algorithm.kl_coefficient
-actor_rollout_ref.actor.ppo_mini_batch_size: rollout.groups_per_step
+actor_rollout_ref.actor.ppo_mini_batch_size: algorithm.minibatches
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: trainer.micro_batch_tokens
 actor_rollout_ref.actor.fsdp_config.param_offload: trainer.zero_stage
 actor_rollout_ref.model.use_remove_padding: padding
@@ -290,7 +292,10 @@ def test_verls_never_is_an_evaluation_at_both_ends() -> None:
     [
         ("trainer.save_steps=5", "did you mean trainer.checkpoint_every?"),
         ("trainer.learning_rate=1e-4", "did you mean trainer.lr?"),
-        ("trainer.num_epochs=1", "the length of a run is set in optimizer steps: trainer.steps"),
+        (
+            "trainer.num_epochs=1",
+            "the length of a run is set in steps: trainer.steps = epochs x rows of data.train / rollout.groups_per_step",
+        ),
         ("rollout.num_generations=8", "did you mean rollout.group_size?"),
         ("rollout.colour=red", "known here: rollout.group_size, rollout.groups_per_step"),
         ("rollout.temprature=1.0", "did you mean rollout.temperature?"),

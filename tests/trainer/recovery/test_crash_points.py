@@ -146,7 +146,8 @@ def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, 
     sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
     with scene.producer(run_id):
         for point in CrashPoint:
-            sessions.append(start(run_file, *sparse, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
+            more = ("algorithm.minibatches=2",) if point is CrashPoint.UPDATED else ()
+            sessions.append(start(run_file, *sparse, *more, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
             sessions[-1].wait(expected=-9)
             proof = scene.audit(run_id)
             assert proof.closes, (point, proof.breaches)

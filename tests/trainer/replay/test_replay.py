@@ -6,9 +6,12 @@ import json
 import shutil
 
 import pytest
+from pydantic import ValidationError
 from tests.trainer.conftest import StoredRun
 
 from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.record.lineage import RecordedStep
+from penstock.trainer.replay.replay_findings import other_updates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -37,6 +40,41 @@ def test_the_record_agrees_with_the_report_of_every_step(run: StoredRun) -> None
     dropped = [drop for chapter in run.record.chapters for drop in chapter.dropped if drop.reason == "no_signal"]
     assert dropped
     assert all(drop.pack is not None for drop in dropped)
+
+
+def test_the_optimizer_steps_of_a_batch_are_recorded(run: StoredRun) -> None:
+    """Two passes by two mini-batches of whole groups; the batch that a kill interrupted was trained again from the start."""
+    *before, eighth, ninth = run.record.steps
+    assert {step.updates for step in before} == {()}
+    assert eighth.updates != ninth.updates
+    lines = [json.loads(line) for line in (run.home / "metrics.jsonl").read_text().splitlines()]
+    reports = {line["step"]: line for line in lines if line["kind"] == "step"}
+    for step in (eighth, ninth):
+        first, second = step.updates[:2], step.updates[2:]
+        assert sorted(place for places in first for place in places) == [0, 1, 2, 3]
+        assert sorted(first) == sorted(second)
+        report = reports[step.step]
+        assert report["updates"] == 4
+        assert len(report["clip_fraction_by_pass"]) == 2
+        assert 0.0 < report["kl_proximal_by_pass"][0] < report["kl_proximal_by_pass"][1]
+        assert report["tokens_trained"] == sum(group.num_tokens for group in step.groups)
+    assert "updates" not in reports[7]
+    shown = run.console("lineage", "--version", str(ninth.made_version))
+    assert "4 optimizer steps, on 2, 2, 2, 2 groups" in shown
+
+
+def test_optimizer_steps_on_other_groups_are_reported(run: StoredRun) -> None:
+    """A replay names the first one that differs from the record; one on a group that the step does not have is no record."""
+    step = run.record.steps[-1]
+    first, *others = step.updates
+    changed = step.model_copy(update={"updates": (first,)})
+    assert other_updates(step, step.updates) == []
+    assert other_updates(changed, step.updates) == [
+        f"step 9, optimizer step 2: replayed groups {list(others[0])}, recorded none; restore the record"
+    ]
+    for places in ((0, 4), (1, 0), (1, 1), ()):
+        with pytest.raises(ValidationError, match=r"updates|an optimizer step on the groups"):
+            RecordedStep.model_validate({**dict(step), "updates": (places,)})
 
 
 def test_a_version_is_traced_back_to_the_first(run: StoredRun) -> None:
