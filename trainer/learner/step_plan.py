@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
-from penstock.trainer.algorithm.batch import Prompt, Row, plan_micro_batches, prompt_of
+from penstock.trainer.algorithm.batch import Row, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
 
 
@@ -51,6 +51,16 @@ class ReadyGroup:
             self.group.reward.data_source,
             baseline=(rewards[-1], summary.completion_tokens[-1]) if summary.has_baseline else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the micro-batches of a step are cut for."""
+
+    budget_tokens: int  # most tokens of a micro-batch
+    num_shares: int = 1  # shares of the rows, one for each rank that computes rows
+    pair_cost: float = 0.0  # of a token attending to one, relative to a token's other computation
+    padded: bool = False  # the model cannot compute rows as one stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +123,7 @@ def make_plan(
     credit: CreditRule,
     aggregation: Aggregation,
     max_completion_tokens: int,
-    budget_tokens: int,
-    num_shares: int,
+    capacity: Capacity,
     version: int = 0,
     sft_coefficient: float = 0.0,
 ) -> StepPlan:
@@ -125,8 +134,7 @@ def make_plan(
         credit: Advantages, filters and sample weights (`trainer/algorithm/credit.py`).
         aggregation: How tokens and sequences are weighted.
         max_completion_tokens: The constant L of `seq-mean-token-sum-norm`.
-        budget_tokens: Maximum tokens of a micro-batch.
-        num_shares: Number of shares that the rows are split into, one for each rank that computes rows.
+        capacity: What micro-batches are cut for.
         version: Version of the weights that are trained.
         sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
 
@@ -145,10 +153,9 @@ def make_plan(
     packs: dict[str, int] = {}
     references: list[BlobRef] = []
     rows: list[PlannedRow] = []
-    lengths: list[int] = []
-    prompts: list[Prompt | None] = []
+    trained: list[Trajectory] = []
     position = 0
-    for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
+    for group, prompt_tokens in zip(groups, by_group, strict=True):
         if group.pack.key not in packs:
             packs[group.pack.key] = len(references)
             references.append(group.pack)
@@ -164,25 +171,34 @@ def make_plan(
                     packs[group.pack.key], summary.row_group, number, found.advantages[position], weight, sft
                 )
                 rows.append(row)
-                trajectory = group.group.trajectories[number]
-                lengths.append(len(trajectory.token_ids))
-                prompts.append(prompt_of(trajectory.loss_mask, group_number))
+                trained.append(group.group.trajectories[number])
             position += 1
-    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_shares, prompts=prompts)
-    micro_batches = tuple(tuple(tuple(mb) for mb in share) for share in cut)
+    micro_batches = _micro_batches(trained, capacity)
     skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
     return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
 
 
-def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_shares: int) -> StepPlan:
+def _micro_batches(rows: Sequence[Trajectory], capacity: Capacity) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    tokens = [row.token_ids for row in rows]
+    cut = plan_micro_batches(
+        list(map(len, tokens)),
+        budget_tokens=capacity.budget_tokens,
+        num_ranks=capacity.num_shares,
+        prefixes=prefixes_of(tokens, [row.loss_mask for row in rows]),
+        pair_cost=capacity.pair_cost,
+        padded=capacity.padded,
+    )
+    return tuple(tuple(tuple(micro_batch) for micro_batch in share) for share in cut)
+
+
+def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
     """Return a plan with every trajectory of a batch, in its order, to measure them before `make_plan`."""
     return make_plan(
         groups,
         credit=_equal_credit,
         aggregation="token-sum",
         max_completion_tokens=1,
-        budget_tokens=budget_tokens,
-        num_shares=num_shares,
+        capacity=capacity,
     )
 
 
