@@ -1,6 +1,6 @@
 """Measure packed rows against padded ones: tokens per CPU second, peak memory and the error of gradients.
 
-python -m benchmarks.trainer_packing                    # every case; about six minutes of CPU time
+python -m benchmarks.trainer_packing                    # every case; about two minutes of CPU time
 python -m benchmarks.trainer_packing --only 4:1 mixed   # some of them
 python -m benchmarks.trainer_packing --memory           # peak memory at 4:1, a process for each way
 python -m benchmarks.trainer_packing --error            # gradients compared with one row at a time
@@ -39,7 +39,7 @@ from penstock.trainer.algorithm.batch import Row, build, plan_micro_batches, pre
 from penstock.trainer.algorithm.packed_rows import Layout, Node
 from penstock.trainer.learner.logprobs import CompletionScorer
 
-VOCABULARY = 8192
+VOCABULARY = 2048
 WAYS = ("padded", "landed", "packed", "tree")
 
 
@@ -49,7 +49,7 @@ class Case:
 
     what: str
     rows: Callable[[], list[Row]]
-    layers: int = 4
+    layers: int = 2
     hidden: int = 384
     budget: int = 12_000
 
@@ -181,8 +181,8 @@ def gradient(scorer: CompletionScorer) -> Tensor:
     return torch.cat([p.grad.double().flatten() for p in scorer.parameters() if p.grad is not None])
 
 
-def measure(name: str, repeats: int) -> dict[str, Any]:
-    """Measure every way, alternating; the best of the repetitions."""
+def measure(name: str, repeats: int) -> dict[str, dict[str, Any]]:
+    """Return figures of every way; the ways alternate, and the best of the repetitions counts."""
     case = CASES[name]
     scorer, rows = scorer_of(case), case.rows()
     run(scorer, "tree", rows[:1], case.budget)
@@ -192,25 +192,19 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
             found = run(scorer, way, rows, case.budget)
             best[way] = min(best.get(way, found), found)
     real = sum(len(r.token_ids) for r in rows)
-    return {
-        "case": name, "rows_tokens": real,
-        "ways": {way: {"cpu_s": cpu, "computed": n, "tokens_per_cpu_s": real / cpu} for way, (cpu, n) in best.items()},
-    }  # fmt: skip
+    return {w: {"computed": n, "tokens_per_cpu_s": real / cpu} for w, (cpu, n) in best.items()}
 
 
-def report(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of rates and ratios."""
-    yield (
-        "| case | "
-        + " | ".join(f"{way}, tok/cpu-s (computed)" for way in WAYS)
-        + " | tree / padded | / landed | / packed |"
-    )
+def report(names: Sequence[str], repeats: int) -> Iterator[str]:
+    """Yield the table of rates and ratios, each line when it has been measured."""
+    heads = [f"{way}, tok/cpu-s (computed)" for way in WAYS]
+    yield f"| case | {' | '.join(heads)} | tree / padded | / landed | / packed |"
     yield "|---" * (len(WAYS) + 4) + "|"
-    for found in results:
-        ways = found["ways"]
+    for name in names:
+        ways = measure(name, repeats)
         rates = [f"{ways[w]['tokens_per_cpu_s']:,.0f} ({ways[w]['computed']:,})" for w in WAYS]
         ratios = [f"{ways['tree']['tokens_per_cpu_s'] / ways[w]['tokens_per_cpu_s']:.2f}" for w in WAYS[:3]]
-        yield f"| {found['case']}: {CASES[found['case']].what} | {' | '.join([*rates, *ratios])} |"
+        yield f"| {name}: {CASES[name].what} | {' | '.join([*rates, *ratios])} |"
 
 
 def peak_memory_mb(way: str) -> float:
@@ -259,7 +253,10 @@ def error() -> None:
     true = gradient(scorer)
     for way in WAYS:
         run(scorer, way, rows, case.budget)
-        print(f"{way}: relative error of the gradient {float((gradient(scorer) - true).norm() / true.norm()):.1e}")
+        print(
+            f"{way}: relative error of the gradient {float((gradient(scorer) - true).norm() / true.norm()):.1e}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -278,8 +275,8 @@ def main() -> None:
     elif options.error:
         error()
     else:
-        results = [measure(name, options.repeats) for name in options.only or CASES]
-        print("\n".join(report(results)))
+        for line in report(options.only or list(CASES), options.repeats):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -96,12 +96,15 @@ def _results(backend: Backend, query: Tensor, value: Tensor) -> list[Tensor]:
     ]
     rows = [np.append(prompt, tail).astype(np.int32) for prompt, tail in zip(prompts, tails, strict=True)]
     layout = pack(rows, [len(prompt) for prompt in prompts]).layout
-    given = []
-    for number, (heads, size) in enumerate([(2, query.shape[-1]), (1, query.shape[-1]), (1, value.shape[-1])]):
-        values = torch.arange(heads * layout.num_tokens * size, device=query.device, dtype=torch.float64)
-        values = (values * (0.7 + number)).sin().view(1, heads, layout.num_tokens, size).to(query.dtype)
-        given.append(values.requires_grad_())
+    heads = ((2, query.shape[-1]), (1, query.shape[-1]), (1, value.shape[-1]))
+    given = [_waves(count, layout.num_tokens, size, 0.7 + n, query) for n, (count, size) in enumerate(heads)]
     with torch.enable_grad():
-        out = backend.attend(*given, layout, 0.3)
-        (out.double() * out.detach().double().cos()).sum().backward()
-    return [held.detach().double() for held in (out, *(g.grad for g in given))]  # type: ignore[union-attr]
+        out = backend.attend(given[0], given[1], given[2], layout, 0.3)
+        gradients = torch.autograd.grad((out.double() * out.detach().double().cos()).sum(), given)
+    return [held.detach().double() for held in (out, *gradients)]
+
+
+def _waves(heads: int, tokens: int, size: int, pitch: float, like: Tensor) -> Tensor:
+    """Return [1, heads, tokens, size] without drawing from torch's random state, which a checkpoint holds."""
+    values = torch.arange(heads * tokens * size, device=like.device, dtype=torch.float64)
+    return (values * pitch).sin().view(1, heads, tokens, size).to(like.dtype).requires_grad_()

@@ -82,7 +82,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: _Parts, scale: float) -> Tensor:
         out, lse = _token_major(query, _wide(parts, query)), None
         for batch in parts.batches:
-            some, some_lse = _kernel(*map(batch.gather, (query, key, value)), scale, batch.mask is None, batch.mask)
+            given = (batch.gather(query), batch.gather(key), batch.gather(value))
+            some, some_lse = _kernel(*given, scale, batch.mask is None, batch.mask)
             lse = _like_lse(query, some_lse) if lse is None else lse
             batch.scatter(out, some)
             batch.scatter(lse, some_lse)

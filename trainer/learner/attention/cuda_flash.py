@@ -43,7 +43,7 @@ class CudaFlash:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         """Return attention [1, H, T, D]; see `backends.Backend`."""
-        rows = (held[0].transpose(0, 1) for held in (query, key, value))  # [T, H, D]
+        rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))  # [T, H, D]
         out: Any = _Attention.apply(*rows, _parts(layout, query.device), scale)
         return out.transpose(0, 1)[None]
 
@@ -117,14 +117,23 @@ def _parts(layout: Layout, device: torch.device) -> list[_Part]:
     for nodes in _links_by_level(layout):
         queries = [np.arange(node.end, node.subtree_end) for node in nodes]
         keys = [np.arange(node.start, node.end) for node in nodes]
-        given: list[Any] = []
-        for held in (queries, keys):
-            given.append(torch.from_numpy(np.concatenate(held)).to(device))
-        for held in (queries, keys):
-            given.append(torch.from_numpy(np.cumsum([0, *map(len, held)])).int().to(device))
-        parts.append(_Part(*given, max(map(len, queries)), max(map(len, keys)), False))
+        parts.append(
+            _Part(
+                torch.from_numpy(np.concatenate(queries)).to(device),
+                torch.from_numpy(np.concatenate(keys)).to(device),
+                _bounds(queries).to(device),
+                _bounds(keys).to(device),
+                max(map(len, queries)),
+                max(map(len, keys)),
+                False,
+            )
+        )
     layout.prepared[CudaFlash.name, device] = parts
     return parts
+
+
+def _bounds(sequences: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.cumsum([0, *map(len, sequences)])).int()
 
 
 def _links_by_level(layout: Layout) -> list[list[Node]]:
