@@ -145,6 +145,18 @@ def test_a_backend_that_fails_or_is_not_exact_is_not_used(
     assert backends.backend_for(query, query).name == chosen
 
 
+def test_values_of_smaller_heads_than_queries_use_the_fast_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in multi-head latent attention: equal to the definition, without the definition's memory."""
+    layout = pack([np.arange(n, dtype=np.int32) + n for n in (9, 14)], [3, 3]).layout
+    query, key, value = _given(layout)
+    value = value.detach()[..., :5].requires_grad_()
+    out = backends.attend(query, key, value, layout, 0.6)
+    true = DenseMask().attend(query, key, value, layout, 0.6)
+    torch.testing.assert_close(out, true, rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr(DenseMask, "attend", None)
+    assert backends.attend(query, key, value, layout, 0.6).shape == true.shape
+
+
 def test_the_cpu_has_a_fast_backend_for_every_dtype_it_trains_in() -> None:
     """Float32, float64 and bfloat16 use the flash kernel; other head sizes for values use the definition."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import structlog
 import torch
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from penstock.trainer.algorithm.packed_rows import Layout, pack
@@ -56,7 +57,10 @@ _chosen: dict[tuple[object, ...], Backend] = {}
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
     """Return attention [1, H, T, Dv] by the fastest backend that works; arguments as in `Backend.attend`."""
-    return backend_for(query, value).attend(query, key, value, layout, scale)
+    size = value.shape[-1]
+    if size < query.shape[-1]:  # as in multi-head latent attention; zeros add nothing, and kernels want equal sizes
+        value = F.pad(value, (0, query.shape[-1] - size))
+    return backend_for(query, value).attend(query, key, value, layout, scale)[..., :size]
 
 
 def backend_for(query: Tensor, value: Tensor) -> Backend:
