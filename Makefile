@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
+.PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -67,6 +67,11 @@ check: $(STAMP)  ## check style, types and allowed imports
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+bench-trainer: $(STAMP)  ## tokens per CPU second, peak memory and exactness of packed rows, compared with padding (minutes)
+	$(BIN)/python -m benchmarks.trainer_packing
+	$(BIN)/python -m benchmarks.trainer_packing --memory
+	$(BIN)/python -m benchmarks.trainer_packing --error
 
 bench-sandbox: $(STAMP)  ## measure programs per second and core in each sandbox, compared with a plain subprocess
 	$(BIN)/python -m benchmarks.sandbox

@@ -26,16 +26,12 @@ from penstock.trainer.learner.logprobs import MAX_LOGITS, CompletionScorer
 
 
 class _Head(nn.Module):
-    """An output head behind a backbone that returns its inputs, so that only the head is measured."""
+    """A model without layers, so that only the output head is measured."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
         self.head = nn.Linear(hidden, vocabulary, bias=False)
-        self.hidden: Any = None
         self.config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=vocabulary))
-
-    def base_model(self, **_: object) -> Any:
-        return SimpleNamespace(last_hidden_state=self.hidden)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
@@ -52,14 +48,12 @@ def measure(way: str, tokens: int, vocabulary: int, hidden: int, repeats: int) -
     states = torch.randn(tokens, hidden, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
     scorer = CompletionScorer(model, 1.0, max_logits=MAX_LOGITS)
-    positions = torch.arange(tokens)
     model.head.weight.grad = torch.zeros_like(model.head.weight)  # both variants need this memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     total = 0.0
     for _ in range(repeats):
-        model.hidden = states[None]
-        found = _plain(model, states, targets) if way == "plain" else scorer(states, positions, targets)
+        found = _plain(model, states, targets) if way == "plain" else scorer.scores(states, targets)
         found.sum().backward()
         total = float(found.detach().sum())
     seconds = (time.perf_counter() - started) / repeats

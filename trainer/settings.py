@@ -231,7 +231,9 @@ class OptimizerSettings(Section):
     )
     num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
     micro_batch_tokens: int = Field(
-        default=16_384, ge=1, description="Most tokens of one forward and backward pass on a rank, padding included."
+        default=16_384,
+        ge=1,
+        description="Most tokens of one forward and backward pass on a rank; a prompt that completions share counts once.",
     )
     checkpoint_every: int = Field(
         default=50, ge=1, description="Steps between checkpoints; the last step makes one too."

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import AnyKlForm
 from penstock.trainer.algorithm.losses.value import value_loss
+from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.algorithm.token_credit import CreditedBatch, TokenCredit, ValueTargets
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
@@ -49,6 +51,7 @@ class ValueScorer(nn.Module):
         """Take the backbone of a `transformers` causal language model."""
         super().__init__()
         config = language_model.config.get_text_config()
+        self._packed = use_packed_rows(language_model) is None
         self.body: Any = language_model.base_model  # part of the parameter names in checkpoints
         self.value_head = ValueHead(config.hidden_size, next(language_model.parameters()).dtype)
 
@@ -58,13 +61,11 @@ class ValueScorer(nn.Module):
         predictors: Tensor,
         *,
         position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         """Return the value [N] float32 before each sampled token; arguments as in `CompletionScorer`."""
-        hidden = self.body(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        return self.value_head(hidden.flatten(0, 1).index_select(0, predictors))
+        hidden = read_rows(self.body, input_ids, position_ids, layout, self._packed)
+        return self.value_head(hidden.index_select(0, predictors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,7 @@ class Critic:
 
     def _values(self, batch: MicroBatch) -> Tensor:
         batch = batch.to(self._trainable.device)
-        return self._trainable(
-            batch.input_ids, batch.predictors, position_ids=batch.position_ids, attention_mask=batch.attention_mask
-        )
+        return self._trainable(batch.input_ids, batch.predictors, position_ids=batch.position_ids, layout=batch.layout)
 
     def _loss(self, batch: MicroBatch, target: ValueTargets) -> Tensor:
         values = self._values(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import structlog
 import torch
 from torch import nn
 
@@ -16,6 +17,8 @@ from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
+
+log = structlog.get_logger("trainer.model")
 
 
 def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, temperature: float) -> Policy:
@@ -37,6 +40,8 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
         if how.gradient_checkpointing:  # a checkpointed layer needs an input that requires a gradient
             model.enable_input_require_grads()
     scorer = CompletionScorer(model, temperature)
+    if scorer.padding_reason is not None and dims.writes_files:
+        log.warning("rows are padded, and prompts are not shared: slower, and equal", reason=scorer.padding_reason)
     return Policy(Trainable(scorer, how, dims), scorer, dims)
 
 

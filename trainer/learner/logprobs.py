@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.algorithm.kl import kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
+from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
 
 Logits = Callable[[int, int], Tensor]  # (start, end) -> logits of those sampled tokens, [n, V] float32, no gradient
 
@@ -49,6 +51,7 @@ class CompletionScorer(nn.Module):
                     "output head, which the trainer does not do; use another model"
                 )
         self.language_model = language_model
+        self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
         self._temperature = temperature
         self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
 
@@ -59,7 +62,7 @@ class CompletionScorer(nn.Module):
         targets: Tensor,
         *,
         position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        layout: Layout | None = None,
         with_entropy: bool = False,
         kl_to: Logits | None = None,
         hidden_only: bool = False,
@@ -67,11 +70,11 @@ class CompletionScorer(nn.Module):
         """Score sampled tokens.
 
         Args:
-            input_ids: [R, T] int64, rows padded on the right; a causal model needs no mask for that.
-            predictors: [N] int64, flat positions in ``input_ids`` whose output predicts the target.
+            input_ids: [1, T] int64, the rows of a micro-batch in one stream.
+            predictors: [N] int64, positions in the stream whose output predicts the target.
             targets: [N] int64, the sampled tokens.
-            position_ids: [R, T] int64, where completions share a prompt; None: 0, 1, 2, …
-            attention_mask: [R, 1, T, T] bool, which positions attend to which there; None: causal.
+            position_ids: [1, T] int64, place of each token in its row; None: 0, 1, 2, …
+            layout: Which token attends to which; None: the stream is one row.
             with_entropy: Also return the entropy of every position's distribution, in nats.
             kl_to: Also return the exact KL of every position's distribution to the one with these logits.
             hidden_only: Return what the output head is given and nothing else, for `logits`.
@@ -80,13 +83,15 @@ class CompletionScorer(nn.Module):
             [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 or 3, N] with the
             entropies and then the KL; hidden states [N, H] alone when asked.
         """
-        backbone = self.language_model.base_model
-        hidden = backbone(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        hidden = hidden.flatten(0, 1).index_select(0, predictors)
-        if hidden_only:
-            return hidden
+        packed = self.padding_reason is None
+        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed)
+        hidden = hidden.index_select(0, predictors)
+        return hidden if hidden_only else self.scores(hidden, targets, with_entropy=with_entropy, kl_to=kl_to)
+
+    def scores(
+        self, hidden: Tensor, targets: Tensor, *, with_entropy: bool = False, kl_to: Logits | None = None
+    ) -> Tensor:
+        """Return what `forward` returns, from the hidden states [N, H] that predict the targets."""
         size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
         if num_chunks == 1:
             return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, size))

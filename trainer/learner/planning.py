@@ -43,7 +43,7 @@ class Planner:
         lengths = [count for group in batch for count in group.trained.lengths]
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
-            every_row = all_rows(batch, budget_tokens=self._budget, num_shares=self._rank_group.num_row_shares)
+            every_row = all_rows(batch, self._rank_group.capacity(self._budget))
             gaps = self._rank_group.reference_gaps(every_row, batch, algorithm.reward_kl_form)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
@@ -52,8 +52,7 @@ class Planner:
             credit=lambda groups: self._credit(_with_kl(groups, gaps)),
             aggregation=algorithm.aggregation,
             max_completion_tokens=self._longest,
-            budget_tokens=self._budget,
-            num_shares=self._rank_group.num_row_shares,
+            capacity=self._rank_group.capacity(self._budget),
             version=version,
             sft_coefficient=algorithm.sft_coefficient,
             split=self._split if algorithm.many_updates else None,

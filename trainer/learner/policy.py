@@ -20,6 +20,7 @@ from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import Objective, Outcome
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
+from penstock.trainer.learner.attention.models import pair_cost
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.trainable import Trainable
@@ -68,6 +69,16 @@ class Policy:
     def dtype(self) -> str:
         """Name of the parameters' dtype, as manifests carry it."""
         return self._trainable.dtype
+
+    @property
+    def pair_cost(self) -> float:
+        """Computation of one token attending to one, relative to a token's other computation."""
+        return pair_cost(self._scorer.language_model)
+
+    @property
+    def pads_rows(self) -> bool:
+        """True if the model cannot compute the rows of a micro-batch as one stream."""
+        return self._scorer.padding_reason is not None
 
     def train_step(
         self,
@@ -247,7 +258,7 @@ class Policy:
             batch.predictors,
             batch.targets,
             position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
+            layout=batch.layout,
             **what,
         )
 

@@ -28,7 +28,7 @@ from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
 from penstock.trainer.learner.policy import Policy, StepFigures
 from penstock.trainer.learner.reference import ReferencePolicy
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, rows_of
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, rows_of
 from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies, name_of
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
@@ -61,10 +61,9 @@ class RankGroup:
         self._num_copies = 0
         self._copies = WeightCopies(policy, dims, self.copied_root)
 
-    @property
-    def num_row_shares(self) -> int:
-        """Number of shares that the rows of a step are split into."""
-        return self._dims.rows.count
+    def capacity(self, budget_tokens: int) -> Capacity:
+        """Return what micro-batches of at most ``budget_tokens`` are cut for."""
+        return Capacity(budget_tokens, self._dims.rows.count, self.policy.pair_cost, self.policy.pads_rows)
 
     def step(self, plan: StepPlan, groups: Iterable[ReadyGroup]) -> StepFigures:
         """Make the optimizer step or steps of a batch (rank 0); ``groups`` are those of the plan, already fetched."""

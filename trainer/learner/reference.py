@@ -82,6 +82,6 @@ class Reference:
             moved.predictors,
             moved.targets,
             position_ids=moved.position_ids,
-            attention_mask=moved.attention_mask,
+            layout=moved.layout,
             hidden_only=hidden_only,
         )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
-from penstock.trainer.algorithm.batch import Prompt, Row, plan_micro_batches, prompt_of
+from penstock.trainer.algorithm.batch import Row, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
 from penstock.trainer.learner.passes import Passes
 
@@ -52,6 +52,16 @@ class ReadyGroup:
             self.group.reward.data_source,
             baseline=(rewards[-1], summary.completion_tokens[-1]) if summary.has_baseline else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the micro-batches of a step are cut for."""
+
+    budget_tokens: int  # most tokens of a micro-batch
+    num_shares: int = 1  # shares of the rows, one for each rank that computes rows
+    pair_cost: float = 0.0  # of a token attending to one, relative to a token's other computation
+    padded: bool = False  # the model cannot compute rows as one stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +129,7 @@ def make_plan(  # noqa: PLR0913  everything that decides a step
     credit: CreditRule,
     aggregation: Aggregation,
     max_completion_tokens: int,
-    budget_tokens: int,
-    num_shares: int,
+    capacity: Capacity,
     version: int = 0,
     sft_coefficient: float = 0.0,
     split: Callable[[Sequence[int]], Passes] | None = None,
@@ -134,8 +143,7 @@ def make_plan(  # noqa: PLR0913  everything that decides a step
         credit: Advantages, filters and sample weights (`trainer/algorithm/credit.py`).
         aggregation: How tokens and sequences are weighted.
         max_completion_tokens: The constant L of `seq-mean-token-sum-norm`.
-        budget_tokens: Maximum tokens of a micro-batch.
-        num_shares: Number of shares that the rows are split into, one for each rank that computes rows.
+        capacity: What micro-batches are cut for.
         version: Version of the weights that are trained.
         sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
         split: Returns the optimizer steps, given the groups that have a trajectory to train on; None: one step.
@@ -156,8 +164,7 @@ def make_plan(  # noqa: PLR0913  everything that decides a step
     packs: dict[str, int] = {}
     references: list[BlobRef] = []
     rows: list[PlannedRow] = []
-    lengths: list[int] = []
-    prompts: list[Prompt | None] = []
+    planned: list[Trajectory] = []
     rows_of_part: list[list[int]] = [[] for _ in parts]
     position = 0
     for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
@@ -178,14 +185,11 @@ def make_plan(  # noqa: PLR0913  everything that decides a step
                     packs[group.pack.key], summary.row_group, number, found.advantages[position], weight, sft
                 )
                 rows.append(row)
-                trajectory = group.group.trajectories[number]
-                lengths.append(len(trajectory.token_ids))
-                prompts.append(prompt_of(trajectory.loss_mask, group_number))
+                planned.append(group.group.trajectories[number])
             position += 1
-    micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(num_shares)]
+    micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(capacity.num_shares)]
     for part in rows_of_part:
-        own = [lengths[row] for row in part], [prompts[row] for row in part]
-        cut = plan_micro_batches(own[0], budget_tokens=budget_tokens, num_ranks=num_shares, prompts=own[1])
+        cut = _micro_batches([planned[row] for row in part], capacity)
         for share, pieces in zip(micro_batches, cut, strict=True):
             share += [tuple(part[place] for place in piece) for piece in pieces]
         if passes:
@@ -195,15 +199,27 @@ def make_plan(  # noqa: PLR0913  everything that decides a step
     return StepPlan(tuple(references), tuple(rows), shares, version, skipped, passes=passes)
 
 
-def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_shares: int) -> StepPlan:
+def _micro_batches(rows: Sequence[Trajectory], capacity: Capacity) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    tokens = [row.token_ids for row in rows]
+    cut = plan_micro_batches(
+        list(map(len, tokens)),
+        budget_tokens=capacity.budget_tokens,
+        num_ranks=capacity.num_shares,
+        prefixes=prefixes_of(tokens, [row.loss_mask for row in rows]),
+        pair_cost=capacity.pair_cost,
+        padded=capacity.padded,
+    )
+    return tuple(tuple(tuple(micro_batch) for micro_batch in share) for share in cut)
+
+
+def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
     """Return a plan with every trajectory of a batch, in its order, to measure them before `make_plan`."""
     return make_plan(
         groups,
         credit=_equal_credit,
         aggregation="token-sum",
         max_completion_tokens=1,
-        budget_tokens=budget_tokens,
-        num_shares=num_shares,
+        capacity=capacity,
     )
 
 

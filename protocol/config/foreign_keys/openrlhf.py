@@ -109,7 +109,7 @@ ABSENT: dict[str, str] = {
     "ds_tensor_parallel_size": NO_PARALLEL,
     "enable_prefix_caching": ENGINE,
     "enforce_eager": ENGINE,
-    "flash_attn": "attention is transformers' own choice for the device",
+    "flash_attn": "attention is chosen for the device",
     "grad_accum_dtype": "DeepSpeed is started with the trainer's own settings: trainer.zero_stage",
     "lora_init_type": "adapters start as zero: model.lora.rank",
     "max_ckpt_mem": "trainer.keep_checkpoints says how many stay",

@@ -74,7 +74,7 @@ RENAMED: dict[str, str] = {
     "actor_infer.num_gpus_per_worker": "sglang.tp_size or vllm.tensor_parallel_size",
     "actor_train.data_args.dataset_dir": "data.train (the whole path)",
     "actor_train.data_args.domain_interleave_probs": "data.train (one file with the mixture; each row names its data_source)",
-    "actor_train.model_args.attn_implementation": "model.dtype (attention is transformers' own choice for the device)",
+    "actor_train.model_args.attn_implementation": "model.dtype (attention is chosen for the device)",
     "actor_train.model_args.disable_gradient_checkpointing": "model.gradient_checkpointing (the opposite)",
     "actor_train.training_args.adam_beta1": "trainer.betas (both of them, as [0.9, 0.95])",
     "actor_train.training_args.adam_beta2": "trainer.betas (both of them, as [0.9, 0.95])",

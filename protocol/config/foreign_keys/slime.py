@@ -94,7 +94,7 @@ ABSENT: dict[str, str] = {
     "rm_url": "use reward.name, with the URL registered as an endpoint (docs/rewards.md, dialect slime)",
     "accumulate_allreduce_grads_in_fp32": "gradients are summed in float32",
     "add_qkv_bias": SHAPE,
-    "attention_backend": "attention is transformers' own choice for the device; of the engine: sglang.attention_backend",
+    "attention_backend": "attention is chosen for the device; of the engine: sglang.attention_backend",
     "attention_dropout": "dropout is off; only adapters have one: model.lora.dropout",
     "attention_softmax_in_fp32": LOGITS,
     "balance_data": "ranks get equal shares of the tokens by themselves",

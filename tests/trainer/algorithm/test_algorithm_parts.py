@@ -21,7 +21,7 @@ from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.ledger import Ledger
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, make_plan, rows_of
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
 from penstock.trainer.telemetry.metrics import reward_parts
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
@@ -73,7 +73,7 @@ def ready(number: int, rewards: tuple[float, ...], *, version: int = 0) -> Ready
 def plan_of(groups: list[ReadyGroup], settings: AlgorithmSettings, **more: float) -> StepPlan:
     return make_plan(
         groups, credit=credit_rule(settings, longest=10), aggregation=settings.aggregation,
-        max_completion_tokens=10, budget_tokens=120, num_shares=1, **more,  # type: ignore[arg-type]
+        max_completion_tokens=10, capacity=Capacity(120), **more,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

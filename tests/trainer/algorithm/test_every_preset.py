@@ -24,17 +24,17 @@ from torch import Tensor
 from penstock.protocol.facts import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.trainer.algorithm import batch as batches
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.batch import MicroBatch, Row, build, first_sampled
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.objective import Outcome
+from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.token_credit import TokenCredit
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, make_plan, rows_of
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
 
 LONGEST = 10
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
@@ -157,7 +157,7 @@ class Trained:
 def plan_of(groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget: int, num_ranks: int, version: int) -> StepPlan:  # fmt: skip
     return make_plan(
         groups, credit=credit_rule(section, longest=LONGEST), aggregation=section.aggregation,
-        max_completion_tokens=LONGEST, budget_tokens=budget, num_shares=num_ranks, version=version,
+        max_completion_tokens=LONGEST, capacity=Capacity(budget, num_ranks), version=version,
         sft_coefficient=section.sft_coefficient,
     )  # fmt: skip
 
@@ -277,62 +277,55 @@ TEACHING = [
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
-    """Logits at prompts, tool replies and padding: exactly 0. At the position that predicts a sampled token of a success: not 0."""
+    """Logits at prompts and tool replies: exactly 0. At the position that predicts a sampled token of a success: not 0."""
     section = section_of(name)
     groups = groups_of(TEACHING, section)
     plan = plan_of(groups, section, budget=10_000, num_ranks=1, version=0)
     rows = rows_of(plan, plan.micro_batches[0][0], {(0, g.scored.generated.row_group): g.group for g in groups})
-    width = max(len(row.token_ids) for row in rows) - 1
-    table = torch.randn(len(rows) * width, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    packed = pack([row.token_ids[:-1] for row in rows], [first_sampled(row.loss_mask) for row in rows])
+    table = torch.randn(len(packed.token_ids), VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     held = table.detach().log_softmax(-1)
-    fresh = []
-    for number, row in enumerate(rows):  # as if exactly these logits had sampled it
+    fresh, predicts = [], torch.zeros(len(table), dtype=torch.bool)
+    for row, where in zip(rows, packed.positions, strict=True):  # as if exactly these logits had sampled it
+        sampled = np.flatnonzero(row.loss_mask)
         logprobs = np.zeros(len(row.token_ids), dtype=np.float32)
-        for place in np.flatnonzero(row.loss_mask):
-            logprobs[place] = held[number * width + place - 1, row.token_ids[place]]
+        logprobs[sampled] = held[where[sampled - 1], row.token_ids[sampled]]
+        predicts[where[sampled - 1]] = True
         fresh.append(replace(row, behaviour_logprobs=logprobs))
     first = build(fresh)
-    assert first.attention_mask is None
     logprobs = table.log_softmax(-1)[first.predictors].gather(1, first.targets[:, None])[:, 0]
     [batch] = prepared(section, [fresh], [logprobs])
     build_objective(section)(logprobs, batch).loss.backward()
     assert table.grad is not None
-    moved = table.grad.abs().sum(1).reshape(len(rows), width) > 0
-    for number, row in enumerate(rows):
-        sampled = np.zeros(width, dtype=bool)
-        sampled[np.flatnonzero(row.loss_mask) - 1] = True
-        assert not (moved[number].numpy() & ~sampled).any()
+    moved = table.grad.abs().sum(1) > 0
+    assert not (moved & ~predicts).any()
     teaches = batch.advantages.abs() > 1e-6
     assert teaches.any()
-    assert moved.flatten()[first.predictors[teaches]].all()
+    assert moved[first.predictors[teaches]].all()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @examples(3)
 @given(batch=full_batch)
-def test_shared_prompts_and_padding_change_no_parameters_gradient(name: str, batch: list[list[Sampled]]) -> None:
-    """Through a real model: prompts that are shared, rows padded to the longest, and a row alone all agree."""
+def test_rows_of_a_micro_batch_change_no_parameters_gradient(name: str, batch: list[list[Sampled]]) -> None:
+    """Through a real model: all rows in one stream that shares their prompts, and each row alone, agree."""
     section = section_of(name)
     groups = groups_of(batch, section)
     plan = plan_of(groups, section, budget=10_000, num_ranks=1, version=2)
     rows = rows_of(plan, plan.micro_batches[0][0], {(0, g.scored.generated.row_group): g.group for g in groups})
 
-    def gradients(pieces: list[list[Row]], sharing: float) -> list[Tensor]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batches, "MAX_SHARED_RATIO", sharing)
-            plain = [build(piece) for piece in pieces]
-            assert all((piece.attention_mask is not None) == (sharing > 1) for piece in plain)
-            SCORER.zero_grad()
-            logprobs = [
-                SCORER(b.input_ids, b.predictors, b.targets, position_ids=b.position_ids, attention_mask=b.attention_mask)
-                for b in plain
-            ]  # fmt: skip
-            built = prepared(section, pieces, logprobs)
+    def gradients(pieces: list[list[Row]]) -> list[Tensor]:
+        SCORER.zero_grad()
+        logprobs = [
+            SCORER(b.input_ids, b.predictors, b.targets, position_ids=b.position_ids, layout=b.layout)
+            for b in map(build, pieces)
+        ]
+        built = prepared(section, pieces, logprobs)
         rule = build_objective(section)
         torch.stack([rule(some, b).loss for some, b in zip(logprobs, built, strict=True)]).sum().backward()
         return [p.grad.clone() for p in SCORER.parameters() if p.grad is not None]
 
-    padded = gradients([rows], 0.0)
-    for other in (gradients([rows], float("inf")), gradients([rows[:1], rows[1:]], 0.0)):
-        for one, two in zip(padded, other, strict=True):
+    packed = gradients([rows])
+    for other in (gradients([[row] for row in rows]), gradients([rows[:1], rows[1:]])):
+        for one, two in zip(packed, other, strict=True):
             torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)

@@ -48,16 +48,17 @@ def _scorers(chunk: int, temperature: float) -> tuple[CompletionScorer, Referenc
 def _read(scorer: CompletionScorer, batch: MicroBatch, **what: object) -> Tensor:
     return scorer(
         batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids,
-        attention_mask=batch.attention_mask, **what,
+        layout=batch.layout, **what,
     )  # fmt: skip
 
 
 def _by_hand(batch: MicroBatch, temperature: float) -> tuple[Tensor, list[Tensor]]:
     """The KL of every sampled token's position from whole tables of logits, and the gradient of its weighted sum."""
     model = copy.deepcopy(POLICY)
+    assert batch.layout is not None
+    mask = torch.from_numpy(batch.layout.mask())[None, None]
 
     def table(of: Qwen3ForCausalLM) -> Tensor:
-        mask = batch.attention_mask
         logits = of(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask).logits
         return logits.flatten(0, 1)[batch.predictors].double() / temperature
 

@@ -135,7 +135,7 @@ def lead(
     ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
     plan = make_plan(
         ready, credit=credit_rule(settings, longest=10), aggregation="token-mean",
-        max_completion_tokens=10, budget_tokens=160, num_shares=rank_group.num_row_shares,
+        max_completion_tokens=10, capacity=rank_group.capacity(160),
     )  # fmt: skip
     if settings.has_critic:
         plan = replace(plan, token_kl=0.05)
@@ -158,12 +158,8 @@ def lead(
         "lr": [f.lr for f in figures],
         "tokens": figures[0].sums["tokens"],
         "clipped": figures[-1].sums["clipped"],
-        "gaps": rank_group.reference_gaps(
-            all_rows(ready, budget_tokens=160, num_shares=rank_group.num_row_shares), ready, "k2"
-        ),
-        "full_gaps": rank_group.reference_gaps(
-            all_rows(ready, budget_tokens=160, num_shares=rank_group.num_row_shares), ready, "full"
-        ),
+        "gaps": rank_group.reference_gaps(all_rows(ready, rank_group.capacity(160)), ready, "k2"),
+        "full_gaps": rank_group.reference_gaps(all_rows(ready, rank_group.capacity(160)), ready, "full"),
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
         "adapter": published_adapter(rank_group, tensors),

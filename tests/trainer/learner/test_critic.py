@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from penstock.trainer.algorithm import batch
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.token_credit import TokenCredit, ValueTargets, value_figures
 from penstock.trainer.learner.critic import ValueScorer
@@ -196,17 +195,17 @@ def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
     some = [_row(5, 1 + n % 4, 1.0) for n in range(6)]
     for n, row in enumerate(some):
         row.token_ids[5:] = (row.token_ids[5:] * (n + 2)) % VOCABULARY
-    for pays in (float("inf"), 0.0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch, "MAX_SHARED_RATIO", pays)
-            layout = build(some)
-        assert (layout.attention_mask is not None) == (pays > 0)
+    assert build(some).input_ids.numel() < sum(len(row.token_ids) - 1 for row in some)
+    for pieces in ([some], [[row] for row in some]):
         scorer.zero_grad()
-        values = scorer(
-            layout.input_ids, layout.predictors, position_ids=layout.position_ids, attention_mask=layout.attention_mask
-        )
-        values.square().sum().backward()
-        found.append((values.detach(), [p.grad.clone() for p in scorer.parameters() if p.grad is not None]))
+        values = []
+        for piece in pieces:
+            held = build(piece)
+            values.append(
+                scorer(held.input_ids, held.predictors, position_ids=held.position_ids, layout=held.layout)
+            )  # fmt: skip
+            values[-1].square().sum().backward()
+        found.append((torch.cat(values).detach(), [p.grad.clone() for p in scorer.parameters() if p.grad is not None]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -62,12 +62,14 @@ def dense_logprobs(model: torch.nn.Module, some: list[Row], temperature: float) 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_dense_forward(model: torch.nn.Module, temperature: float) -> None:
-    """Padded, sliced and chunked log-probabilities and their gradients equal those of a plain forward pass."""
+    """Packed, sliced and chunked log-probabilities and their gradients equal those of a plain forward pass."""
     some, found = rows(), []
     batch = build(some)
     for max_logits in (10**9, 7 * 55):  # one chunk; chunks of seven tokens
         scorer = CompletionScorer(model, temperature, max_logits=max_logits)
-        logprobs = scorer(batch.input_ids, batch.predictors, batch.targets)
+        logprobs = scorer(
+            batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
+        )
         torch.testing.assert_close(logprobs, dense_logprobs(model, some, temperature), rtol=1e-5, atol=1e-5)
         model.zero_grad()
         logprobs.sum().backward()
@@ -75,13 +77,19 @@ def test_logprobs_equal_a_dense_forward(model: torch.nn.Module, temperature: flo
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
 
-def test_padding_changes_nothing(model: torch.nn.Module) -> None:
+def test_other_rows_change_nothing(model: torch.nn.Module) -> None:
     """A row has the same log-probabilities alone and in a batch with a longer one."""
     some = rows(2)
     scorer = CompletionScorer(model, 1.0)
     together, alone = build(some), build(some[:1])
-    both = scorer(together.input_ids, together.predictors, together.targets)
-    one = scorer(alone.input_ids, alone.predictors, alone.targets)
+    both = scorer(
+        together.input_ids,
+        together.predictors,
+        together.targets,
+        position_ids=together.position_ids,
+        layout=together.layout,
+    )
+    one = scorer(alone.input_ids, alone.predictors, alone.targets, position_ids=alone.position_ids, layout=alone.layout)
     torch.testing.assert_close(both[: len(one)], one, rtol=1e-5, atol=1e-6)
 
 

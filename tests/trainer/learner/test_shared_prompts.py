@@ -1,8 +1,8 @@
-"""A shared prompt gives the same log-probabilities and gradients as repeated prompts."""
+"""Packed rows that share prefixes have the log-probabilities, entropies and gradients of every row alone."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from penstock.trainer.algorithm import batch
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner.attention import cpu_flash
+from penstock.trainer.learner.attention.models import why_not_packed
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 VOCABULARY = 17
@@ -36,75 +48,150 @@ def _row(prompt: list[int], completion: list[int], weight: float) -> Row:
     return Row(tokens, np.arange(len(tokens)) >= len(prompt), np.zeros(len(tokens), np.float32), 0.5, weight)
 
 
-def _gradients(micro_batch: MicroBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    SCORER.zero_grad()
-    logprobs = SCORER(
+def _read(scorer: CompletionScorer, micro_batch: MicroBatch, **what: Any) -> Tensor:
+    return scorer(
         micro_batch.input_ids,
         micro_batch.predictors,
         micro_batch.targets,
         position_ids=micro_batch.position_ids,
-        attention_mask=micro_batch.attention_mask,
+        layout=micro_batch.layout,
+        **what,
     )
-    (logprobs * micro_batch.weights).sum().backward()
-    return logprobs.detach(), [p.grad.clone() for p in SCORER.parameters() if p.grad is not None]
 
 
-tokens = st.integers(0, VOCABULARY - 1)
-groups = st.lists(
-    st.tuples(
-        st.lists(tokens, min_size=1, max_size=9),
-        st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=5),
-    ),
-    min_size=1,
-    max_size=4,
-)
+def _results(scorer: CompletionScorer, pieces: list[list[Row]]) -> tuple[Tensor, list[Tensor]]:
+    """Log-probabilities and entropies of micro-batches, [2, N], and the gradient of a weighted sum of both."""
+    scorer.zero_grad()
+    found = []
+    for piece in pieces:
+        micro_batch = build(piece)
+        scores = _read(scorer, micro_batch, with_entropy=True)
+        (scores * micro_batch.weights * torch.tensor([[1.0], [0.3]])).sum().backward()
+        found.append(scores.detach())
+    return torch.cat(found, dim=1), [p.grad.clone() for p in scorer.parameters() if p.grad is not None]
 
 
-@given(groups, st.randoms(use_true_random=False))
-@examples(40)
-def test_sharing_changes_no_logprob_and_no_gradient(drawn: list, random) -> None:
-    """Both layouts agree for any lengths, order of rows, and number of rows per prompt."""
-    rows = [_row(prompt, completion, random.random()) for prompt, members in drawn for completion in members]
-    random.shuffle(rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "MAX_SHARED_RATIO", float("inf"))
-        shared = build(rows)
-        patch.setattr(batch, "MAX_SHARED_RATIO", 0.0)
-        plain = build(rows)
-    assert shared.attention_mask is not None
-    assert plain.attention_mask is None
-    for field in ("targets", "advantages", "weights", "behaviour_logprobs"):
-        assert torch.equal(getattr(shared, field), getattr(plain, field))
-    (one, one_gradients), (other, other_gradients) = _gradients(shared), _gradients(plain)
+def _assert_rows_are_apart(scorer: CompletionScorer, rows: list[Row]) -> None:
+    """Compare one micro-batch with one row at a time."""
+    (packed, gradients), (alone, other_gradients) = _results(scorer, [rows]), _results(scorer, [[row] for row in rows])
     # logits are float32 on purpose, for a model of any dtype
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    for a, b in zip(one_gradients, other_gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+    for one, other in zip(gradients, other_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_short_groups_share_their_prompt():
-    """Eight completions of one prompt use one row instead of eight, and fewer tokens."""
+tokens = st.integers(0, 2)  # few, so that answers often agree and continue one another
+turns = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=9), st.booleans()), min_size=1, max_size=4)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Row]:
+    """Rows of one or more turns, some sampled and some given; a row may continue any part of an earlier one."""
+    rows: list[Row] = []
+    for number in range(draw(st.integers(1, 6))):
+        before = draw(st.sampled_from(rows)) if rows and draw(st.booleans()) else None
+        kept = draw(st.integers(1, len(before.token_ids))) if before is not None else 1
+        ids = [0] if before is None else before.token_ids[:kept].tolist()
+        mask = [False] if before is None else before.loss_mask[:kept].tolist()
+        for some, is_sampled in draw(turns):
+            ids, mask = ids + some, mask + [is_sampled] * len(some)
+        length = min(len(ids), 60)
+        rows.append(
+            Row(
+                np.array(ids[:length], dtype=np.int32), np.array(mask[:length]), np.zeros(length, np.float32), 0.5,
+                0.1 * number + 0.1,
+            )
+        )  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+@examples(10)
+@given(rows=trees())
+def test_a_micro_batch_equals_its_rows_one_by_one(rows: list[Row], in_parts: bool) -> None:
+    """For trees of rows of several turns, whether small trees are computed by their nodes or as one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if in_parts:
+            patch.setattr(cpu_flash, "_SMALL_TREE", 0)
+        _assert_rows_are_apart(SCORER, rows)
+
+
+def _some_rows() -> list[Row]:
+    return [_row([1, 2, 3, 4, 5][:size], [6, 7, 8, n], 0.5) for size in (5, 3) for n in range(3)]
+
+
+def _tiny(of: Any, config: Any, **more: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    return of(config(**(shape | more)))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+def test_learned_positions_and_gradient_checkpointing() -> None:
+    """GPT-2, whose positions are learned, and layers that are computed again in the backward pass, are exact too."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    scorer = CompletionScorer(GPT2LMHeadModel(config).double(), 1.0)
+    assert scorer.padding_reason is None
+    _assert_rows_are_apart(scorer, _some_rows())
+    scorer.language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _assert_rows_are_apart(scorer.train(), _some_rows())
+
+
+def test_models_for_which_packing_is_not_exact_are_named_and_padded() -> None:
+    """Sliding windows, dropout in attention, rotary embeddings that grow, other layers: rows are padded, and exact."""
+    mistral = _tiny(MistralForCausalLM, MistralConfig, sliding_window=4)
+    assert why_not_packed(mistral) == "MistralForCausalLM has sliding windows of 4 tokens"
+    assert why_not_packed(_tiny(MistralForCausalLM, MistralConfig, sliding_window=64)) is None
+    scorer = CompletionScorer(mistral.double(), 1.0)
+    assert scorer.padding_reason is not None
+    _assert_rows_are_apart(scorer, _some_rows())
+    for config, reason in (
+        ({"attention_dropout": 0.1}, "has dropout in its attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "embeddings of type dynamic"),
+    ):
+        SCORER.language_model.config, held = Qwen3Config(num_hidden_layers=2, **config), SCORER.language_model.config
+        try:
+            assert reason in str(why_not_packed(SCORER.language_model))
+        finally:
+            SCORER.language_model.config = held
+
+
+def test_an_attention_with_other_terms_is_refused_by_name() -> None:
+    """Attention sinks, which the kernels do not add, end the first forward pass instead of being left out."""
+    model = _tiny(GptOssForCausalLM, GptOssConfig, layer_types=["full_attention"] * 2, num_local_experts=2)
+    with pytest.raises(UnsupportedModel, match=r"GptOssAttention asks for .* with s_aux, which would not be exact"):
+        _read(CompletionScorer(model, 1.0), build(_some_rows()))
+
+
+def test_a_model_that_keeps_the_layout_from_its_attention_is_refused() -> None:
+    """Without the layout, rows would attend to one another; the number of calls shows it."""
+    scorer = _scorer()
+    body, micro_batch = scorer.language_model.base_model, build(_some_rows())
+    body.layers[1].forward = lambda hidden_states, **_: hidden_states
+    with pytest.raises(UnsupportedModel, match="called the attention function 1 times for 2 layers"):
+        _read(scorer, micro_batch)
+
+
+def test_a_row_longer_than_a_sliding_window_is_refused() -> None:
+    """A window beyond the model's context is no window; a row beyond it is refused all the same."""
+    model = _tiny(MistralForCausalLM, MistralConfig, sliding_window=8, max_position_embeddings=8)
+    scorer = CompletionScorer(model, 1.0)
+    _read(scorer, build([_row([1, 2], [3, 4, 5], 1.0)]))
+    with pytest.raises(UnsupportedModel, match="sliding_window = 8, which would not be exact for 10 tokens"):
+        _read(scorer, build([_row([1, 2], [3] * 9, 1.0)]))
+
+
+def test_short_groups_share_their_prompt() -> None:
+    """Eight completions of one prompt use one copy of it; its end predicts every first token."""
     rows = [_row(list(range(9)), [1, 2, 3, n], 1.0) for n in range(8)]
-    micro_batch = build(rows)
-    assert micro_batch.input_ids.shape == (1, 9 + 8 * 3)
-    assert micro_batch.predictors[::4].tolist() == [8] * 8  # the prompt's end predicts every first token
-
-
-def test_prompts_are_not_shared_where_it_does_not_pay():
-    """Single rows, rows longer than the mask allows, and rows of several turns are not shared."""
-    alone = [_row([n, n + 1, n + 2], [1, 2], 1.0) for n in range(4)]
-    long = [_row(list(range(3)), [1] * batch.MAX_SHARED_TOKENS, 1.0) for _ in range(4)]
-    holes = [dataclasses.replace(row, loss_mask=np.array([False, True, False, True, True])) for row in alone]
-    for rows in (alone, long, holes, []):
-        assert build(rows).attention_mask is None
-
-
-def test_padding_gets_finite_outputs():
-    """Padding attends only to itself, and no output is NaN."""
-    rows = [_row([1, 2, 3, 4, 5], [1] * (1 + n % 5), 1.0) for n in range(10)]
-    rows += [_row([6, 7, 8], [n], 1.0) for n in range(4)]
-    micro_batch = build(rows)
-    assert micro_batch.attention_mask is not None
-    logprobs, gradients = _gradients(micro_batch)
-    assert torch.isfinite(logprobs).all()
-    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    micro_batch = build([*rows, _row([3, 4], list(range(8)), 1.0)])
+    assert micro_batch.input_ids.shape == (1, 9 + 3 + 9)  # the last token predicts nothing, so all eight are equal
+    assert micro_batch.predictors[:32:4].tolist() == [8] * 8

@@ -1,0 +1,176 @@
+"""Puts the attention over packed rows into models of transformers, where that is exact, and runs them on a stream.
+
+`use_packed_rows` says for which models it is not, and why. Their rows are then padded and computed as a batch, each
+with its whole prompt, without sharing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithm.packed_rows import Layout
+from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner.attention import backends
+
+NAME = "penstock_packed"
+
+
+_HARMLESS = frozenset(
+    {
+        "scaling", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+        "output_router_logits",
+    }
+)  # fmt: skip
+
+
+def use_packed_rows(model: Any) -> str | None:
+    """Let a causal language model compute packed rows; otherwise leave it as it is, and return the reason."""
+    reason = why_not_packed(model)
+    if reason is None:
+        _register()
+        model.set_attn_implementation(NAME)
+    return reason
+
+
+def why_not_packed(model: Any) -> str | None:
+    """Return why packed rows would not be exact for a model; None: they are."""
+    reason = next(_obstacles(model, model.config.get_text_config()), None)
+    return reason and f"{type(model).__name__} {reason}"
+
+
+def _obstacles(model: Any, config: Any) -> Iterator[str]:
+    if not (getattr(model, "_supports_attention_backend", False) and model._can_set_attn_implementation()):
+        yield "does not use transformers' attention interface"
+        return
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        yield "takes no position_ids"
+    layers = set(getattr(config, "layer_types", None) or ())
+    if others := sorted(layers - {"full_attention", "sliding_attention"}):
+        yield f"has layers of {', '.join(others)}"
+    window = getattr(config, "sliding_window", None) if not layers or "sliding_attention" in layers else None
+    if window and window < config.max_position_embeddings:
+        yield f"has sliding windows of {window} tokens"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        yield f"has rotary embeddings of type {rope['rope_type']}, which depend on the longest row"
+    if "mrope_section" in rope:
+        yield "has positions in several dimensions"
+    if getattr(config, "attn_logit_softcapping", None):
+        yield "caps its attention scores"
+    if getattr(config, "attention_dropout", 0.0):
+        yield "has dropout in its attention"
+    if getattr(config, "alibi", False):
+        yield "has attention scores with a bias by distance"
+
+
+def pair_cost(model: Any) -> float:
+    """Return the computation of one token attending to one, relative to a token's other computation in the layers.
+
+    A forward pass of T tokens takes 2 · parameters · T + 4 · layers · width · pairs operations.
+    """
+    config = model.config.get_text_config()
+    tables = [held for held in (model.get_input_embeddings(), model.get_output_embeddings()) if held is not None]
+    embedded = {id(held.weight) for held in tables}
+    sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if id(p) not in embedded]  # ZeRO-3 empties p
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_attention_heads * head / max(1, sum(sizes))
+
+
+def read_rows(body: Any, input_ids: Tensor, position_ids: Tensor | None, layout: Layout | None, packed: bool) -> Tensor:
+    """Return the last hidden states [T, hidden] of a stream of rows.
+
+    Args:
+        body: The model without its output head.
+        input_ids: [1, T] int64.
+        position_ids: [1, T] int64; None: 0, 1, 2, …
+        layout: Which token attends to which; None: one row.
+        packed: True if `use_packed_rows` accepted the model; otherwise rows are padded.
+    """
+    if layout is None:
+        return body(input_ids=input_ids, use_cache=False).last_hidden_state[0]
+    if not packed:
+        return _read_padded(body, input_ids, layout)
+    layout.num_calls = 0
+    hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout).last_hidden_state
+    expected = body.config.get_text_config().num_hidden_layers
+    if layout.num_calls != expected:
+        raise UnsupportedModel(
+            f"{type(body).__name__} called the attention function {layout.num_calls} times for {expected} layers, so that "
+            "its rows would not be computed apart; use another model, and report this one"
+        )
+    return hidden[0]
+
+
+def _read_padded(body: Any, input_ids: Tensor, layout: Layout) -> Tensor:
+    """Compute each row apart, padded on the right: a causal model never attends to that."""
+    rows = layout.rows()
+    width = max(map(len, rows))
+    index = np.zeros((len(rows), width), dtype=np.int64)
+    places = np.zeros(layout.num_tokens, dtype=np.int64)
+    for number, row in enumerate(rows):
+        index[number, : len(row)] = row
+        places[row] = number * width + np.arange(len(row))
+    padded = input_ids[0][torch.from_numpy(index).to(input_ids.device)]
+    hidden = body(input_ids=padded, use_cache=False).last_hidden_state.flatten(0, 1)
+    return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' interface asks; without a layout by torch's own function."""
+    if layout is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: PLC0415
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    unknown = _not_exact({**options, "attention_mask": attention_mask}, layout)
+    if unknown or query.shape[0] != 1 or query.shape[2] != layout.num_tokens or not getattr(module, "is_causal", True):
+        raise UnsupportedModel(
+            f"{type(module).__name__} asks for attention over packed rows with {', '.join(unknown) or list(query.shape)}, "
+            f"which would not be exact for {layout.num_tokens} tokens; use another model, and report this one"
+        )
+    layout.num_calls += 1
+    scale = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return backends.attend(query, key, value, layout, scale).transpose(1, 2).contiguous(), None
+
+
+def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
+    """Return the options of an attention that `backends.attend` does not have."""
+    given = {name: value for name, value in options.items() if value is not None and name not in _HARMLESS}
+    if given.get("is_causal", False) is True:
+        del given["is_causal"]
+    if given.get("sliding_window", layout.longest_row) >= layout.longest_row:
+        given.pop("sliding_window", None)
+    if given.get("dropout") == 0.0:
+        del given["dropout"]
+    return [f"{name} = {value}" if isinstance(value, (int, float)) else name for name, value in sorted(given.items())]
+
+
+def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Return no mask where none was given: the layout says which token attends to which, and positions do not."""
+    if attention_mask is None:
+        return None
+    from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
+
+    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  seconds of import
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
