@@ -86,7 +86,9 @@ class EpisodeRow:
                 f"of a row of {len(self.trajectory.token_ids)}; every row has a turn, and every sampled token is in one"
             )
         if self.trajectory.finish_reason not in ("stop", "length", "abort"):
-            raise PackError(f"a row's finish reason is {self.trajectory.finish_reason!r}, expected stop, length or abort")
+            raise PackError(
+                f"a row's finish reason is {self.trajectory.finish_reason!r}, expected stop, length or abort"
+            )
         if self.trajectory.loss_mask[0]:
             raise PackError("the first token of a row is sampled; expected at least one token of context before it")
         if (self.parent is None) != (self.prefix_len == 0):

@@ -14,7 +14,7 @@ from penstock.protocol.facts import FinishReason, GeneratedGroup, RewardRequest,
 from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 if TYPE_CHECKING:
-    from penstock.protocol.episode import Episode
+    from penstock.protocol.episode import Episode, Turn
 
 LOWEST_LOGPROB = -1000.0  # a token of probability exp(-1000), which is 0 in every format, is never sampled
 LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
@@ -152,6 +152,17 @@ class Group:
         return [range(*pair) for pair in itertools.pairwise(ends)] or [
             range(n, n + 1) for n in range(len(self.trajectories))
         ]
+
+    @property
+    def turns(self) -> list[tuple[Turn, ...]]:
+        """The turns of each trajectory, in the order of its tokens; () where the group has no episodes."""
+        found = [row.turns for episode in self.episodes for row in episode.rows]
+        return found or [()] * len(self.trajectories)
+
+    @property
+    def trained_rows(self) -> list[Trajectory]:
+        """The trajectories that may be trained on: all but those of the baseline."""
+        return [one for one in self.trajectories if not one.is_baseline]
 
     def _check_episodes(self) -> None:
         rows = [row.trajectory for episode in self.episodes for row in episode.rows]

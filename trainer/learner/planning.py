@@ -12,7 +12,7 @@ from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, by_trajectory, make_plan
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -42,7 +42,8 @@ class Planner:
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
             every_row = all_rows(batch, budget_tokens=self._budget, num_shares=self._rank_group.num_row_shares)
-            gaps = self._rank_group.reference_gaps(every_row, batch, algorithm.reward_kl_form)
+            found = self._rank_group.reference_gaps(every_row, batch, algorithm.reward_kl_form)
+            gaps = by_trajectory(batch, found)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
         plan = make_plan(

@@ -50,19 +50,21 @@ class ReadyGroup:
             [reason == "length" for reason in summary.finish_reasons[:num]],
             self.group.reward.data_source,
             baseline=(rewards[-1], summary.completion_tokens[-1]) if summary.has_baseline else None,
+            turns=[episode.turns for episode in self.group.episodes[:num]],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """One trajectory of a step."""
+    """One trajectory of a step, or one row of an episode."""
 
     pack: int  # number in the plan's list of packs
     row_group: int
-    trajectory: int
+    trajectory: int  # row of the group
     advantage: float
     weight: float  # in the loss, of each of its sampled tokens
     sft_weight: float = 0.0  # in the added cross-entropy, of each of its sampled tokens
+    turn_advantages: tuple[float, ...] = ()  # of the row's turns, where they differ; none: ``advantage`` is that of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ class StepPlan:
         """Return the plan as MessagePack types."""
         return [
             [[ref.key, ref.size_bytes, ref.sha256] for ref in self.packs],
-            [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight] for r in self.rows],
+            [
+                [r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight, list(r.turn_advantages)]
+                for r in self.rows
+            ],
             [[list(rows) for rows in share] for share in self.micro_batches],
             self.version,
             [list(pair) for pair in self.skipped],
@@ -97,7 +102,7 @@ class StepPlan:
         packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl, least_age = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
-            rows=tuple(PlannedRow(*row) for row in rows),
+            rows=tuple(PlannedRow(*row, turn_advantages=tuple(by_turn)) for *row, by_turn in rows),
             micro_batches=tuple(tuple(tuple(rows) for rows in share) for share in micro_batches),
             version=version,
             skipped=tuple((reason, count) for reason, count in skipped),
@@ -119,6 +124,8 @@ def make_plan(
     sft_coefficient: float = 0.0,
 ) -> StepPlan:
     """Return the plan of one step: advantages, weights over the whole batch, and rows split over the ranks.
+
+    Advantages, weights and denominators are those of trajectories; all rows of an episode have the episode's.
 
     Args:
         groups: The batch; the order of the plan's rows follows it.
@@ -147,26 +154,36 @@ def make_plan(
     rows: list[PlannedRow] = []
     lengths: list[int] = []
     prompts: list[Prompt | None] = []
+    beginnings: dict[bytes, int] = {}  # of rows of episodes, which need not be those of their group
     position = 0
     for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
         if group.pack.key not in packs:
             packs[group.pack.key] = len(references)
             references.append(group.pack)
         summary = group.scored.generated
-        for number in range(summary.num_trained):
+        turns = group.group.turns
+        for own_rows in group.group.rows_of[: summary.num_trained]:
             factor, reward = found.weights[position], found.rewards[position]
             if factor > 0.0:
                 weight = factor * sequence_weight(
                     aggregation, max(1, kept[position]), denominators, prompt_tokens=max(1, prompt_tokens)
                 )
                 sft = sft_coefficient / success_tokens if sft_coefficient and reward > 0 and success_tokens else 0.0
-                row = PlannedRow(
-                    packs[group.pack.key], summary.row_group, number, found.advantages[position], weight, sft
-                )
-                rows.append(row)
-                trajectory = group.group.trajectories[number]
-                lengths.append(len(trajectory.token_ids))
-                prompts.append(prompt_of(trajectory.loss_mask, group_number))
+                for place in own_rows:
+                    by_turn = found.of_turns(position, [turn.number for turn in turns[place]])
+                    advantage = found.advantages[position]
+                    rows.append(
+                        PlannedRow(packs[group.pack.key], summary.row_group, place, advantage, weight, sft, by_turn)
+                    )
+                    trajectory = group.group.trajectories[place]
+                    lengths.append(len(trajectory.token_ids))
+                    start = trajectory.version_runs[0].start
+                    shared = (
+                        len(groups) + beginnings.setdefault(trajectory.token_ids[:start].tobytes(), len(beginnings))
+                        if group.group.episodes
+                        else group_number
+                    )
+                    prompts.append(prompt_of(trajectory.loss_mask, shared))
             position += 1
     cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_shares, prompts=prompts)
     micro_batches = tuple(tuple(tuple(mb) for mb in share) for share in cut)
@@ -186,6 +203,16 @@ def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_shares: in
     )
 
 
+def by_trajectory(groups: Sequence[ReadyGroup], values: Sequence[float]) -> list[float]:
+    """Return the sums of values by trajectory, all rows of an episode together; ``values`` are in the order of `all_rows`."""
+    remaining = iter(values)
+    return [
+        sum(next(remaining) for _ in rows)
+        for group in groups
+        for rows in group.group.rows_of[: group.scored.generated.num_trained]
+    ]
+
+
 def _equal_credit(groups: Sequence[Scored]) -> Credit:
     rewards = [reward for group in groups for reward in group.rewards]
     return Credit([0.0] * len(rewards), [1.0] * len(rewards), rewards, Counter())
@@ -202,7 +229,8 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
     rows = []
     for number in micro_batch:
         planned = plan.rows[number]
-        trajectory = groups[planned.pack, planned.row_group].trajectories[planned.trajectory]
+        group = groups[planned.pack, planned.row_group]
+        trajectory = group.trajectories[planned.trajectory]
         rows.append(
             Row(
                 token_ids=trajectory.token_ids,
@@ -212,6 +240,8 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
                 weight=planned.weight,
                 ages=_ages(trajectory, plan.version, plan.least_age),
                 sft_weight=planned.sft_weight,
+                turns=[(turn.start, turn.end) for turn in group.turns[planned.trajectory]],
+                turn_advantages=planned.turn_advantages,
             )
         )
     return rows
