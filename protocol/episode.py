@@ -91,7 +91,7 @@ class EpisodeRow:
             )
         if self.trajectory.loss_mask[0]:
             raise PackError("the first token of a row is sampled; expected at least one token of context before it")
-        if (self.parent is None) != (self.prefix_len == 0):
+        if (self.parent is None) != (self.prefix_len == 0) or self.prefix_len < 0:
             raise PackError(f"a row with parent {self.parent} shares {self.prefix_len} tokens; give both or neither")
         if not _NAME.fullmatch(self.root):
             raise PackError(f"a row's root is {self.root[:100]!r}, expected 1 to 200 letters, digits and _.:#/-")
@@ -229,10 +229,6 @@ def _check_prefix(rows: Sequence[EpisodeRow], number: int) -> None:
         raise PackError(f"row {number} has parent {row.parent}, expected an earlier row of root {row.root!r}")
     mine, length = row.trajectory, row.prefix_len
     theirs = rows[row.parent].trajectory.token_ids
-    if not 0 < length < len(mine.token_ids) or length > len(theirs):
-        raise PackError(
-            f"row {number} of {len(mine.token_ids)} tokens shares {length} with row {row.parent} of {len(theirs)}"
-        )
     if not np.array_equal(mine.token_ids[:length], theirs[:length]):
         raise PackError(f"row {number} does not begin with the first {length} tokens of row {row.parent}")
     if mine.loss_mask[:length].any():

@@ -94,7 +94,7 @@ def test_the_message_counts_episodes() -> None:
 ROW = FORKED.rows[0]
 INCONSISTENT = {
     "no row": lambda: forked(rows=()),
-    "first row of a sub-agent": lambda: forked(rows=(FORKED.rows[2],)),
+    "first row of a sub-agent": lambda: forked(rows=(make_row([(0, [5]), (1, [6])], root="sub:x"),)),
     "a turn twice": lambda: forked(
         rows=(ROW, replace(FORKED.rows[2], turns=(FORKED.rows[2].turns[0]._replace(number=1),)))
     ),
@@ -111,7 +111,7 @@ INCONSISTENT = {
         rows=(ROW, make_row([(0, [5, 6, 7]), (1, [11, 12]), (0, [9])], first_turn=2, parent=0, prefix_len=5))
     ),
     "prefix without a parent": lambda: replace(ROW, prefix_len=2),
-    "turn on context": lambda: replace(ROW, turns=(ROW.turns[0]._replace(start=2), ROW.turns[1])),
+    "turn on context": lambda: replace(ROW, turns=(ROW.turns[0]._replace(start=2, end=4), ROW.turns[1])),
     "sampled token in no turn": lambda: replace(ROW, turns=ROW.turns[:1]),
     "turns out of order": lambda: replace(ROW, turns=ROW.turns[::-1]),
     "turn reward": lambda: make_row([(0, [5]), (1, [6])], rewards=(float("nan"),)),
@@ -123,8 +123,9 @@ INCONSISTENT = {
     "baseline rows": lambda: forked(
         rows=(replace(ROW, trajectory=replace(ROW.trajectory, is_baseline=True)), *FORKED.rows[1:])
     ),
-    "status": lambda: forked(status="ended"),
-    "timeout of nobody": lambda: forked(status="timeout"),
+    "negative prefix": lambda: replace(FORKED.rows[1], prefix_len=-1),
+    "status": lambda: forked(status="ended", reward=None),
+    "timeout of nobody": lambda: forked(status="timeout", reward=None),
     "time of no timeout": lambda: forked(time_spent_by="tools"),
     "reward": lambda: forked(reward=float("inf")),
     "reward part": lambda: forked(reward_parts=(("a", float("nan")),)),
@@ -246,3 +247,22 @@ def test_a_group_of_episodes_is_held_against_its_task() -> None:
     for found, changes in refused.items():
         with pytest.raises(PackError, match=found):
             TaskPromise.of(_task(**changes)).check(GROUP)
+
+
+def test_a_given_reward_that_is_not_finite_is_refused_where_texts_are_read() -> None:
+    """The reward service reads no tokens, and refuses what the trainer would."""
+    table = _set("episode_reward", [float("inf")] * 3 + [0.0])(pq.read_table(io.BytesIO(group_pack.encode([GROUP]))))
+    sink = io.BytesIO()
+    options: Any = {"compression": "lz4", "use_dictionary": False, "write_statistics": False, "store_schema": False}
+    with pq.ParquetWriter(sink, group_pack.WITH_EPISODES, **options) as writer:
+        writer.write_table(table.cast(group_pack.WITH_EPISODES))
+        writer.add_key_value_metadata({"schema": group_pack.SCHEMA_TAG})
+    with pytest.raises(PackError, match="expected finite"):
+        group_pack.decode_texts(sink.getvalue(), [0])
+
+
+def test_messages_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation is refused before it is parsed."""
+    monkeypatch.setattr("penstock.protocol.episode.MAX_JSON_BYTES", 3)
+    with pytest.raises(PackError, match="at most 3"):
+        forked(messages="[  ]")
