@@ -122,10 +122,14 @@ class Task(Wire):
     issued_version: Count
     pinned_version: Count | None = None  # evaluation: every token must come from this version
     with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
+    min_episodes: Count | None = None  # fewest episodes of a group, where others failed in every attempt; None: all
 
 
 class GeneratedGroup(Wire):
-    """One group of a pack, as generated; ``row_group`` is its row group in the Parquet object."""
+    """One group of a pack, as generated; ``row_group`` is its row group in the Parquet object.
+
+    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together.
+    """
 
     group_id: Identifier
     row_group: Count
@@ -139,6 +143,13 @@ class GeneratedGroup(Wire):
     completion_tokens: tuple[Count, ...]
     finish_reasons: tuple[FinishReason, ...]
     has_baseline: bool = False  # the last trajectory is the greedy one that is not trained on
+    rows: tuple[Count, ...] = ()  # of each episode; none: every trajectory is one row, and no episode is described
+    row_tokens: Count | None = None  # of all rows of episodes together, context and shared beginnings included
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the group in its pack."""
+        return sum(self.rows) if self.rows else len(self.completion_tokens)
 
     @property
     def num_trained(self) -> int:
@@ -153,6 +164,13 @@ class GeneratedGroup(Wire):
             raise ValueError(
                 f"group {self.group_id}: {len(self.completion_tokens)} lengths but "
                 f"{len(self.finish_reasons)} finish reasons"
+            )
+        if (self.row_tokens is None) != (not self.rows) or (
+            self.rows and (len(self.rows) != len(self.completion_tokens) or min(self.rows) < 1)
+        ):
+            raise ValueError(
+                f"group {self.group_id}: {self.rows[:8]} rows of {self.row_tokens} tokens for "
+                f"{len(self.completion_tokens)} episodes; expected one or more rows for each"
             )
         if self.newest_version < self.oldest_version:
             raise ValueError(f"group {self.group_id}: newest version is older than the oldest")

@@ -6,6 +6,7 @@ dictionary only adds pages. On 8 x 4096 tokens the bytes of a number are stored 
 upper ones of token ids are nearly all zero) and only the token ids are worth zstd: a twentieth larger than zstd for
 everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
+A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
 Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
@@ -16,6 +17,7 @@ import contextlib
 import functools
 import io
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.protocol import pack_bounds
+from penstock.protocol import episode_columns, pack_bounds
+from penstock.protocol.arrow_lists import list_of, lists
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest
 from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
@@ -45,10 +48,6 @@ _COMMON = (  # columns with equal, or nearly equal, values in the rows of a grou
 )
 
 
-def _list(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))  # readers need no null check
-
-
 SCHEMA = pa.schema(
     [
         pa.field("group_id", pa.string(), nullable=False),
@@ -57,10 +56,10 @@ SCHEMA = pa.schema(
         pa.field("attempt", pa.int32(), nullable=False),
         pa.field("issued_version", pa.int64(), nullable=False),
         pa.field("num_prompt_tokens", pa.int32(), nullable=False),
-        pa.field("token_ids", _list(pa.int32()), nullable=False),
-        pa.field("loss_mask", _list(pa.bool_()), nullable=False),
-        pa.field("behaviour_logprobs", _list(pa.float32()), nullable=False),
-        pa.field("version_runs", _list(pa.int64()), nullable=False),  # version, start, end, version, ...
+        pa.field("token_ids", list_of(pa.int32()), nullable=False),
+        pa.field("loss_mask", list_of(pa.bool_()), nullable=False),
+        pa.field("behaviour_logprobs", list_of(pa.float32()), nullable=False),
+        pa.field("version_runs", list_of(pa.int64()), nullable=False),  # version, start, end, version, ...
         pa.field("prompt_text", pa.string(), nullable=False),
         pa.field("completion_text", pa.string(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
@@ -72,16 +71,23 @@ SCHEMA = pa.schema(
     ],
     metadata={b"schema": SCHEMA_TAG.encode()},
 )
+WITH_EPISODES = pa.schema([*SCHEMA, *episode_columns.FIELDS], SCHEMA.metadata)
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
-_LEAVES = [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in SCHEMA]
-_LARGE = {
-    "compression": dict.fromkeys(_LEAVES, "lz4") | {_TOKENS: "zstd"},
-    "compression_level": {_TOKENS: 1},
-    "use_dictionary": list(_COMMON),
-    "use_byte_stream_split": [_TOKENS, _LOGPROBS],
-}
-_MAY_BE_NULL = ("ground_truth",)
+_MAY_BE_NULL = ("ground_truth", *episode_columns.MAY_BE_NULL)
 _SMALL = {"compression": "lz4", "use_dictionary": False}
+
+
+def _large(schema: pa.Schema) -> dict[str, Any]:
+    """Return how the columns of large groups are written."""
+    leaves = [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema]
+    return {
+        "compression": dict.fromkeys(leaves, "lz4") | {_TOKENS: "zstd"},
+        "compression_level": {_TOKENS: 1},
+        "use_dictionary": list(_COMMON),
+        "use_byte_stream_split": [_TOKENS, _LOGPROBS],
+    }
+
+
 _TEXT_COLUMNS = (
     "group_id",
     "num_prompt_tokens",
@@ -92,6 +98,7 @@ _TEXT_COLUMNS = (
     "data_source",
     "ground_truth",
     "extra_info",
+    *episode_columns.TEXT_COLUMNS,
 )
 
 
@@ -107,8 +114,8 @@ def encode(groups: Sequence[Group]) -> bytes:
             f"group {groups[0].group_id} and {len(groups) - 1} more do not fit {SCHEMA_TAG}: {err}"
         ) from None
     large = sum(len(row.token_ids) for group in groups for row in group.trajectories) > _LARGE_TOKENS * len(groups)
-    options: dict[str, Any] = _LARGE if large else _SMALL
-    with pq.ParquetWriter(sink, SCHEMA, write_statistics=False, store_schema=False, **options) as writer:
+    options: dict[str, Any] = _large(table.schema) if large else _SMALL
+    with pq.ParquetWriter(sink, table.schema, write_statistics=False, store_schema=False, **options) as writer:
         start = 0
         for group in groups:
             size = len(group.trajectories)
@@ -118,16 +125,11 @@ def encode(groups: Sequence[Group]) -> bytes:
     return sink.getvalue()
 
 
-def _lists(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
-    np.cumsum([len(a) for a in arrays], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays), type=kind), type=_list(kind))
-
-
 def _table(groups: Sequence[Group]) -> pa.Table:
     rows = [(group, index, row) for group in groups for index, row in enumerate(group.trajectories)]
     owners = [group for group, _, _ in rows]
     trajectories = [row for _, _, row in rows]
+    shared = [n for g in groups for n in episode_columns.shared_tokens(g)]  # stored with an earlier row
     runs = [np.array(row.version_runs, dtype=np.int64).reshape(-1) for row in trajectories]
     columns: list[Any] = [
         pa.array([group.group_id for group in owners], pa.string()),
@@ -136,10 +138,10 @@ def _table(groups: Sequence[Group]) -> pa.Table:
         pa.array([group.attempt for group in owners], pa.int32()),
         pa.array([group.issued_version for group in owners], pa.int64()),
         pa.array([group.num_prompt_tokens for group in owners], pa.int32()),
-        _lists([row.token_ids for row in trajectories], pa.int32()),
-        _lists([row.loss_mask for row in trajectories], pa.bool_()),
-        _lists([row.behaviour_logprobs for row in trajectories], pa.float32()),
-        _lists(runs, pa.int64()),
+        lists([row.token_ids[n:] for row, n in zip(trajectories, shared, strict=True)], pa.int32()),
+        lists([row.loss_mask[n:] for row, n in zip(trajectories, shared, strict=True)], pa.bool_()),
+        lists([row.behaviour_logprobs[n:] for row, n in zip(trajectories, shared, strict=True)], pa.float32()),
+        lists(runs, pa.int64()),
         pa.array([group.prompt_text for group in owners], pa.string()),
         pa.array([row.completion_text for row in trajectories], pa.string()),
         pa.array([row.finish_reason for row in trajectories], pa.string()),
@@ -149,6 +151,8 @@ def _table(groups: Sequence[Group]) -> pa.Table:
         pa.array([group.reward.extra_info for group in owners], pa.string()),
         pa.array([row.is_baseline for row in trajectories], pa.bool_()),
     ]
+    if any(group.episodes for group in groups):
+        return pa.Table.from_arrays([*columns, *episode_columns.columns(groups)], schema=WITH_EPISODES)
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
@@ -264,7 +268,7 @@ def _accepted() -> tuple[pa.Schema, ...]:
     schemas = [
         pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     ]
-    return (*schemas, *(schema.remove(schema.get_field_index("is_baseline")) for schema in schemas))
+    return (WITH_EPISODES, *schemas, *(s.remove(s.get_field_index("is_baseline")) for s in schemas))
 
 
 def _with_nullable_elements(field: pa.Field) -> pa.Field:
@@ -272,8 +276,11 @@ def _with_nullable_elements(field: pa.Field) -> pa.Field:
 
 
 def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
-    trajectories = _trajectories(rows, vocab_size)
+    spans = episode_columns.spans(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
+    trajectories = _trajectories(rows, vocab_size, spans)
+    episodes = episode_columns.Episodes(rows, trajectories) if any(spans) else None
     columns = zip(
+        spans,
         rows.of_groups("group_id"),
         rows.of_groups("split"),
         rows.of_groups("attempt"),
@@ -286,7 +293,7 @@ def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
     )
     numbers = rows.values("trajectory_index")
     groups = []
-    for group_id, split, attempt, issued, text, num_prompt_tokens, reward, (start, end) in columns:
+    for own, group_id, split, attempt, issued, text, num_prompt_tokens, reward, (start, end) in columns:
         if numbers[start:end] != list(range(end - start)):
             raise PackError(
                 f"{group_id}: its trajectories are numbered {numbers[start:end][:8]}, expected 0 to {end - start - 1}"
@@ -300,12 +307,15 @@ def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
             num_prompt_tokens=num_prompt_tokens,
             reward=reward,
             trajectories=tuple(trajectories[start:end]),
+            episodes=episodes.build(group_id, own) if episodes is not None and own else (),
         )
         groups.append(group)
     return groups
 
 
-def _trajectories(rows: _Rows, vocab_size: int | None) -> list[Trajectory]:
+def _trajectories(
+    rows: _Rows, vocab_size: int | None, episodes: Sequence[Sequence[episode_columns.EpisodeSpan]]
+) -> list[Trajectory]:
     """Return the trajectories of all rows; what can be checked of all tokens at once is checked here."""
     tokens, at = rows.lists("token_ids")
     masks, mask_at = rows.lists("loss_mask")
@@ -314,18 +324,24 @@ def _trajectories(rows: _Rows, vocab_size: int | None) -> list[Trajectory]:
     if not at == mask_at == logprobs_at:
         raise PackError("token_ids, loss_mask and behaviour_logprobs have lists of different lengths")
     check_token_values(tokens, logprobs, vocab_size)
+    sharing = None
+    if any(episodes):
+        sharing = episode_columns.Sharing.of(rows, episodes, [b - a for a, b in itertools.pairwise(at)])
     numbers = runs.tolist()
+    stored = [tokens[a:b] for a, b in itertools.pairwise(at)]
+    whole: list[np.ndarray] = []
     texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
     baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
     found = []
     for i, text in enumerate(texts):
         span = slice(at[i], at[i + 1])
         threes = iter(numbers[runs_at[i] : runs_at[i + 1]])
+        whole.append(stored[i] if sharing is None else sharing.restore(stored, whole, i))
         found.append(
             Trajectory.of_checked_values(
-                tokens[span],
-                masks[span],
-                logprobs[span],
+                whole[i],
+                masks[span] if sharing is None else sharing.context(masks[span], i),
+                logprobs[span] if sharing is None else sharing.context(logprobs[span], i),
                 tuple([VersionRun(PolicyVersion(v), s, e) for v, s, e in zip(threes, threes, threes, strict=True)]),
                 reasons[i],
                 text,
@@ -342,6 +358,17 @@ def _rewards(rows: _Rows) -> list[RewardRequest]:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeTexts:
+    """What a reward can read of an episode, beside its completion."""
+
+    num_rows: int
+    end_status: str
+    reward: float | None  # the environment's; None: it gives none
+    reward_parts: tuple[tuple[str, float], ...]
+    messages: str  # JSON list
+
+
+@dataclass(frozen=True, slots=True)
 class GroupTexts:
     """Prompt, completions and reward request of one group, without its tokens."""
 
@@ -352,6 +379,7 @@ class GroupTexts:
     reward: RewardRequest
     num_prompt_tokens: int = 0
     completion_tokens: tuple[int, ...] = ()  # from the message that announced the pack; () where it is unknown
+    given: tuple[EpisodeTexts, ...] = ()  # of each episode, what its environment says of it; (): no episodes
 
     def check_described_by(self, described: GeneratedGroup) -> None:
         """Raise PackError unless a message describes this group, as far as the columns that were read show."""
@@ -362,12 +390,15 @@ class GroupTexts:
             ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
             ("completions", len(self.completions), len(described.completion_tokens)),
             ("finish_reasons", self.finish_reasons, described.finish_reasons),
+            ("rows", tuple([one.num_rows for one in self.given]), described.rows),
         )
 
 
 def _texts(rows: _Rows) -> list[GroupTexts]:
     completions, reasons = rows.values("completion_text"), rows.values("finish_reason")
+    episodes = _episode_texts(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
     columns = zip(
+        episodes,
         rows.of_groups("group_id"),
         rows.of_groups("prompt_text"),
         rows.of_groups("num_prompt_tokens"),
@@ -379,10 +410,31 @@ def _texts(rows: _Rows) -> list[GroupTexts]:
         GroupTexts(
             group_id=group_id,
             prompt_text=prompt_text,
-            completions=tuple(completions[start:end]),
-            finish_reasons=tuple(reasons[start:end]),
+            completions=tuple([completions[span.start] for span, _ in own] or completions[start:end]),
+            finish_reasons=tuple(
+                ["stop" if one.end_status == "done" else "length" for _, one in own] or reasons[start:end]
+            ),
             reward=reward,
             num_prompt_tokens=num_prompt_tokens,
+            given=tuple([one for _, one in own]),
         )
-        for group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
+        for own, group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
     ]
+
+
+def _episode_texts(rows: _Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
+    """Return the episodes of each group, with where their rows are; raises PackError for a reward that is not finite."""
+    columns = {name: rows.values(name) for name in ("end_status", "episode_reward", "reward_parts", "messages")}
+    found = []
+    for spans in episode_columns.spans(rows):
+        texts = []
+        for span in spans:
+            status, reward, parts, messages = (values[span.start] for values in columns.values())
+            one = EpisodeTexts(span.end - span.start, status, reward, episode_columns.named_numbers(parts), messages)
+            if not all(map(math.isfinite, (reward or 0.0, *(value for _, value in one.reward_parts)))):
+                raise PackError(
+                    f"the reward of an episode is {reward} of {dict(one.reward_parts)}, expected finite ones"
+                )
+            texts.append((span, one))
+        found.append(texts)
+    return found

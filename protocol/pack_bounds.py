@@ -21,14 +21,22 @@ import pyarrow.parquet as pq
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef, GeneratedGroup
 
-MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline
+MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline; of episodes, all their rows together
+MAX_ROW_TOKENS = 2**25  # of all rows of a group's episodes, shared beginnings counted in each
 MAX_ROW_GROUPS = 4096
 MAX_BYTES = 512 * 1024**2  # decoded at a time, whatever a message promises
 _MIN_BYTES = 64 * 1024**2  # texts, and unit tests in the ground truth, are not promised by a message
 _BYTES_PER_TOKEN = 64  # of ids, mask, log-probabilities and text; leaves room for tokens that were not sampled
 _MAX_SCHEMA_ELEMENTS = 64
 
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "BYTE_ARRAY": 4}  # of a decoded value, in bytes
+_WIDTHS = {
+    "BOOLEAN": 1,
+    "INT32": 4,
+    "INT64": 8,
+    "FLOAT": 4,
+    "DOUBLE": 8,
+    "BYTE_ARRAY": 4,
+}  # of a decoded value, in bytes
 _LEVEL_BYTES = 4  # a definition and a repetition level
 _PLAIN, _BYTE_STREAM_SPLIT, _DICTIONARY = 0, 18, (4, 16)  # encodings as zigzag varints; plain and RLE dictionaries
 
@@ -48,7 +56,12 @@ def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
     """Return how many bytes a pack with the groups of a message may hold or decode to; `MAX_BYTES` without a message."""
     if groups is None:
         return MAX_BYTES
-    tokens = sum(group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens) for group in groups)
+    tokens = sum(
+        group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens)
+        if group.row_tokens is None
+        else group.row_tokens
+        for group in groups
+    )
     return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens)
 
 
@@ -65,6 +78,11 @@ def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:
     for group in groups:
         if len(group.completion_tokens) > MAX_ROWS:
             raise PackError(f"{group.group_id} has {len(group.completion_tokens)} trajectories, at most {MAX_ROWS}")
+        if group.num_rows > MAX_ROWS or (group.row_tokens or 0) > MAX_ROW_TOKENS:
+            raise PackError(
+                f"{group.group_id} has {group.num_rows} rows of {group.row_tokens} tokens, at most {MAX_ROWS} rows "
+                f"of {MAX_ROW_TOKENS}"
+            )
 
 
 def check_footer(data: bytes) -> None:
@@ -146,7 +164,7 @@ def check_pages(
             raise PackError(f"row group {number} of a pack that has {metadata.num_row_groups}")
         row_group = metadata.row_group(number)
         rows = row_group.num_rows
-        most = MAX_ROWS if groups is None else len(groups[position].completion_tokens)
+        most = MAX_ROWS if groups is None else groups[position].num_rows
         if not 0 < rows <= most or (groups is not None and rows != most):
             raise PackError(
                 f"row group {number} has {rows} rows, expected {most if groups is not None else f'1 to {most}'}"

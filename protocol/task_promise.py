@@ -30,6 +30,8 @@ class TaskPromise:
     num_completions: int | None = None
     max_new_tokens: int | None = None
     is_one_completion: bool = False
+    min_episodes: int | None = None  # a group of episodes may have so few; None: it has as many as were asked for
+    content_of_episodes: bytes = b""  # `content_hash` without the prompt's tokens, which environments render themselves
 
     @classmethod
     def of(cls, task: Task, *, same_settings: bool = True) -> TaskPromise:
@@ -43,6 +45,8 @@ class TaskPromise:
             task.group_size if same_settings else None,
             task.sampling.max_new_tokens if is_one_completion else None,
             is_one_completion,
+            task.min_episodes,
+            content_hash(b"", task.prompt_text, task.reward),
         )
 
     def check(self, group: Group) -> None:
@@ -50,8 +54,11 @@ class TaskPromise:
 
         Its trajectories must be known to have the same prompt (`Group.check_prompt`).
         """
-        prompt = group.trajectories[0].token_ids[: group.num_prompt_tokens].tobytes()
-        if content_hash(prompt, group.prompt_text, group.reward) != self.content:
+        if group.episodes and self.is_one_completion:
+            raise PackError(f"group {group.group_id} holds episodes, its task asked for one completion each")
+        prompt = b"" if group.episodes else group.trajectories[0].token_ids[: group.num_prompt_tokens].tobytes()
+        expected = self.content_of_episodes if group.episodes else self.content
+        if content_hash(prompt, group.prompt_text, group.reward) != expected:
             raise PackError(
                 f"group {group.group_id}: its prompt or what it is to be scored by is not that of its task; "
                 f"got {group.num_prompt_tokens} prompt tokens, {group.prompt_text[:100]!r}, {group.reward.name}"
@@ -61,14 +68,13 @@ class TaskPromise:
                 f"group {group.group_id}: split {group.split} and attempt {group.attempt}, its task has {self.split} and "
                 f"{self.attempt}"
             )
-        self.check_lengths(
-            group.group_id, [row.num_completion_tokens for row in group.trajectories], group.has_baseline
-        )
+        self.check_lengths(group.group_id, group.completion_tokens, group.has_baseline)
 
     def check_lengths(self, group_id: str, lengths: Sequence[int], has_baseline: bool) -> None:
         """Raise PackError unless the number of trajectories and of their sampled tokens are what the task asked for."""
         num = len(lengths) - has_baseline
-        if self.num_completions not in (None, num):
+        least = self.num_completions if self.min_episodes is None else self.min_episodes
+        if self.num_completions is not None and not (least or 1) <= num <= self.num_completions:
             raise PackError(f"group {group_id}: {num} trajectories, its task asked for {self.num_completions}")
         if self.max_new_tokens is not None and max(lengths) > self.max_new_tokens:
             raise PackError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,9 @@ import numpy.typing as npt
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import FinishReason, GeneratedGroup, RewardRequest, Split
 from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
+
+if TYPE_CHECKING:
+    from penstock.protocol.episode import Episode, Turn
 
 LOWEST_LOGPROB = -1000.0  # a token of probability exp(-1000), which is 0 in every format, is never sampled
 LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
@@ -89,7 +94,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All trajectories of one prompt: the unit of scoring, staleness, training and accounting."""
+    """All trajectories of one prompt: the unit of scoring, staleness, training and accounting.
+
+    A group of episodes holds their rows as its trajectories, in order. Rewards, lengths and finish reasons are then one
+    for each episode, and ``num_prompt_tokens`` counts what precedes the first sampled token of the first row.
+    """
 
     group_id: str
     split: Split
@@ -99,11 +108,34 @@ class Group:
     num_prompt_tokens: int
     reward: RewardRequest
     trajectories: tuple[Trajectory, ...]
+    episodes: tuple[Episode, ...] = ()  # none: each trajectory is a prompt and its one completion
+
+    @classmethod
+    def of_episodes(
+        cls,
+        episodes: tuple[Episode, ...],
+        *,
+        split: Split,
+        attempt: int,
+        issued_version: int,
+        prompt_text: str,
+        reward: RewardRequest,
+    ) -> Group:
+        """Return the group of episodes of one task; raises PackError for what is not one group of trainable episodes."""
+        if not episodes or not episodes[0].rows:
+            raise PackError("a group without an episode, or whose first episode has no row")
+        return cls(
+            group_id=episodes[0].group_id, split=split, attempt=attempt, issued_version=issued_version,
+            prompt_text=prompt_text, num_prompt_tokens=episodes[0].rows[0].turns[0].start, reward=reward,
+            trajectories=tuple(row.trajectory for episode in episodes for row in episode.rows), episodes=episodes,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         if not self.trajectories:
             raise PackError(f"group {self.group_id} has no trajectory")
-        if any(trajectory.is_baseline for trajectory in self.trajectories[:-1]):
+        if self.episodes:
+            self._check_episodes()
+        if any(one.is_baseline for one in (self.episodes or self.trajectories)[:-1]):
             raise PackError(
                 f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
             )
@@ -113,9 +145,58 @@ class Group:
         """Whether the last trajectory is the greedy one that is not trained on."""
         return self.trajectories[-1].is_baseline
 
+    @property
+    def rows_of(self) -> list[range]:
+        """The numbers of each episode's rows among the trajectories; without episodes, each trajectory's own."""
+        ends = list(itertools.accumulate((len(e.rows) for e in self.episodes), initial=0))
+        return [range(*pair) for pair in itertools.pairwise(ends)] or [
+            range(n, n + 1) for n in range(len(self.trajectories))
+        ]
+
+    @property
+    def turns(self) -> list[tuple[Turn, ...]]:
+        """The turns of each trajectory, in the order of its tokens; () where the group has no episodes."""
+        found = [row.turns for episode in self.episodes for row in episode.rows]
+        return found or [()] * len(self.trajectories)
+
+    @property
+    def trained_rows(self) -> list[Trajectory]:
+        """The trajectories that may be trained on: all but those of the baseline."""
+        return [one for one in self.trajectories if not one.is_baseline]
+
+    def _check_episodes(self) -> None:
+        rows = [row.trajectory for episode in self.episodes for row in episode.rows]
+        if len(rows) != len(self.trajectories) or any(a is not b for a, b in zip(rows, self.trajectories, strict=True)):
+            raise PackError(f"group {self.group_id}: its trajectories are not the rows of its episodes, in order")
+        places = [episode.index for episode in self.episodes]
+        if places != sorted(set(places)):
+            raise PackError(f"group {self.group_id}: its episodes have the places {places[:8]}, expected rising ones")
+        if len({episode.episode_id for episode in self.episodes}) != len(self.episodes):
+            raise PackError(f"group {self.group_id}: two of its episodes have the same id")
+        for episode in self.episodes:
+            if (episode.group_id, episode.environment) != (self.group_id, self.episodes[0].environment):
+                raise PackError(
+                    f"group {self.group_id} holds episode {episode.episode_id} of group {episode.group_id} and environment "
+                    f"{episode.environment}, expected this group and environment {self.episodes[0].environment}"
+                )
+            if not episode.is_trainable:
+                raise PackError(
+                    f"group {self.group_id} holds episode {episode.episode_id} with status {episode.status}; leave out "
+                    "episodes that did not end by the policy's doing"
+                )
+
     def check_prompt(self) -> None:
-        """Raise PackError unless all trajectories begin with the same prompt of ``num_prompt_tokens``, none of it sampled."""
+        """Raise PackError unless all trajectories begin with the same prompt of ``num_prompt_tokens``, none of it sampled.
+
+        The rows of episodes may begin differently, since their environment renders them.
+        """
         num, first = self.num_prompt_tokens, self.trajectories[0]
+        if self.episodes:
+            if num != first.version_runs[0].start:
+                raise PackError(
+                    f"group {self.group_id}: {num} prompt tokens, the first sampled one is {first.version_runs[0].start}"
+                )
+            return
         prompt = first.token_ids[:num].tobytes()
         if num < 1 or len(prompt) != num * first.token_ids.itemsize:
             raise PackError(f"group {self.group_id}: {num} prompt tokens in a trajectory of {len(first.token_ids)}")
@@ -140,14 +221,24 @@ class Group:
             ("oldest_version", min(runs), described.oldest_version),
             ("newest_version", max(runs), described.newest_version),
             ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
-            (
-                "completion_tokens",
-                tuple([t.num_completion_tokens for t in self.trajectories]),
-                described.completion_tokens,
-            ),
-            ("finish_reasons", tuple([t.finish_reason for t in self.trajectories]), described.finish_reasons),
+            ("completion_tokens", self.completion_tokens, described.completion_tokens),
+            ("finish_reasons", self.finish_reasons, described.finish_reasons),
             ("has_baseline", self.has_baseline, described.has_baseline),
+            ("rows", tuple([len(e.rows) for e in self.episodes]), described.rows),
+            ("row_tokens", sum(e.num_tokens for e in self.episodes) if self.episodes else None, described.row_tokens),
         )
+
+    @property
+    def completion_tokens(self) -> tuple[int, ...]:
+        """Sampled tokens of each episode; without episodes, of each trajectory."""
+        if self.episodes:
+            return tuple([e.num_sampled_tokens for e in self.episodes])
+        return tuple([t.num_completion_tokens for t in self.trajectories])
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason, ...]:
+        """How each episode, or trajectory without episodes, ended."""
+        return tuple([one.finish_reason for one in (self.episodes or self.trajectories)])
 
     def summary(self, row_group: int) -> GeneratedGroup:
         """Describe the group for the message that announces it."""
@@ -161,9 +252,11 @@ class Group:
             oldest_version=min(t.oldest_version for t in self.trajectories),
             newest_version=max(t.newest_version for t in self.trajectories),
             prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=tuple(t.num_completion_tokens for t in self.trajectories),
-            finish_reasons=tuple(t.finish_reason for t in self.trajectories),
+            completion_tokens=self.completion_tokens,
+            finish_reasons=self.finish_reasons,
             has_baseline=self.has_baseline,
+            rows=tuple(len(e.rows) for e in self.episodes),
+            row_tokens=sum(e.num_tokens for e in self.episodes) if self.episodes else None,
         )
 
 

@@ -4,6 +4,7 @@ RewardError                  a group got no reward
 ├── UnknownReward            no reward has this name                         permanent
 ├── BadGroundTruth           the row's ground truth does not fit its reward  permanent
 ├── LengthsUnknown           the reward counts tokens, and the group is text sent by hand  permanent
+├── RewardNotGiven           the environment gave an episode no reward, or there is none   permanent
 ├── NotCalled                no endpoint was called: not an attempt, limited by `reward_service.patience_s`
 │   ├── RewardUnavailable    the endpoint was unregistered; it may be registered again
 │   ├── LeaseExpired         the endpoint stopped renewing its lease
@@ -57,6 +58,12 @@ class BadGroundTruth(RewardError):
 
 class LengthsUnknown(RewardError):
     """The reward counts the policy's tokens, which only generated groups have; this one was sent by hand."""
+
+    permanent = True
+
+
+class RewardNotGiven(RewardError):
+    """The reward is the environment's, and the environment gave none; or the group has no episodes."""
 
     permanent = True
 

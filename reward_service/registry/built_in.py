@@ -10,8 +10,8 @@ from typing import Any
 from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
 from penstock.reward_service.graders.grader_pool import GraderPool
-from penstock.reward_service.registry.scorers import GradedScorer, LengthScorer, PureScorer, SandboxScorer
-from penstock.reward_service.rewards.reward import GradedReward, LengthReward, Reward, SandboxedReward
+from penstock.reward_service.registry.scorers import GivenScorer, GradedScorer, LengthScorer, PureScorer, SandboxScorer
+from penstock.reward_service.rewards.reward import GivenReward, GradedReward, LengthReward, Reward, SandboxedReward
 from penstock.reward_service.sandbox.pool import SandboxPool
 from penstock.reward_service.scores import Scorer
 
@@ -52,6 +52,8 @@ def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
     match reward:
         case LengthReward():
             return LengthScorer(reward.name, parameters.unit, judge)
+        case GivenReward():
+            return GivenScorer(reward.name, judge)
         case GradedReward():
             pool = graders.math if reward.grader == "math" else graders.pattern
             return GradedScorer(reward.name, judge, pool)

@@ -9,8 +9,8 @@ from typing import Any
 
 import structlog
 
-from penstock.protocol.group_pack import GroupTexts
-from penstock.reward_service.errors import LengthsUnknown, RewardCrashed, RewardError
+from penstock.protocol.group_pack import EpisodeTexts, GroupTexts
+from penstock.reward_service.errors import LengthsUnknown, RewardCrashed, RewardError, RewardNotGiven
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import length
 from penstock.reward_service.rewards.verdict import Verdict
@@ -59,6 +59,29 @@ class LengthScorer:
                 'send completion_tokens, or try it with the parameter unit = "words"'
             )
         return self.judge(length.measure(group.completions, group.completion_tokens, self.unit))
+
+
+@dataclass(frozen=True, slots=True)
+class GivenScorer:
+    """A reward that the environment of an episode gave."""
+
+    name: str
+    judge: Callable[[tuple[EpisodeTexts, ...]], list[Verdict]]
+    slow: bool = False
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        """Score the groups; one without episodes, or whose environment gave no reward, is an error."""
+        return [_outcome(self.name, group, self._verdicts) for group in groups]
+
+    def _verdicts(self, group: GroupTexts) -> list[Verdict]:
+        missing = [number for number, one in enumerate(group.given) if one.reward is None]
+        if missing or not group.given:
+            what = f"episodes {missing[:8]} have no reward" if missing else "the group has no episodes"
+            raise RewardNotGiven(
+                f"{self.name} reads the reward that an environment gave, and {what} (group {group.group_id}); name a reward "
+                "that scores texts, or an environment that rewards its episodes"
+            )
+        return self.judge(group.given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,10 @@ class LengthReward(Reward):
     """Scored by lengths: ``judge(parameters, lengths)``; the parameters' ``unit`` is tokens, words or characters."""
 
 
+class GivenReward(Reward):
+    """Read from the episodes: ``judge(episodes)`` gets what the environment says of each (`EpisodeTexts`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradedReward(Reward):
     """Scored with grader processes, which have a CPU limit: ``async judge(completions, truth, grade=...)``.

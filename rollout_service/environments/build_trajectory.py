@@ -1,11 +1,14 @@
-"""Completion → trajectory → group; pure. Token ids are never re-tokenised."""
+"""Completion → trajectory, or episode → group; pure. Token ids are never re-tokenised."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from penstock.protocol.episode import Episode
+from penstock.protocol.errors import PackError
 from penstock.protocol.facts import Task
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import VersionRun
@@ -39,8 +42,41 @@ def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Traje
     )
 
 
-def build_group(task: Task, trajectories: Sequence[Trajectory]) -> Group:
-    """Join the trajectories of one task with its reward, prompt text and versions."""
+def rows_of(one: Trajectory | Episode) -> list[Trajectory]:
+    """Return the rows of token ids of what an environment returned for one member of a group."""
+    return [row.trajectory for row in one.rows] if isinstance(one, Episode) else [one]
+
+
+def as_baseline(one: Trajectory | Episode, index: int) -> Trajectory | Episode:
+    """Return the greedy member of a group, marked as its baseline; an episode gets the place ``index``."""
+    if isinstance(one, Trajectory):
+        return replace(one, is_baseline=True)
+    rows = [replace(row, trajectory=replace(row.trajectory, is_baseline=True)) for row in one.rows]
+    return replace(one, rows=tuple(rows), index=index, episode_id=f"{one.episode_id}.baseline")
+
+
+def build_group(task: Task, members: Sequence[Trajectory | Episode]) -> Group:
+    """Join the trajectories or episodes of one task with its reward, prompt text and versions.
+
+    Raises PackError for episodes that are not those of one group, or did not end by the policy's doing.
+    """
+    episodes = tuple([one for one in members if isinstance(one, Episode)])
+    trajectories = [one for one in members if isinstance(one, Trajectory)]
+    if episodes and trajectories:
+        raise PackError(
+            f"group {task.group_id} has {len(episodes)} episodes and {len(trajectories)} other trajectories"
+        )
+    if episodes:
+        if episodes[0].group_id != task.group_id:
+            raise PackError(f"task {task.group_id} came back with an episode of group {episodes[0].group_id}")
+        return Group.of_episodes(
+            episodes,
+            split=task.split,
+            attempt=task.attempt,
+            issued_version=task.issued_version,
+            prompt_text=task.prompt_text,
+            reward=task.reward,
+        )
     return Group(
         group_id=task.group_id,
         split=task.split,

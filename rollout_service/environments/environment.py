@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
 from penstock.protocol.facts import Sampling, Task
@@ -31,8 +32,13 @@ class Environment(ABC):
     name: ClassVar[str]  # in `Task.environment`
 
     @abstractmethod
-    async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Trajectory]]:
-        """Return ``task.group_size`` trajectories for each task, in order, all sampled by ``sampler``.
+    async def rollout(
+        self, tasks: Sequence[Task], sampler: Sampler
+    ) -> Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode]]:
+        """Return the trajectories or the episodes of each task, in order, all sampled by ``sampler``.
+
+        There are ``task.group_size`` trajectories; of episodes, as many as ended by the policy's doing, and no fewer than
+        ``task.min_episodes``.
 
         Raises EngineError when the engine fails: the whole pack is requeued.
         """

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 
 from penstock.protocol.activity import Activity
+from penstock.protocol.episode import Episode
 from penstock.protocol.facts import Task, TaskList, decode
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits, check_task
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.environments.build_trajectory import build_group
+from penstock.rollout_service.environments.build_trajectory import as_baseline, build_group, rows_of
 from penstock.rollout_service.environments.environment import Environment, Sampler
 from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
 from penstock.rollout_service.packs.settlement import Settlement
@@ -110,8 +110,8 @@ class PackGenerator:
         for name, same in by_environment.items():
             try:
                 rolled = await self._with_baselines(self._environments[name], same, sampler)
-                for task, trajectories in zip(same, rolled, strict=True):
-                    self._check_origin(task, trajectories)
+                for task, members in zip(same, rolled, strict=True):
+                    self._check_origin(task, [row for one in members for row in rows_of(one)])
             except EngineError:
                 await self._engine.check_health()
                 raise
@@ -120,16 +120,16 @@ class PackGenerator:
 
     async def _with_baselines(
         self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
-    ) -> list[list[Trajectory]]:
+    ) -> list[list[Trajectory | Episode]]:
         """Roll out the tasks; those that want a baseline get one more, greedy completion, the last of their group.
 
         An environment receives it as a separate task, so it need not know about baselines.
         """
         measured = [number for number, task in enumerate(tasks) if task.with_baseline]
         rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)], sampler)
-        groups = [list(trajectories) for trajectories in rolled[: len(tasks)]]
+        groups: list[list[Trajectory | Episode]] = [list(members) for members in rolled[: len(tasks)]]
         for number, (baseline,) in zip(measured, rolled[len(tasks) :], strict=True):
-            groups[number].append(replace(baseline, is_baseline=True))
+            groups[number].append(as_baseline(baseline, tasks[number].group_size))
         return groups
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:

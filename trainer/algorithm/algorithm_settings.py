@@ -298,6 +298,12 @@ class AlgorithmSettings(_AllSettings):
                 f"algorithm.m2po_form = clip sets the clip of ppo_clip, and algorithm.loss = {self.loss} has another; "
                 'set algorithm.loss = "ppo_clip", or algorithm.m2po_form = "mask"'
             )
+        shaping = [key for key in ("reward_norm", "reward_scaling") if getattr(self, key) != "none"]
+        if parts.estimator.value.by_turn and shaping:
+            raise ValueError(
+                f"algorithm.{shaping[0]} changes the rewards of whole episodes, and algorithm.advantage = {self.advantage} "
+                "adds up those of their turns; leave it off, or choose another algorithm.advantage"
+            )
         for one in parts.corrections:
             if one.value.repeats_ratio and parts.loss.value.uses_ratio and not self.uses_proximal:
                 switch = one.value.switch

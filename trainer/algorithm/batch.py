@@ -33,6 +33,14 @@ class Row:
     weight: float  # of each sampled token in the loss (`trainer/algorithm/aggregation.py`)
     ages: npt.NDArray[np.int32] | None = None  # [T] versions between sampling and training; None: all 0
     sft_weight: float = 0.0  # of each sampled token in the added cross-entropy
+    turns: Sequence[
+        tuple[int, int]
+    ] = ()  # start and end of each, in order, together all sampled tokens; none: one turn
+    turn_advantages: Sequence[float] = ()  # of each turn, instead of ``advantage``
+
+    def by_turn(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Give every sampled token the value of its turn."""
+        return np.repeat(np.asarray(values, dtype=np.float64), [end - start for start, end in self.turns])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,12 +62,19 @@ class MicroBatch:
     proximal_logprobs: Tensor | None = None  # [N] float32, recomputed before the first update on the batch
     reference_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
     reference_kl: Tensor | None = None  # [N] float32, exact KL to it over the vocabulary, for rewards by token
+    turn: Tensor | None = None  # [N] int64, which turn the token belongs to; None: every trajectory is one turn
+    num_turns: int = 0
     drift_limit: float | None = None  # largest (log current / behaviour)² that M2PO keeps, or clips at, in this batch
 
     @property
     def sequences(self) -> Sequences:
         """Which token belongs to which trajectory."""
         return Sequences(self.sequence, self.num_sequences)
+
+    @property
+    def turns(self) -> Sequences:
+        """Which token belongs to which turn; a turn is in one trajectory."""
+        return self.sequences if self.turn is None else Sequences(self.turn, self.num_turns)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move every tensor to a device."""
@@ -148,12 +163,30 @@ def build(rows: Sequence[Row]) -> MicroBatch:
         """Give every sampled token its own value of an array over the trajectory."""
         return _flat([values(row)[where] for row, where in zip(rows, sampled, strict=True)], dtype)
 
+    num_turns = [max(1, len(row.turns)) for row in rows]
+    firsts = np.cumsum([0, *num_turns])
+    turn = None
+    if max(num_turns, default=1) > 1:
+        numbers = [
+            first + (row.by_turn(range(len(row.turns))) if row.turns else np.zeros(count))
+            for row, first, count in zip(rows, firsts, counts, strict=False)
+        ]
+        turn = _flat(numbers, torch.int64)
+    advantages = each([row.advantage for row in rows])
+    if any(len(row.turn_advantages) for row in rows):
+        advantages = _flat(
+            [
+                row.by_turn(row.turn_advantages) if len(row.turn_advantages) else np.full(count, row.advantage)
+                for row, count in zip(rows, counts, strict=True)
+            ],
+            torch.float32,
+        )
     return MicroBatch(
         input_ids=torch.from_numpy(packed.token_ids)[None],
         predictors=_flat(predictors, torch.int64),
         targets=taken(lambda row: row.token_ids, torch.int64),
         behaviour_logprobs=taken(lambda row: row.behaviour_logprobs),
-        advantages=each([row.advantage for row in rows]),
+        advantages=advantages,
         weights=each([row.weight for row in rows]),
         sequence=each(range(len(rows)), torch.int64),
         ages=taken(lambda row: np.zeros(len(row.token_ids)) if row.ages is None else row.ages),
@@ -161,6 +194,8 @@ def build(rows: Sequence[Row]) -> MicroBatch:
         num_sequences=max(1, len(rows)),
         position_ids=torch.from_numpy(packed.layout.depths)[None],
         layout=packed.layout,
+        turn=turn,
+        num_turns=int(firsts[-1]),
     )
 
 

@@ -5,18 +5,20 @@ The order is that of `trainer/algorithm/reward_shaping.py`.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from penstock.protocol.episode import Turn
 from penstock.trainer.algorithm import reward_shaping
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.algorithm.estimators.interface import Outcomes
+from penstock.trainer.algorithm.estimators.interface import Outcomes, Turns
 from penstock.trainer.algorithm.filters.interface import Candidate, keep
 
 _ROUNDING = 1e-9  # of the largest advantage of a batch, as for rewards; sums in another order differ by less
@@ -32,6 +34,7 @@ class Scored:
     source: str = ""  # kind of task, the row's data_source
     kl: Sequence[float] = ()  # of each trajectory to the reference, summed over its tokens; none: 0
     baseline: tuple[float, int] | None = None  # reward and length of the prompt's greedy completion
+    turns: Sequence[Sequence[Turn]] = ()  # of each trajectory, by number; none: every trajectory is one turn
 
     @property
     def shaped_together(self) -> tuple[list[float], list[int]]:
@@ -48,6 +51,21 @@ class Credit:
     weights: list[float]  # factor on its tokens' weights; 0: left out, and out of the denominators
     rewards: list[float]  # as shaped
     skipped: Counter[str]  # left out by a filter, by its reason
+    turns: list[list[float]] = field(default_factory=list)  # of each trajectory, the advantages of its turns by number
+    turns_are_rewards: bool = False  # for a critic: what each turn was rewarded with
+
+    def of_turns(self, place: int, numbers: Sequence[int]) -> tuple[float, ...]:
+        """Return what the plan gives to the turns of one row, by their numbers in the episode; (): all the same.
+
+        A critic credits each row alone. It gets the rewards of the turns that came between two of the row, and of those
+        after its last one, with the earlier of them: the return of a turn is then that of the episode.
+        """
+        if not self.turns:
+            return ()
+        own = self.turns[place]
+        if not self.turns_are_rewards:
+            return tuple([own[number] for number in numbers])
+        return tuple([sum(own[a:b]) for a, b in itertools.pairwise([*numbers, len(own)])])
 
 
 CreditRule = Callable[[Sequence[Scored]], Credit]
@@ -75,7 +93,7 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         index = torch.tensor([number for number, (some, _) in enumerate(members) for _ in some], dtype=torch.int64)
         if buffer:
             rewards = rewards + reward_shaping.overlong_penalty(
-                lengths, longest=longest, buffer=buffer, factor=settings.overlong_factor
+                _longest_turns(groups, members), longest=longest, buffer=buffer, factor=settings.overlong_factor
             )
         rewards = reward_shaping.clip_symmetric(rewards, settings.reward_clip)
         shaped = rewards
@@ -91,8 +109,17 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         ):  # with a critic, the KL of each token is in its own reward
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
             rewards = rewards - running.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
-        found = estimate(Outcomes(rewards, index, lengths, baselines))
-        if not estimator.has_critic:
+        turns = turns_of(groups, rewards) if estimator.by_turn or any(g.turns for g in groups) else None
+        found = estimate(Outcomes(rewards, index, lengths, baselines, turns))
+        by_turn: list[list[float]] = []
+        if estimator.by_turn:
+            assert turns is not None
+            found = _finished(settings, found, turn_lengths(groups))
+            by_turn = _split(found, turns)
+            found = torch.tensor([max(own, key=abs) for own in by_turn], dtype=torch.float64)
+        elif estimator.has_critic:
+            by_turn = [] if turns is None else _split(turns.rewards, turns)
+        else:
             found = _finished(settings, found, lengths)
         kept = keep(_candidates(groups, found, shaped, lengths), filters)
         weights = torch.zeros_like(found)
@@ -100,9 +127,57 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         weights[list(kept.places) or slice(None)] = 1.0
         weights = weights * _sample_weights(settings, shaped, index, lengths)
         skipped = kept.skipped if kept.places else Counter[str]()
-        return Credit(found.tolist(), weights.tolist(), shaped.tolist(), skipped)
+        return Credit(found.tolist(), weights.tolist(), shaped.tolist(), skipped, by_turn, estimator.has_critic)
 
     return rule
+
+
+def turns_of(groups: Sequence[Scored], rewards: Tensor) -> Turns:
+    """Return the turns of a batch with its shaped ``rewards`` [B]: what a reward holds beyond its turns' is the last one's."""
+    trajectory: list[int] = []
+    number: list[int] = []
+    given: list[float] = []
+    state: list[int] = []
+    states: dict[tuple[int, str], int] = {}
+    for place, (group, turns) in enumerate(_each_turns(groups)):
+        own = [turn.reward for turn in turns]
+        own[-1] += float(rewards[place]) - sum(own)
+        given += own
+        trajectory += [place] * len(turns)
+        number += range(len(turns))
+        state += [states.setdefault((group, turn.state), len(states)) if turn.state else -1 for turn in turns]
+    return Turns(
+        torch.tensor(trajectory, dtype=torch.int64),
+        torch.tensor(number, dtype=torch.int64),
+        torch.tensor(given, dtype=torch.float64),
+        torch.tensor(state, dtype=torch.int64),
+    )
+
+
+def turn_lengths(groups: Sequence[Scored]) -> Tensor:
+    """Return the sampled tokens of every turn, [K]."""
+    return torch.tensor([turn.end - turn.start for _, turns in _each_turns(groups) for turn in turns])
+
+
+def _each_turns(groups: Sequence[Scored]) -> Iterator[tuple[int, Sequence[Turn]]]:
+    """Yield each trajectory's group number and turns; one that is no episode is one turn."""
+    for number, group in enumerate(groups):
+        yield from ((number, turns) for turns in group.turns or [(Turn(0, 0, length),) for length in group.lengths])
+
+
+def _longest_turns(groups: Sequence[Scored], members: Sequence[tuple[list[float], list[int]]]) -> Tensor:
+    """Return the length that an overlong penalty judges, [B] with baselines: of an episode, that of its longest turn."""
+    found = [
+        [*(max(turn.end - turn.start for turn in turns) for turns in group.turns), *lengths[len(group.turns) :]]
+        for group, (_, lengths) in zip(groups, members, strict=True)
+    ]
+    return torch.tensor([length for some in found for length in some], dtype=torch.int64)
+
+
+def _split(values: Tensor, turns: Turns) -> list[list[float]]:
+    """Return values [K] by trajectory."""
+    sizes = torch.bincount(turns.trajectory).tolist()
+    return [part.tolist() for part in values.split(sizes)]
 
 
 def _candidates(groups: Sequence[Scored], found: Tensor, shaped: Tensor, lengths: Tensor) -> list[Candidate]:

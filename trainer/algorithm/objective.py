@@ -140,7 +140,7 @@ class PolicyGradient:
         advantages = weigh_negatives(
             batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
         )
-        tokens = Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences)
+        tokens = Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences, batch.turns)
         terms = self.loss(tokens, **self._options(batch))
         held = logprobs.detach()
         to_behaviour = held - batch.behaviour_logprobs

@@ -1,7 +1,7 @@
 """Advantages that differ by token, from a critic's values; pure, over all micro-batches of all ranks.
 
-The plan gives every trajectory its shaped reward in place of an advantage. Here it becomes the reward of
-the trajectory's last token, GAE turns rewards and values into advantages and returns, and the advantages
+The plan gives every trajectory, or every turn of an episode's row, its shaped reward in place of an advantage. Here it
+becomes the reward of the last token of the trajectory or turn, GAE turns rewards and values into advantages and returns, and the advantages
 are whitened and limited over the whole batch. A sequence is whole in one micro-batch; whether rows share a
 prompt makes no difference.
 """
@@ -88,10 +88,10 @@ class TokenCredit:
         return CreditedBatch(credited, targets, value_figures(targets, sum_over_ranks))
 
     def _rewards(self, batch: MicroBatch, kl_coefficient: float) -> Tensor:
-        """Return every token's reward, [N]: minus its KL, plus the trajectory's at its last token."""
-        scores = batch.sequences.maximum(batch.advantages)  # equal for all tokens of a trajectory
+        """Return every token's reward, [N]: minus its KL, plus the turn's at its last token."""
+        scores = batch.turns.maximum(batch.advantages)  # equal for all tokens of a turn
         kl = self._kl(batch) if kl_coefficient else torch.zeros_like(batch.advantages)
-        return kl_in_reward(scores, kl, batch.sequences, coefficient=kl_coefficient)
+        return kl_in_reward(scores, kl, batch.turns, coefficient=kl_coefficient)
 
     def _kl(self, batch: MicroBatch) -> Tensor:
         if self.kl_form == "full":

@@ -182,7 +182,7 @@ def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion, *, least: 
     """
     histogram: dict[int, int] = {}
     for group in batch:
-        for trajectory in group.group.trajectories[: group.scored.generated.num_trained]:
+        for trajectory in group.group.trained_rows:
             for run in trajectory.version_runs:
                 age = max(least, version - run.version) if least else staleness(version, run.version)
                 histogram[age] = histogram.get(age, 0) + run.end - run.start

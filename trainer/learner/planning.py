@@ -13,7 +13,7 @@ from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.learner.passes import Passes, plan_passes
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, by_trajectory, make_plan
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -44,7 +44,8 @@ class Planner:
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
             every_row = all_rows(batch, self._rank_group.capacity(self._budget))
-            gaps = self._rank_group.reference_gaps(every_row, batch, algorithm.reward_kl_form)
+            found = self._rank_group.reference_gaps(every_row, batch, algorithm.reward_kl_form)
+            gaps = by_trajectory(batch, found)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
         plan = make_plan(

@@ -51,6 +51,7 @@ class ReadyGroup:
             [reason == "length" for reason in summary.finish_reasons[:num]],
             self.group.reward.data_source,
             baseline=(rewards[-1], summary.completion_tokens[-1]) if summary.has_baseline else None,
+            turns=[episode.turns for episode in self.group.episodes[:num]],
         )
 
 
@@ -66,14 +67,15 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """One trajectory of a step."""
+    """One trajectory of a step, or one row of an episode."""
 
     pack: int  # number in the plan's list of packs
     row_group: int
-    trajectory: int
+    trajectory: int  # row of the group
     advantage: float
     weight: float  # in the loss, of each of its sampled tokens
     sft_weight: float = 0.0  # in the added cross-entropy, of each of its sampled tokens
+    turn_advantages: tuple[float, ...] = ()  # of the row's turns, where they differ; none: ``advantage`` is that of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,10 @@ class StepPlan:
         """Return the plan as MessagePack types."""
         return [
             [[ref.key, ref.size_bytes, ref.sha256] for ref in self.packs],
-            [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight] for r in self.rows],
+            [
+                [r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight, list(r.turn_advantages)]
+                for r in self.rows
+            ],
             [[list(rows) for rows in share] for share in self.micro_batches],
             self.version,
             [list(pair) for pair in self.skipped],
@@ -112,7 +117,7 @@ class StepPlan:
         packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl, least_age, passes = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
-            rows=tuple(PlannedRow(*row) for row in rows),
+            rows=tuple(PlannedRow(*row, turn_advantages=tuple(by_turn)) for *row, by_turn in rows),
             micro_batches=tuple(tuple(tuple(rows) for rows in share) for share in micro_batches),
             version=version,
             skipped=tuple((reason, count) for reason, count in skipped),
@@ -123,7 +128,7 @@ class StepPlan:
         )
 
 
-def make_plan(  # noqa: PLR0913  everything that decides a step
+def make_plan(
     groups: Sequence[ReadyGroup],
     *,
     credit: CreditRule,
@@ -136,7 +141,8 @@ def make_plan(  # noqa: PLR0913  everything that decides a step
 ) -> StepPlan:
     """Return the plan of one step: advantages, weights over the whole batch, and rows split over the ranks.
 
-    With ``split``, advantages are still those of the whole batch, and weights those of each mini-batch.
+    Advantages, weights and denominators are those of trajectories; all rows of an episode have the episode's. With ``split``,
+    advantages are still those of the whole batch, and weights those of each mini-batch.
 
     Args:
         groups: The batch; the order of the plan's rows follows it.
@@ -172,20 +178,23 @@ def make_plan(  # noqa: PLR0913  everything that decides a step
             packs[group.pack.key] = len(references)
             references.append(group.pack)
         summary = group.scored.generated
-        for number in range(summary.num_trained):
+        turns = group.group.turns
+        for own_rows in group.group.rows_of[: summary.num_trained]:
             factor, reward = found.weights[position], found.rewards[position]
             if factor > 0.0:
                 denominators, success_tokens = totals[part_of[group_number]]
-                rows_of_part[part_of[group_number]].append(len(rows))
                 weight = factor * sequence_weight(
                     aggregation, max(1, kept[position]), denominators, prompt_tokens=max(1, prompt_tokens)
                 )
                 sft = sft_coefficient / success_tokens if sft_coefficient and reward > 0 and success_tokens else 0.0
-                row = PlannedRow(
-                    packs[group.pack.key], summary.row_group, number, found.advantages[position], weight, sft
-                )
-                rows.append(row)
-                planned.append(group.group.trajectories[number])
+                for place in own_rows:
+                    rows_of_part[part_of[group_number]].append(len(rows))
+                    by_turn = found.of_turns(position, [turn.number for turn in turns[place]])
+                    advantage = found.advantages[position]
+                    rows.append(
+                        PlannedRow(packs[group.pack.key], summary.row_group, place, advantage, weight, sft, by_turn)
+                    )
+                    planned.append(group.group.trajectories[place])
             position += 1
     micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(capacity.num_shares)]
     for part in rows_of_part:
@@ -223,6 +232,16 @@ def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
     )
 
 
+def by_trajectory(groups: Sequence[ReadyGroup], values: Sequence[float]) -> list[float]:
+    """Return the sums of values by trajectory, all rows of an episode together; ``values`` are in the order of `all_rows`."""
+    remaining = iter(values)
+    return [
+        sum(next(remaining) for _ in rows)
+        for group in groups
+        for rows in group.group.rows_of[: group.scored.generated.num_trained]
+    ]
+
+
 def _equal_credit(groups: Sequence[Scored]) -> Credit:
     rewards = [reward for group in groups for reward in group.rewards]
     return Credit([0.0] * len(rewards), [1.0] * len(rewards), rewards, Counter())
@@ -258,7 +277,8 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
     rows = []
     for number in micro_batch:
         planned = plan.rows[number]
-        trajectory = groups[planned.pack, planned.row_group].trajectories[planned.trajectory]
+        group = groups[planned.pack, planned.row_group]
+        trajectory = group.trajectories[planned.trajectory]
         rows.append(
             Row(
                 token_ids=trajectory.token_ids,
@@ -268,6 +288,8 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
                 weight=planned.weight,
                 ages=_ages(trajectory, plan.version, plan.least_age),
                 sft_weight=planned.sft_weight,
+                turns=[(turn.start, turn.end) for turn in group.turns[planned.trajectory]],
+                turn_advantages=planned.turn_advantages,
             )
         )
     return rows

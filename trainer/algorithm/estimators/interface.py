@@ -9,7 +9,25 @@ from typing import Any
 from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, StdNormalisation
 
-__all__ = ["AdvantageFunction", "Estimator", "Options", "Outcomes", "StdNormalisation", "advantage_estimator"]
+__all__ = ["AdvantageFunction", "Estimator", "Options", "Outcomes", "StdNormalisation", "Turns", "advantage_estimator"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """The K turns of the batch, those of one trajectory together and in order."""
+
+    trajectory: Tensor  # [K] int64, 0..B-1
+    number: Tensor  # [K] int64, place among the turns of the trajectory
+    rewards: Tensor  # [K] float64; those of a trajectory sum to its reward, what no turn was given is in the last
+    state: Tensor  # [K] int64, equal for turns of one group that chose in the same situation; -1: not known
+
+    def returns(self, discount: float) -> Tensor:
+        """Return the discounted sum of each turn's reward and all later ones of its trajectory, [K]."""
+        found = self.rewards.clone()
+        for turn in range(len(found) - 2, -1, -1):
+            if self.trajectory[turn] == self.trajectory[turn + 1]:
+                found[turn] += discount * found[turn + 1]
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,6 +38,7 @@ class Outcomes:
     groups: Tensor  # [B] int64, equal for the completions of one prompt
     lengths: Tensor  # [B] sampled tokens of each
     baselines: Tensor | None = None  # [B] reward of the prompt's greedy completion, for ReMax
+    turns: Turns | None = None  # for an estimator by turn
 
     @property
     def group_index(self) -> tuple[Tensor, int]:
@@ -33,11 +52,12 @@ AdvantageFunction = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Estimator(Part[OptionsT_co]):
-    """An advantage estimator: ``fn(outcomes, **options)`` returns one advantage per trajectory, [B]."""
+    """An advantage estimator: ``fn(outcomes, **options)`` returns one advantage per trajectory, [B], or turn, [K]."""
 
     needs_baseline: bool = False  # every group carries a greedy completion that is not trained on
     group_relative: bool = False  # compares the completions of a group: a group of one has an advantage of 0
     has_critic: bool = False  # a critic credits tokens; fn returns the rewards that it starts from
+    by_turn: bool = False  # fn reads ``outcomes.turns`` and returns one advantage per turn
 
 
 def advantage_estimator(
@@ -48,6 +68,7 @@ def advantage_estimator(
     needs_baseline: bool = False,
     group_relative: bool = False,
     has_critic: bool = False,
+    by_turn: bool = False,
 ) -> Callable[[AdvantageFunction], Estimator[OptionsT_co]]:
     """Make a function an advantage estimator of the function's name.
 
@@ -58,6 +79,7 @@ def advantage_estimator(
         needs_baseline: Whether ``outcomes.baselines`` must be given.
         group_relative: Whether it compares the completions of a group, so that a group of one teaches nothing.
         has_critic: Whether `trainer/algorithm/token_credit.py` turns the result into advantages by token.
+        by_turn: Whether the result is one advantage per turn of an episode.
     """
 
     def build(fn: AdvantageFunction) -> Estimator[OptionsT_co]:
@@ -70,6 +92,7 @@ def advantage_estimator(
             needs_baseline=needs_baseline,
             group_relative=group_relative,
             has_critic=has_critic,
+            by_turn=by_turn,
         )
 
     return build

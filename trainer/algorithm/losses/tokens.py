@@ -89,6 +89,12 @@ class Tokens:
     behaviour: Tensor  # [N]
     advantages: Tensor  # [N]
     sequences: Sequences
+    turns_of_episodes: Sequences | None = None  # None: every sequence is one turn
+
+    @property
+    def turns(self) -> Sequences:
+        """The turns: the parts of a sequence that the policy sampled without a gap, one answer each."""
+        return self.turns_of_episodes or self.sequences
 
     @property
     def log_ratio(self) -> Tensor:

@@ -1,0 +1,22 @@
+"""The reward that the environment of an episode gave."""
+
+from __future__ import annotations
+
+from penstock.protocol.group_pack import EpisodeTexts
+from penstock.reward_service.rewards.reward import GivenReward
+from penstock.reward_service.rewards.verdict import Verdict
+
+NAME = "environment"
+
+
+def judge(episodes: tuple[EpisodeTexts, ...]) -> list[Verdict]:
+    """Return the reward and the parts of every episode as its environment gave them."""
+    return [Verdict(one.reward or 0.0, dict(one.reward_parts)) for one in episodes]
+
+
+REWARD = GivenReward(
+    name=NAME,
+    description="the reward that the episode's environment gave, with its parts",
+    judge=judge,
+    notes="only for episodes; an episode without a reward fails its group",
+)
