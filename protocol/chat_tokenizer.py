@@ -103,7 +103,7 @@ class ChatTokenizer:
         try:
             return self._template.render(
                 messages,
-                tools=list(tools),
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **self._arguments},
