@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+
 from penstock.protocol.errors import MalformedData
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.errors import EngineError, EngineTimeout, TaskRefused
+from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
 from penstock.rollout_service.proxy.agent_request import AgentRequest, RetryMark
 from penstock.rollout_service.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
 from penstock.rollout_service.proxy.calls import Calls
@@ -23,6 +25,8 @@ from penstock.rollout_service.proxy.request_errors import RequestRefused, invali
 from penstock.rollout_service.proxy.rows import EpisodeRows, build_rows
 from penstock.rollout_service.proxy.settings import EpisodeLimits
 from penstock.rollout_service.proxy.tree import ConversationTree, PromptPlan, Turn
+
+log = structlog.get_logger("rollout.episode")
 
 _CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
 _MAX_STOP_STRINGS = 16
@@ -72,6 +76,12 @@ class Episode:
         return min((run.version for turn in self.tree.turns for run in turn.version_runs), default=None)
 
     @property
+    def orphaned_tokens(self) -> Counter[str]:
+        """Sampled tokens that are in no turn, by cause; those of turns that are in no row are counted by `build_rows`."""
+        prefix = "orphaned_tokens."
+        return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
+
+    @property
     def temperature(self) -> float:
         """The task's temperature."""
         return self._sampling.temperature
@@ -110,7 +120,12 @@ class Episode:
         for name in request.overruled:
             self.counts[f"overruled.{name}"] += 1
         answer, in_reasoning, num_unparsed = self._read(completion, sampling, plan, reads_calls=request.reads_calls)
-        turn = self.tree.commit(plan, completion, answer, in_reasoning=in_reasoning)
+        try:
+            turn = self.tree.commit(plan, completion, answer, in_reasoning=in_reasoning)
+        except ReplyRefused as err:
+            self.counts["orphaned_tokens.refused"] += len(completion.token_ids)
+            log.warning("an answer was refused", episode=self.id, error=str(err))
+            raise RequestRefused(500, "answer_refused", str(err)) from None
         self.counts["unparsed_calls"] += num_unparsed
         if plan.fork:
             self.counts[f"forks.{plan.fork}"] += 1

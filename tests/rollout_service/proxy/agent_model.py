@@ -100,7 +100,14 @@ LLAMA = (
     "{%- else %}{{- message.content | trim }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}"
 )
+# Writes every earlier answer a second time, so there is no bridge.
+REPEATS = QWEN25.replace(
+    "{%- if add_generation_prompt %}",
+    "{%- if add_generation_prompt %}{%- for message in messages %}{%- if message.role == 'assistant' %}"
+    "{{- 'said: ' + message.content + '\n' }}{%- endif %}{%- endfor %}",
+)
 TEMPLATES = {
+    "repeats": REPEATS,
     "smollm2": SMOLLM2,
     "qwen25": QWEN25,
     "qwen3": QWEN3,

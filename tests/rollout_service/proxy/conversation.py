@@ -85,7 +85,7 @@ def check_rows(episode: Episode, made: EpisodeRows) -> None:
         assert not row.logprobs[~row.loss_mask].any()
         assert sum(run.end - run.start for run in row.version_runs) == np.count_nonzero(row.loss_mask)
         assert row.loss_mask.any()
-    orphaned = sum(made.orphaned_tokens.values()) + episode.counts["orphaned_tokens.after_end"]
+    orphaned = (made.orphaned_tokens + episode.orphaned_tokens).total()
     assert sum(seen.values()) == made.num_trained
     assert made.num_trained + orphaned == episode.counts["sampled_tokens"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.rollout_service.errors import EngineUnreachable, ReplyRefused
+from penstock.rollout_service.errors import EngineUnreachable
 from penstock.rollout_service.proxy.agent_request import RetryMark
 from penstock.rollout_service.proxy.plan_prompt import PromptPlanner
 from penstock.rollout_service.proxy.request_errors import RequestRefused
@@ -598,5 +598,29 @@ async def test_a_history_that_was_rendered_again_is_refused_when_it_is_recorded(
         return replace(plan, prompt_ids=np.asarray(one.engine.tokenizer.encode(text), dtype=np.int32))
 
     monkeypatch.setattr(PromptPlanner, "plan", rendered_again)
-    with pytest.raises(ReplyRefused, match="does not begin with the"):
+    with pytest.raises(RequestRefused, match="does not begin with the") as refused:
         await agent.ask(user("more"))
+    assert refused.value.status == 500
+    assert set(agent.episode.orphaned_tokens) == {"refused"}
+    assert len(agent.end().rows) == 1
+
+
+async def test_a_template_without_a_bridge_is_rendered_as_a_whole_and_counted(folder: Path) -> None:
+    one = bench(folder, "repeats")
+    split = [one.engine.tokenizer.encode(letter)[0] for letter in "hello"]
+    one.engine.script = [[*split, one.engine.added[END]]]
+    agent = Agent(one)
+    await agent.ask()
+    await agent.ask(user("more"))
+    assert agent.forks() == {"no_bridge": 1}
+    assert not extends(agent)
+    assert len(agent.end().rows) == 2
+
+
+async def test_a_history_rendered_again_to_the_same_tokens_is_one_row(folder: Path) -> None:
+    agent = Agent(bench(folder, "repeats", script=["yes" + END]))
+    await agent.ask()
+    await agent.ask(user("more"))
+    assert agent.forks() == {"no_bridge": 1}
+    assert extends(agent)
+    assert len(agent.end().rows) == 1
