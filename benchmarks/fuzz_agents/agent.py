@@ -10,8 +10,8 @@ from collections import Counter
 from typing import Any
 
 from penstock.rollout_service.proxy.api.app import ProxyApp
-from penstock.rollout_service.proxy.episode import Episode
 from penstock.rollout_service.proxy.proxy import path
+from penstock.rollout_service.proxy.session import EpisodeSession
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 MORE = {"type": "function", "function": {"name": "more", "parameters": {"type": "object"}}}
@@ -41,7 +41,7 @@ Messages = list[dict[str, Any]]
 class RandomAgent:
     """One episode's agent, for ``num_requests`` requests."""
 
-    def __init__(self, app: ProxyApp, episode: Episode, seed: int, num_requests: int) -> None:
+    def __init__(self, app: ProxyApp, episode: EpisodeSession, seed: int, num_requests: int) -> None:
         """Begin with one conversation."""
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 from benchmarks.fuzz_agents.model import Recorded, Sampled
 
-from penstock.rollout_service.proxy.episode import Episode
-from penstock.rollout_service.proxy.rows import EpisodeRow, EpisodeRows
+from penstock.protocol.episode import Episode
+from penstock.protocol.errors import PackError
+from penstock.rollout_service.proxy.build_episode import counts_of, messages_json, stored_rows
+from penstock.rollout_service.proxy.rows import TreeRow, TreeRows
+from penstock.rollout_service.proxy.session import EpisodeSession
 
 TOLERANCE = 1e-5
 _LONGEST_ANSWER = 64
@@ -25,7 +28,7 @@ class Findings:
     worst_logprob: float = 0.0
 
 
-def check_episode(episode: Episode, made: EpisodeRows, recorded: Recorded, engine: Any, findings: Findings) -> None:
+def check_episode(episode: EpisodeSession, made: TreeRows, recorded: Recorded, engine: Any, findings: Findings) -> None:
     """Add what is wrong with an episode's rows to ``findings``."""
     num_trained = 0
     for number, row in enumerate(made.rows):
@@ -59,6 +62,26 @@ def check_episode(episode: Episode, made: EpisodeRows, recorded: Recorded, engin
             f"episode {episode.id}: {num_trained} tokens trained and {orphaned} orphaned of {recorded.num_tokens} sampled"
         )
     findings.trained_tokens += num_trained
+    try:
+        store(episode, made)
+    except PackError as err:
+        findings.problems.append(f"episode {episode.id} cannot be stored: {err}")
+
+
+def store(episode: EpisodeSession, made: TreeRows) -> Episode:
+    """Return an episode as packs store it; raises PackError for rows that contradict each other."""
+    return Episode(
+        episode_id=episode.id,
+        group_id="g",
+        index=0,
+        environment="agent",
+        environment_version="",
+        seed=0,
+        status="done" if made.rows else "failed",
+        rows=stored_rows(made, episode.tree.turns),
+        messages=messages_json(episode.messages),
+        counts=counts_of(episode.counts, made),
+    )
 
 
 def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
@@ -66,7 +89,7 @@ def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _record_of(row: EpisodeRow, start: int, end: int, recorded: Recorded) -> Sampled | None:
+def _record_of(row: TreeRow, start: int, end: int, recorded: Recorded) -> Sampled | None:
     """Return the answer that these tokens are of; its prompt is everything before it in the row."""
     ids = row.token_ids
     for begin in range(start, max(-1, start - _LONGEST_ANSWER), -1):

@@ -30,11 +30,11 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.facts import Sampling
 from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.rollout_service.proxy.api.app import ProxyApp
-from penstock.rollout_service.proxy.episode import EpisodeModel
 from penstock.rollout_service.proxy.plan_prompt import PromptPlan, PromptPlanner
 from penstock.rollout_service.proxy.proxy import AgentProxy
 from penstock.rollout_service.proxy.renderer import ChatRenderer
-from penstock.rollout_service.proxy.rows import EpisodeRows
+from penstock.rollout_service.proxy.rows import TreeRows
+from penstock.rollout_service.proxy.session import AgentModel
 from penstock.rollout_service.proxy.settings import EpisodeLimits
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
@@ -88,7 +88,7 @@ class Fuzzer:
         planner_type = RenderingPlanner if self._plant == "prompt" else PromptPlanner
         planner = planner_type(self._renderers[template], frozenset(tokenizer.eos_ids), draw.choice(_THINKING))
         formats = "llama" if template == "llama" else draw.choice(("hermes", "hermes", "plain"))
-        model = EpisodeModel(planner, ANSWER_FORMATS.find(formats).value, 2048)
+        model = AgentModel(planner, ANSWER_FORMATS.find(formats).value, 2048)
         limits = EpisodeLimits.model_validate({"history_match": draw.choice(_RULES), "retry_grace_s": 0.0005})
         proxy = AgentProxy(limits)
         engine = self._engine or FunctionEngine(tokenizer, self._seed + number)
@@ -125,7 +125,7 @@ class RenderingPlanner(PromptPlanner):
         )
 
 
-def rendered_rows(made: EpisodeRows, tokenizer: ChatTokenizer) -> EpisodeRows:
+def rendered_rows(made: TreeRows, tokenizer: ChatTokenizer) -> TreeRows:
     """Return rows in which the text of each answer is tokenised again: a planted error."""
     rows = []
     for row in made.rows:

@@ -16,13 +16,13 @@ from typing import Any
 
 from penstock.rollout_service.proxy.agent_request import RetryMark
 from penstock.rollout_service.proxy.request_errors import RequestRefused, invalid
-from penstock.rollout_service.proxy.tree import Turn
+from penstock.rollout_service.proxy.tree import SampledTurn
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     mark: RetryMark
-    task: asyncio.Task[Turn]
+    task: asyncio.Task[SampledTurn]
     began: float
     num_waiting: int = 0
 
@@ -38,7 +38,9 @@ class Calls:
         self._calls: OrderedDict[int, _Call] = OrderedDict()  # oldest first
         self._next = 0
 
-    async def run(self, mark: RetryMark, sample: Callable[[], Coroutine[Any, Any, Turn]]) -> tuple[Turn, bool]:
+    async def run(
+        self, mark: RetryMark, sample: Callable[[], Coroutine[Any, Any, SampledTurn]]
+    ) -> tuple[SampledTurn, bool]:
         """Return the answer, and whether it is that of a call made before.
 
         Raises RequestRefused: as the call does, or because a key is used again with another body.
@@ -100,7 +102,7 @@ def _cancel_without_client(call: _Call) -> None:
         call.task.cancel()
 
 
-def _take_error(task: asyncio.Task[Turn]) -> None:
+def _take_error(task: asyncio.Task[SampledTurn]) -> None:
     """Take the error of a call that nothing waits for any more, which asyncio would report otherwise."""
     if not task.cancelled():
         task.exception()

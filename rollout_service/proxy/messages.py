@@ -70,24 +70,21 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 
 def root_key(template: str, tools: Sequence[Any]) -> bytes:
     """Return the key of a conversation before its first message."""
-    return _digest(b"root", template.encode(), canonical_json(list(tools)).encode("utf-8", "surrogatepass"))
+    return _digest(b"root", template, canonical_json(list(tools)))
 
 
 def next_key(key: bytes, message: Message) -> bytes:
     """Return the key of a conversation with one more message that the policy did not sample."""
-    parts = [message.role, message.content, message.reasoning, message.tool_call_id, message.name]
-    for call in message.tool_calls:
-        parts += [call.name, canonical_arguments(call.arguments)]
-    return _digest(key, *[part.encode("utf-8", "surrogatepass") for part in parts])
+    calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
+    return _digest(
+        key, message.role, message.content, message.reasoning, message.tool_call_id, message.name, repr(calls)
+    )
 
 
-def _digest(*parts: bytes) -> bytes:
-    """Return a digest of parts, each with its length: no two lists of parts have the same bytes."""
-    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+def _digest(key: bytes, *texts: str) -> bytes:
+    """Return a digest of texts, with their lengths: no two lists of texts have the same bytes."""
+    joined = f"{[*map(len, texts)]}{''.join(texts)}"
+    return hashlib.blake2b(key + joined.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
 
 
 def canonical_json(value: Any) -> str:

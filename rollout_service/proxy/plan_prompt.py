@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.rollout_service.proxy.messages import Message, next_key, root_key
 from penstock.rollout_service.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
-from penstock.rollout_service.proxy.tree import ConversationTree, Found, PromptPlan, Turn
+from penstock.rollout_service.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn
 
 Thinking = Literal["keep", "tool_cycle", "strip"]
 
@@ -106,12 +106,12 @@ class PromptPlanner:
         parent, length = tree.observe(prompt_ids)
         return PromptPlan(found, parent, length, prompt_ids, rendered.opens_reasoning, cause)
 
-    def _end_of(self, turn: Turn) -> AnswerEnd:
+    def _end_of(self, turn: SampledTurn) -> AnswerEnd:
         last = int(turn.token_ids[-1])
         stop = self.renderer.text_of([last]) if last in self.stop_token_ids else ""
         return AnswerEnd(stop, in_reasoning=turn.in_reasoning)
 
-    def _strips(self, base: Turn, new: Sequence[Message]) -> bool:
+    def _strips(self, base: SampledTurn, new: Sequence[Message]) -> bool:
         """Return True if the recorded tokens hold reasoning that the setting does not show from here on."""
         if self.thinking == "keep" or (
             self.thinking == "tool_cycle" and not any(message.role == "user" for message in new)
@@ -126,7 +126,7 @@ class PromptPlanner:
         return without_reasoning(messages, before=len(messages) if self.thinking == "strip" else last_user)
 
 
-def _cause_of_branch(tree: ConversationTree, found: Found, base: Turn, *, keeps: bool) -> str:
+def _cause_of_branch(tree: ConversationTree, found: Found, base: SampledTurn, *, keeps: bool) -> str:
     if found.is_edited:
         return "edited_history"
     if not keeps:

@@ -55,6 +55,7 @@ class ChatRenderer:
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
         self._added_numbers = {text: number for number, text in enumerate(added)}
         self._added_texts = added
+        self._escape_characters = re.compile(f"[{chr(_ESCAPE)}-{chr(_ESCAPE + len(added))}]")
         self._plain = tokenizer.encoder_of_plain_text()
         self._closing = self._find_closing()
 
@@ -138,16 +139,19 @@ class ChatRenderer:
 
         A tool's result may contain the text of a control token, and even a whole turn: it must not become one.
         """
+        if self._escape_characters.search(message.content):
+            raise MalformedData(
+                f"a message has one of the characters U+{_ESCAPE:X} to U+{_ESCAPE + len(self._added_texts):X}, which are used here "
+                "for the texts of control tokens; leave it out"
+            )
         if message.role not in _PLAIN_ROLES or not self._added.search(message.content):
             return message
-        if any(_ESCAPE <= ord(one) <= _ESCAPE + len(self._added_texts) for one in message.content):
-            raise MalformedData("a message has the text of a control token beside characters of private plane 15")
         content = self._added.sub(lambda match: chr(_ESCAPE + self._added_numbers[match[0]]), message.content)
         return replace(message, content=content)
 
     def _encoded(self, text: str) -> Rendered:
         opens = text.rstrip().endswith(THINK)
-        escaped = re.compile(f"[{chr(_ESCAPE)}-{chr(_ESCAPE + len(self._added_texts))}]")
+        escaped = self._escape_characters
         if not escaped.search(text):
             return Rendered(self.tokenizer.encode(text), opens)
         ids: list[int] = []

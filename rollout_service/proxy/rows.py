@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.protocol.facts import FinishReason
 from penstock.protocol.versions import VersionRun
-from penstock.rollout_service.proxy.tree import Float32s, Int32s, Turn
+from penstock.rollout_service.proxy.tree import Float32s, Int32s, SampledTurn
 
 Orphaned = Literal["not_delivered", "superseded"]
 
@@ -32,7 +32,7 @@ class TurnSpan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EpisodeRow:
+class TreeRow:
     """One row of an episode; arrays have the same length."""
 
     token_ids: Int32s
@@ -45,16 +45,16 @@ class EpisodeRow:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeRows:
+class TreeRows:
     """All rows of an episode, and the sampled tokens that are in none."""
 
-    rows: tuple[EpisodeRow, ...]
+    rows: tuple[TreeRow, ...]
     num_trained: int
     orphaned_tokens: Counter[str] = field(default_factory=Counter)
     orphaned_turns: Counter[str] = field(default_factory=Counter)
 
 
-def build_rows(turns: Sequence[Turn]) -> EpisodeRows:
+def build_rows(turns: Sequence[SampledTurn]) -> TreeRows:
     """Return the rows of an episode's turns, in the order in which their last answers were sampled."""
     orphans = _find_orphans(turns)
     covered: dict[int, int] = {}  # by turn: so many tokens of its path are in the row of a turn that continues it
@@ -70,10 +70,10 @@ def build_rows(turns: Sequence[Turn]) -> EpisodeRows:
     tokens: Counter[str] = Counter()
     for number, cause in orphans.items():
         tokens[cause] += len(turns[number].token_ids)
-    return EpisodeRows(tuple(rows), sum(trained.values()), tokens, Counter(orphans.values()))
+    return TreeRows(tuple(rows), sum(trained.values()), tokens, Counter(orphans.values()))
 
 
-def _find_orphans(turns: Sequence[Turn]) -> dict[int, Orphaned]:
+def _find_orphans(turns: Sequence[SampledTurn]) -> dict[int, Orphaned]:
     """Return the turns that are in no row, with the cause; no turn that is in a row continues one of them.
 
     What the agent went on from is kept. Of answers to one prompt that it did not go on from, the last that it received is kept,
@@ -93,7 +93,7 @@ def _find_orphans(turns: Sequence[Turn]) -> dict[int, Orphaned]:
     return orphans
 
 
-def _build_row(last: Turn, trained: dict[int, int]) -> EpisodeRow:
+def _build_row(last: SampledTurn, trained: dict[int, int]) -> TreeRow:
     length = last.num_tokens
     mask = np.zeros(length, dtype=np.bool_)
     logprobs = np.zeros(length, dtype=np.float32)
@@ -114,7 +114,7 @@ def _build_row(last: Turn, trained: dict[int, int]) -> EpisodeRow:
             spans.append(TurnSpan(turn.number, start, start + min(before, used), is_trained=False))
         if used > before:
             spans.append(TurnSpan(turn.number, start + before, end, is_trained=True))
-    return EpisodeRow(last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans))
+    return TreeRow(last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans))
 
 
 def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> list[VersionRun]:

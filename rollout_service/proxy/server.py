@@ -55,7 +55,9 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio turns Nagle's algorithm off for its connections: an answer has two writes.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -63,6 +65,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as err:
         bound.close()
         raise ConfigError(
-            f"the proxy cannot listen on {host} port {port} ({err.strerror or err}); set agents.port to a free port, or to 0"
+            f"the proxy cannot listen on {host} port {port} ({err.strerror or err}); choose a free port, or 0"
         ) from None
     return bound

@@ -10,7 +10,7 @@ Messages find the turn, tokens verify it. A request that continues no turn begin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,14 @@ Float32s = npt.NDArray[np.float32]
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class SampledTurn:
     """One sampled answer and the context before it."""
 
     number: int
-    follows: Turn | None  # the turn whose answer the messages continue
-    parent: Turn | None  # the turn whose tokens the prompt continues; another one where the history was rendered again
+    follows: SampledTurn | None  # the turn whose answer the messages continue
+    parent: (
+        SampledTurn | None
+    )  # the turn whose tokens the prompt continues; another one where the history was rendered again
     parent_tokens: int  # so many tokens of the parent's path precede the context
     context_ids: Int32s
     token_ids: Int32s  # as sampled, the stop token included
@@ -60,10 +62,10 @@ class Turn:
         """Tokens from the root to the end of the answer."""
         return self.prompt_tokens + len(self.token_ids)
 
-    def chain(self) -> list[Turn]:
+    def chain(self) -> list[SampledTurn]:
         """Return the turns from the root to this one."""
-        found: list[Turn] = []
-        turn: Turn | None = self
+        found: list[SampledTurn] = []
+        turn: SampledTurn | None = self
         while turn is not None:
             found.append(turn)
             turn = turn.parent
@@ -73,7 +75,7 @@ class Turn:
         """Return the tokens from the root to the end of the answer."""
         ids = np.empty(self.num_tokens, dtype=np.int32)
         end = self.num_tokens
-        turn: Turn | None = self
+        turn: SampledTurn | None = self
         while turn is not None:
             own = np.concatenate((turn.context_ids, turn.token_ids))
             ids[turn.parent_tokens : end] = own[: end - turn.parent_tokens]
@@ -85,7 +87,7 @@ class Turn:
 class Found:
     """Where a request's messages lead in the tree."""
 
-    base: Turn | None  # the turn that is continued
+    base: SampledTurn | None  # the turn that is continued
     num_matched: int  # messages up to the end of its answer
     key: bytes  # of all messages
     messages: tuple[Message, ...]  # with the answers that were sent in place of the client's copies
@@ -97,7 +99,7 @@ class PromptPlan:
     """The prompt of one request: which recorded tokens it continues, and with what."""
 
     found: Found
-    parent: Turn | None
+    parent: SampledTurn | None
     parent_tokens: int
     prompt_ids: Int32s
     opens_reasoning: bool
@@ -108,9 +110,20 @@ class PromptPlan:
 class _Path:
     key: bytes
     messages: list[Message]
-    base: Turn | None = None
+    base: SampledTurn | None = None
     num_matched: int = 0
     is_edited: bool = False
+
+    def go_on(self, message: Message) -> None:
+        """Add a message that the policy did not sample."""
+        self.key = next_key(self.key, message)
+        self.messages.append(message)
+
+    def reach(self, turn: SampledTurn) -> None:
+        """Add the answer of a turn."""
+        self.key = turn.key
+        self.messages.append(turn.answer)
+        self.base, self.num_matched = turn, len(self.messages)
 
 
 @dataclass(slots=True)
@@ -118,33 +131,39 @@ class ConversationTree:
     """The turns of one episode. For one event loop."""
 
     rule: HistoryMatch = "echo"
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     num_stored_tokens: int = 0
-    _by_prompt: dict[bytes, list[Turn]] = field(default_factory=dict)
+    _by_prompt: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
 
     def find(self, root: bytes, messages: Sequence[Message]) -> Found:
         """Return the deepest turn that the messages continue; of equal ones the last."""
         paths = [_Path(root, [])]
         for message in messages:
+            if message.role != "assistant":
+                for path in paths:
+                    path.go_on(message)
+                continue
             following: list[_Path] = []
             for path in paths:
-                sampled = self._by_prompt.get(path.key, ()) if message.role == "assistant" else ()
+                sampled = self._by_prompt.get(path.key, ())
                 copies = [turn for turn in sampled if is_copy(turn.answer, message, self.rule)]
-                for turn in copies:
-                    made = [*path.messages, turn.answer]
-                    following.append(_Path(turn.key, made, turn, len(made), path.is_edited))
-                if not copies:
-                    edited = path.is_edited or bool(sampled)
-                    key, made = next_key(path.key, message), [*path.messages, message]
-                    following.append(_Path(key, made, path.base, path.num_matched, edited))
+                for turn in copies[:-1]:
+                    following.append(replace(path, messages=list(path.messages)))
+                    following[-1].reach(turn)
+                if copies:
+                    path.reach(copies[-1])
+                else:
+                    path.is_edited = path.is_edited or bool(sampled)
+                    path.go_on(message)
+                following.append(path)
             paths = following
         best = max(paths, key=lambda path: (path.num_matched, path.base.number if path.base else -1))
         return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited)
 
-    def observe(self, prompt_ids: Int32s) -> tuple[Turn | None, int]:
+    def observe(self, prompt_ids: Int32s) -> tuple[SampledTurn | None, int]:
         """Return the longest recorded path that a prompt begins with, and its length; (None, 0) if there is none."""
         inside: set[int] = set()
-        best: Turn | None = None
+        best: SampledTurn | None = None
         for turn in self.turns:
             if turn.parent is not None and turn.parent.number not in inside:
                 continue
@@ -163,7 +182,7 @@ class ConversationTree:
         answer: Message,
         *,
         in_reasoning: bool = False,
-    ) -> Turn:
+    ) -> SampledTurn:
         """Add an answer; raises ReplyRefused if its prompt is not the recorded path, or a token has no log-probability."""
         base, parent_tokens, prompt_ids = plan.parent, plan.parent_tokens, plan.prompt_ids
         if base is not None and not np.array_equal(prompt_ids[:parent_tokens], base.path()[:parent_tokens]):
@@ -175,7 +194,7 @@ class ConversationTree:
             raise ReplyRefused(
                 f"{len(completion.logprobs)} log-probabilities for {len(completion.token_ids)} tokens of an answer"
             )
-        turn = Turn(
+        turn = SampledTurn(
             number=len(self.turns),
             follows=plan.found.base,
             parent=base,

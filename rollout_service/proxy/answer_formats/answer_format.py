@@ -3,7 +3,7 @@
 What a format finds changes only what the client sees; the sampled tokens are stored as they are. A call that does not
 parse stays text. A new format is one file with an instance of `AnswerFormat` at its top level: in this package, in an
 installed package with an entry point in the group ``penstock.answer_formats``, or in any file that
-``agents.answer_format`` names.
+a run names.
 """
 
 from __future__ import annotations

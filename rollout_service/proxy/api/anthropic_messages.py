@@ -10,7 +10,7 @@ from penstock.rollout_service.proxy.agent_request import AgentRequest
 from penstock.rollout_service.proxy.api import fields
 from penstock.rollout_service.proxy.messages import Message, ToolCall
 from penstock.rollout_service.proxy.request_errors import RequestRefused, invalid, unsupported
-from penstock.rollout_service.proxy.tree import Turn
+from penstock.rollout_service.proxy.tree import SampledTurn
 
 _SIGNATURE = "penstock"
 
@@ -85,13 +85,13 @@ def _answer(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
     return Message("assistant", "\n".join(texts), "\n".join(reasoning), tuple(calls))
 
 
-def _stop_reason(turn: Turn) -> str:
+def _stop_reason(turn: SampledTurn) -> str:
     if turn.answer.tool_calls:
         return "tool_use"
     return "max_tokens" if turn.finish_reason == "length" else "end_turn"
 
 
-def _blocks(turn: Turn) -> list[dict[str, Any]]:
+def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
     answer = turn.answer
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -103,7 +103,7 @@ def _blocks(turn: Turn) -> list[dict[str, Any]]:
     return blocks
 
 
-def reply(turn: Turn, model: str, created: int, request_id: str) -> dict[str, Any]:
+def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
     """Return the body of a whole answer."""
     del created
     return {
@@ -118,7 +118,7 @@ def reply(turn: Turn, model: str, created: int, request_id: str) -> dict[str, An
     }
 
 
-def events(turn: Turn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
+def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
     """Return the events of a stream, played from the finished answer."""
     del body
     whole = reply(turn, model, created, request_id)

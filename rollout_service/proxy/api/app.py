@@ -16,10 +16,10 @@ import structlog
 
 from penstock.rollout_service.proxy.agent_request import AgentRequest, RetryMark
 from penstock.rollout_service.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.rollout_service.proxy.episode import Episode
 from penstock.rollout_service.proxy.proxy import AgentProxy
 from penstock.rollout_service.proxy.request_errors import RequestRefused, invalid
-from penstock.rollout_service.proxy.tree import Turn
+from penstock.rollout_service.proxy.session import EpisodeSession
+from penstock.rollout_service.proxy.tree import SampledTurn
 
 log = structlog.get_logger("rollout.proxy")
 
@@ -38,8 +38,8 @@ class Api:
     """One API of the proxy."""
 
     read: Callable[[Mapping[str, Any], float], AgentRequest]
-    reply: Callable[[Turn, str, int, str], dict[str, Any]]
-    events: Callable[[Turn, Mapping[str, Any], str, int, str], Sequence[bytes]]
+    reply: Callable[[SampledTurn, str, int, str], dict[str, Any]]
+    events: Callable[[SampledTurn, Mapping[str, Any], str, int, str], Sequence[bytes]]
     error: Callable[[RequestRefused], dict[str, Any]]
     prefix: str  # of the ids of answers
 
@@ -96,7 +96,9 @@ class ProxyApp:
             )
             await _send_json(send, 500, api.error(internal))
 
-    async def _answer(self, api: Api, name: str, episode: Episode, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, api: Api, name: str, episode: EpisodeSession, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         limits = self._proxy.limits
         data = await _read_body(receive, limits.max_body_bytes, limits.body_deadline_s)
         try:
@@ -128,10 +130,10 @@ class _Exchange:
         self._receive = receive
         self._id = api.prefix + secrets.token_hex(12)
 
-    async def run(self, answering: Any, *, stream: bool, wait_s: float, comment_s: float) -> Turn | None:
+    async def run(self, answering: Any, *, stream: bool, wait_s: float, comment_s: float) -> SampledTurn | None:
         """Send the answer; return its turn if the client received it."""
         gone = asyncio.create_task(self._disconnected())
-        answer: asyncio.Task[Turn] = asyncio.create_task(answering)
+        answer: asyncio.Task[SampledTurn] = asyncio.create_task(answering)
         try:
             began = await self._wait(answer, gone, wait_s if stream else None, comment_s)
             await asyncio.sleep(
@@ -156,7 +158,7 @@ class _Exchange:
                 await gone
 
     async def _wait(
-        self, answer: asyncio.Task[Turn], gone: asyncio.Task[None], wait_s: float | None, comment_s: float
+        self, answer: asyncio.Task[SampledTurn], gone: asyncio.Task[None], wait_s: float | None, comment_s: float
     ) -> bool:
         """Wait for the answer or until the client is gone; return True if a stream was begun meanwhile."""
         await asyncio.wait({answer, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +171,7 @@ class _Exchange:
             await asyncio.wait({answer, gone}, timeout=comment_s, return_when=asyncio.FIRST_COMPLETED)
         return began
 
-    async def _end_stream(self, answer: asyncio.Task[Turn], model: str, created: int) -> None:
+    async def _end_stream(self, answer: asyncio.Task[SampledTurn], model: str, created: int) -> None:
         error = answer.exception()
         if isinstance(error, RequestRefused):
             told = json.dumps(self._api.error(error)).encode()

@@ -10,7 +10,7 @@ from penstock.rollout_service.proxy.agent_request import AgentRequest
 from penstock.rollout_service.proxy.api import fields
 from penstock.rollout_service.proxy.messages import Message
 from penstock.rollout_service.proxy.request_errors import RequestRefused, constrained, invalid, unsupported
-from penstock.rollout_service.proxy.tree import Turn
+from penstock.rollout_service.proxy.tree import SampledTurn
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -72,20 +72,20 @@ def _call(value: Mapping[str, Any], where: str) -> Any:
     return fields.call(value.get("id"), function.get("name"), function.get("arguments"), where)
 
 
-def finish_reason(turn: Turn) -> str:
+def finish_reason(turn: SampledTurn) -> str:
     """Return why an answer ended, in this API's words."""
     if turn.answer.tool_calls:
         return "tool_calls"
     return "length" if turn.finish_reason == "length" else "stop"
 
 
-def usage(turn: Turn) -> dict[str, int]:
+def usage(turn: SampledTurn) -> dict[str, int]:
     """Return the tokens of a turn."""
     prompt, completion = turn.prompt_tokens, len(turn.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def reply(turn: Turn, model: str, created: int, request_id: str) -> dict[str, Any]:
+def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
     """Return the body of a whole answer."""
     answer = turn.answer
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or None, "refusal": None}
@@ -106,7 +106,7 @@ def reply(turn: Turn, model: str, created: int, request_id: str) -> dict[str, An
     }
 
 
-def events(turn: Turn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
+def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
     """Return the events of a stream, played from the finished answer."""
     answer = turn.answer
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]

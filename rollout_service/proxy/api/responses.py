@@ -13,7 +13,7 @@ from penstock.rollout_service.proxy.agent_request import AgentRequest
 from penstock.rollout_service.proxy.api import fields
 from penstock.rollout_service.proxy.messages import Message, ToolCall
 from penstock.rollout_service.proxy.request_errors import constrained, invalid, unsupported
-from penstock.rollout_service.proxy.tree import Turn
+from penstock.rollout_service.proxy.tree import SampledTurn
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -107,7 +107,7 @@ def _add_message(
     messages.append(Message("user" if role == "user" else "system", content))
 
 
-def reply(turn: Turn, model: str, created: int, request_id: str) -> dict[str, Any]:
+def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
     """Return the body of a whole answer."""
     is_cut = turn.finish_reason == "length"
     return {
@@ -142,7 +142,7 @@ def _head(model: str, created: int, request_id: str) -> dict[str, Any]:
     }
 
 
-def _output(turn: Turn, request_id: str) -> list[dict[str, Any]]:
+def _output(turn: SampledTurn, request_id: str) -> list[dict[str, Any]]:
     answer, items = turn.answer, []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -173,7 +173,7 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def events(turn: Turn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
+def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
     """Return the events of a stream, played from the finished answer."""
     del body
     whole = reply(turn, model, created, request_id)

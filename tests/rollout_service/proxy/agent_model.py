@@ -17,10 +17,10 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.rollout_service.proxy.episode import Episode, EpisodeModel
 from penstock.rollout_service.proxy.plan_prompt import PromptPlanner, Thinking
 from penstock.rollout_service.proxy.proxy import AgentProxy
 from penstock.rollout_service.proxy.renderer import ChatRenderer
+from penstock.rollout_service.proxy.session import AgentModel, EpisodeSession
 from penstock.rollout_service.proxy.settings import EpisodeLimits
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|observation|>", "<|assistant|>"]
@@ -218,11 +218,11 @@ class Bench:
     """A proxy with one model and one engine."""
 
     proxy: AgentProxy
-    model: EpisodeModel
+    model: AgentModel
     engine: Engine
     sampling: Sampling
 
-    def begin(self, episode_id: str = "e1") -> Episode:
+    def begin(self, episode_id: str = "e1") -> EpisodeSession:
         return self.proxy.begin(episode_id, self.model, self.engine, self.sampling)
 
 
@@ -247,7 +247,7 @@ def bench(
         _TOKENIZERS[template] = ChatTokenizer.read(write_model(folder / template, TEMPLATES[template]))
     tokenizer = _TOKENIZERS[template]
     planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), thinking)
-    model = EpisodeModel(planner, ANSWER_FORMATS.find(answer_format).value, context_tokens)
+    model = AgentModel(planner, ANSWER_FORMATS.find(answer_format).value, context_tokens)
     return Bench(
         AgentProxy(EpisodeLimits.model_validate(limits)),
         model,

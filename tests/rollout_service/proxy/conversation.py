@@ -11,9 +11,9 @@ import numpy as np
 
 from penstock.rollout_service.proxy.agent_request import RetryMark
 from penstock.rollout_service.proxy.api import chat_completions
-from penstock.rollout_service.proxy.episode import Episode
-from penstock.rollout_service.proxy.rows import EpisodeRows
-from penstock.rollout_service.proxy.tree import Turn
+from penstock.rollout_service.proxy.rows import TreeRows
+from penstock.rollout_service.proxy.session import EpisodeSession
+from penstock.rollout_service.proxy.tree import SampledTurn
 from tests.rollout_service.proxy.agent_model import Bench, logprobs_of
 
 LOOK = {
@@ -27,7 +27,7 @@ class Agent:
 
     def __init__(self, bench: Bench, *messages: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> None:
         self.bench = bench
-        self.episode: Episode = bench.begin()
+        self.episode: EpisodeSession = bench.begin()
         self.messages: list[dict[str, Any]] = list(messages) or [user("hello")]
         self.tools = list(tools)
         self.replies: list[dict[str, Any]] = []
@@ -48,11 +48,13 @@ class Agent:
         self.replies.append(chat_completions.reply(turn, "policy", 0, "chatcmpl-0"))
         return self.replies[-1]["choices"][0]["message"]
 
-    async def turn(self, messages: Sequence[dict[str, Any]], mark: RetryMark | None = None, **fields: Any) -> Turn:
+    async def turn(
+        self, messages: Sequence[dict[str, Any]], mark: RetryMark | None = None, **fields: Any
+    ) -> SampledTurn:
         body = json.loads(json.dumps({"model": "policy", "messages": list(messages), "tools": self.tools, **fields}))
         return await self.episode.answer(chat_completions.read_request(body, 1.0), mark or RetryMark(b""))
 
-    def end(self) -> EpisodeRows:
+    def end(self) -> TreeRows:
         """End the episode; its rows are checked against what the engine returned."""
         made = self.bench.proxy.end(self.episode)
         check_rows(self.episode, made)
@@ -66,7 +68,7 @@ class Agent:
         }
 
 
-def check_rows(episode: Episode, made: EpisodeRows) -> None:
+def check_rows(episode: EpisodeSession, made: TreeRows) -> None:
     """Check what holds for the rows of every episode: only sampled tokens are trained, each once, under its own context."""
     seen: dict[int, int] = {}
     for row in made.rows:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from penstock.rollout_service.errors import EngineUnreachable
-from penstock.rollout_service.proxy.episode import Episode
 from penstock.rollout_service.proxy.proxy import path
 from penstock.rollout_service.proxy.server import serving
+from penstock.rollout_service.proxy.session import EpisodeSession
 from tests.rollout_service.proxy.agent_model import Bench, bench
 from tests.rollout_service.proxy.conversation import LOOK, check_rows
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def served(one: Bench) -> AsyncIterator[tuple[httpx.AsyncClient, Episode]]:
+async def served(one: Bench) -> AsyncIterator[tuple[httpx.AsyncClient, EpisodeSession]]:
     episode = one.begin()
     async with serving(one.proxy) as url, httpx.AsyncClient(base_url=url + path(episode), trust_env=False) as client:
         yield client, episode

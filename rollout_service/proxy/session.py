@@ -1,4 +1,4 @@
-"""One episode: an agent's requests, answered by the policy and recorded in a tree until the episode ends."""
+"""One open episode: an agent's requests, answered by the policy and recorded in a tree until the episode ends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from penstock.rollout_service.proxy.calls import Calls
 from penstock.rollout_service.proxy.messages import Message, ToolCall
 from penstock.rollout_service.proxy.plan_prompt import PromptPlanner, SeenRoots
 from penstock.rollout_service.proxy.request_errors import RequestRefused, invalid
-from penstock.rollout_service.proxy.rows import EpisodeRows, build_rows
+from penstock.rollout_service.proxy.rows import TreeRows, build_rows
 from penstock.rollout_service.proxy.settings import EpisodeLimits
-from penstock.rollout_service.proxy.tree import ConversationTree, PromptPlan, Turn
+from penstock.rollout_service.proxy.tree import ConversationTree, PromptPlan, SampledTurn
 
 log = structlog.get_logger("rollout.episode")
 
@@ -41,7 +41,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeModel:
+class AgentModel:
     """What all episodes of one model share."""
 
     planner: PromptPlanner
@@ -49,17 +49,18 @@ class EpisodeModel:
     context_tokens: int | None
 
 
-class Episode:
+class EpisodeSession:
     """The record of one episode. For one event loop."""
 
     def __init__(
-        self, episode_id: str, model: EpisodeModel, sampler: Samples, sampling: Sampling, limits: EpisodeLimits
+        self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, limits: EpisodeLimits
     ) -> None:
         """Begin without a turn; ``sampling`` is the task's, which overrules the agent's."""
         self.id = episode_id
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
+        self.messages: tuple[Message, ...] = ()  # of the conversation that was answered last, with the answer
         self.truncated_by = ""  # the limit that refused a request
         self.ended = False
         self._model = model
@@ -86,7 +87,7 @@ class Episode:
         """The task's temperature."""
         return self._sampling.temperature
 
-    async def answer(self, request: AgentRequest, mark: RetryMark) -> Turn:
+    async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
         """Return the policy's answer, or that of the running or finished call which this request repeats.
 
         Raises RequestRefused.
@@ -98,13 +99,13 @@ class Episode:
         self.counts["retries_joined"] += joined
         return turn
 
-    def end(self) -> EpisodeRows:
+    def end(self) -> TreeRows:
         """Refuse further requests, cancel running ones, and return the rows."""
         self.ended = True
         self.calls.cancel()
         return build_rows(self.tree.turns)
 
-    async def _sample(self, request: AgentRequest) -> Turn:
+    async def _sample(self, request: AgentRequest) -> SampledTurn:
         self._check_limits()
         self._num_running += 1
         try:
@@ -126,6 +127,7 @@ class Episode:
             self.counts["orphaned_tokens.refused"] += len(completion.token_ids)
             log.warning("an answer was refused", episode=self.id, error=str(err))
             raise RequestRefused(500, "answer_refused", str(err)) from None
+        self.messages = (*plan.found.messages, answer)
         self.counts["unparsed_calls"] += num_unparsed
         if plan.fork:
             self.counts[f"forks.{plan.fork}"] += 1
