@@ -137,7 +137,11 @@ class EmbeddedEngine:
             stop_token_ids=sampling.stop_token_ids,
         )
         one = engine_sequence.Sequence("", tuple(prompt), asked)
-        self._thread.submit(engine_sequence.Job([one], lambda error: loop.call_soon_threadsafe(_end, done, error)))
+
+        def on_done(error: Exception | None) -> None:
+            loop.call_soon_threadsafe(_end, done, error)
+
+        self._thread.submit(engine_sequence.Job([one], on_done))
         await done
         assert one.finish is not None
         return list(one.output_ids), list(one.output_logprobs), one.finish.type
