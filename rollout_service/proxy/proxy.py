@@ -23,11 +23,6 @@ class AgentProxy:
         self._open: dict[str, EpisodeSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
-    @property
-    def num_open(self) -> int:
-        """Episodes that have not ended."""
-        return len(self._open)
-
     def begin(self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling) -> EpisodeSession:
         """Begin an episode; `path` is what its agent needs."""
         episode = EpisodeSession(episode_id, model, sampler, sampling, self.limits)

@@ -13,7 +13,7 @@ import structlog
 
 from penstock.protocol.errors import MalformedData
 from penstock.protocol.facts import Sampling
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
 from penstock.rollout_service.proxy.agent_request import AgentRequest, RetryMark
@@ -61,6 +61,7 @@ class EpisodeSession:
         self.tree = ConversationTree(limits.history_match)
         self.counts: Counter[str] = Counter()
         self.messages: tuple[Message, ...] = ()  # of the conversation that was answered last, with the answer
+        self.versions: tuple[PolicyVersion, PolicyVersion] | None = None  # oldest and newest that sampled a token
         self.truncated_by = ""  # the limit that refused a request
         self.ended = False
         self._model = model
@@ -70,11 +71,6 @@ class EpisodeSession:
         self._roots = SeenRoots()
         self.calls = Calls(grace_s=limits.retry_grace_s, kept=limits.kept_answers, kept_s=limits.kept_answers_s)
         self._num_running = 0
-
-    @property
-    def oldest_version(self) -> PolicyVersion | None:
-        """The oldest version that sampled one of its tokens; None before the first."""
-        return min((run.version for turn in self.tree.turns for run in turn.version_runs), default=None)
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
@@ -128,6 +124,7 @@ class EpisodeSession:
             log.warning("an answer was refused", episode=self.id, error=str(err))
             raise RequestRefused(500, "answer_refused", str(err)) from None
         self.messages = (*plan.found.messages, answer)
+        self._note_versions(completion.version_runs)
         self.counts["unparsed_calls"] += num_unparsed
         if plan.fork:
             self.counts[f"forks.{plan.fork}"] += 1
@@ -143,6 +140,20 @@ class EpisodeSession:
             raise RequestRefused(
                 429, "too_many_requests", f"{self._num_running} requests of episode {self.id} are running: wait for one"
             )
+
+        limit = self._limits.max_staleness
+        if limit is not None and self.versions is not None and not is_fresh(self.versions[1], self.versions[0], limit):
+            self.truncated_by = "expired"
+            raise RequestRefused(
+                400,
+                "expired",
+                f"episode {self.id} has tokens of version {self.versions[0]}, and version {self.versions[1]} is served; more than "
+                f"{limit} versions apart are not trained: end it",
+            )
+
+    def _note_versions(self, runs: Sequence[VersionRun]) -> None:
+        before = [VersionRun(version, 0, 1) for version in self.versions or ()]
+        self.versions = oldest([*before, *runs]), newest([*before, *runs])
 
     async def _plan(self, request: AgentRequest) -> PromptPlan:
         planner = self._model.planner

@@ -23,6 +23,12 @@ class EpisodeLimits(Section):
     max_stored_tokens: int = Field(
         4_000_000, ge=1, description="Tokens that are recorded of one episode, at 8 to 12 bytes each."
     )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="Versions between the oldest sampled token of an episode and the newest; beyond it requests are refused as expired, "
+        "before a reward is paid for. None: no limit.",
+    )
     answer_deadline_s: float = Field(900.0, gt=0, description="Seconds for one answer.")
     body_deadline_s: float = Field(60.0, gt=0, description="Seconds for a client to send a request.")
     stream_wait_s: float = Field(

@@ -476,8 +476,20 @@ async def test_40_and_41_every_token_has_its_version(folder: Path) -> None:
     row = agent.end().rows[0]
     assert {run.version for run in row.version_runs} <= {3, 4, 9, 10}
     assert max(run.version for run in row.version_runs) >= 9
-    assert agent.episode.oldest_version in (3, 4)
+    assert agent.episode.versions is not None
+    assert agent.episode.versions[0] in (3, 4)
+    assert agent.episode.versions[1] in (9, 10)
     assert sum(run.end - run.start for run in row.version_runs) == np.count_nonzero(row.loss_mask)
+
+
+async def test_42_an_episode_whose_oldest_token_is_too_old_is_stopped(folder: Path) -> None:
+    agent = Agent(bench(folder, max_staleness=2))
+    await agent.ask()
+    agent.bench.engine.version = 9
+    await agent.ask(user("more"))
+    with pytest.raises(RequestRefused, match="versions apart") as refused:
+        await agent.ask(user("more"))
+    assert refused.value.code == agent.episode.truncated_by == "expired"
 
 
 async def test_43_a_paused_engine_holds_the_request(folder: Path) -> None:
