@@ -16,6 +16,7 @@ import pytest
 
 from penstock.rollout_service.errors import EngineUnreachable
 from penstock.rollout_service.proxy.agent_request import RetryMark
+from penstock.rollout_service.proxy.messages import Message
 from penstock.rollout_service.proxy.plan_prompt import PromptPlanner
 from penstock.rollout_service.proxy.request_errors import RequestRefused
 from penstock.rollout_service.proxy.tree import PromptPlan
@@ -636,3 +637,23 @@ async def test_a_history_rendered_again_to_the_same_tokens_is_one_row(folder: Pa
     assert agent.forks() == {"no_bridge": 1}
     assert extends(agent)
     assert len(agent.end().rows) == 1
+
+
+async def test_a_long_prompt_is_rendered_on_a_thread_to_the_same_tokens(folder: Path) -> None:
+    text = "hello world " * 3000
+    agent = Agent(bench(folder, context_tokens=None), user(text))
+    await agent.ask()
+    await agent.ask(user(text))
+    assert extends(agent)
+    expected = agent.bench.model.planner.renderer.whole([Message("user", text)], ())
+    assert prompts(agent)[0] == expected.token_ids
+    assert len(agent.end().rows) == 1
+
+
+async def test_a_choice_of_no_tool_keeps_the_tools_in_the_prompt_and_reads_no_call(folder: Path) -> None:
+    agent = Agent(bench(folder, script=["yes" + END, CALL + END]), tools=[LOOK])
+    await agent.ask()
+    answer = await agent.ask(user("more"), tool_choice="none")
+    assert (answer["content"], answer.get("tool_calls")) == (CALL, None)
+    assert extends(agent)
+    assert agent.forks() == {}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.rollout_service.proxy.__main__ import main
 from penstock.rollout_service.proxy.renderer import ChatRenderer
 from penstock.rollout_service.proxy.template_probe import format_table, probe, shows_tools
 from tests.rollout_service.proxy.agent_model import TEMPLATES, write_model
@@ -52,3 +53,13 @@ def test_the_table_names_what_is_refused_and_what_has_no_bridge(tmp_path: Path) 
     assert "answer, then user                yes" in table
     table = format_table(probe(renderer(tmp_path / "other", "repeats")))
     assert "rendering again: a row for each" in table
+
+
+def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "model", TEMPLATES["qwen3"])
+    assert main([str(folder)]) == 0
+    assert "The template shows tools." in capsys.readouterr().out
+    assert main([str(folder), "--require-append-only"]) == 1
+    assert main([str(write_model(tmp_path / "other", TEMPLATES["qwen25"])), "--require-append-only"]) == 0
+    assert main([str(tmp_path / "nothing")]) == 1
+    assert "no such folder" in capsys.readouterr().err
