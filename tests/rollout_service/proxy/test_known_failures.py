@@ -6,6 +6,7 @@ The numbers are those of the list in docs/agents.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,7 @@ async def test_2_an_unusual_split_of_a_text_is_kept(folder: Path) -> None:
 async def test_arguments_in_another_spelling_are_the_same_answer(folder: Path, echoed: str) -> None:
     agent = Agent(bench(folder, script=[CALL + END], history_match="json"), tools=[LOOK])
     answer = await agent.ask()
-    answer["tool_calls"][0]["function"]["arguments"] = echoed
+    answer["tool_calls"][0] |= {"id": "mine", "function": {"name": "look", "arguments": echoed}}
     await agent.ask(result(answer["tool_calls"][0], "star"))
     assert extends(agent)
     assert agent.forks() == {}
@@ -542,6 +543,23 @@ async def test_46_a_request_after_the_end_is_refused_and_what_it_sampled_is_coun
     with pytest.raises(RequestRefused) as refused:
         agent.bench.proxy.find("guess")
     assert refused.value.status == 401
+
+
+async def test_46_what_an_engine_returns_after_the_end_is_counted(folder: Path) -> None:
+    agent = Agent(bench(folder))
+
+    async def finish_anyway() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    agent.bench.engine.before = finish_anyway
+    running = asyncio.create_task(agent.turn(agent.messages))
+    await asyncio.sleep(0)
+    agent.end()
+    with pytest.raises(RequestRefused, match="has ended"):
+        await running
+    assert agent.episode.tree.turns == []
+    assert agent.episode.orphaned_tokens.total() == agent.episode.counts["sampled_tokens"] > 0
 
 
 async def test_54_every_sampled_token_is_trained_once(folder: Path) -> None:
