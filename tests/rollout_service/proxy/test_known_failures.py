@@ -547,14 +547,16 @@ async def test_46_a_request_after_the_end_is_refused_and_what_it_sampled_is_coun
 
 async def test_46_what_an_engine_returns_after_the_end_is_counted(folder: Path) -> None:
     agent = Agent(bench(folder))
+    began = asyncio.Event()
 
     async def finish_anyway() -> None:
+        began.set()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
 
     agent.bench.engine.before = finish_anyway
     running = asyncio.create_task(agent.turn(agent.messages))
-    await asyncio.sleep(0)
+    await began.wait()
     agent.end()
     with pytest.raises(RequestRefused, match="has ended"):
         await running
