@@ -8,7 +8,7 @@ import pytest
 from benchmarks.fuzz_agents.run import Fuzzer
 
 
-@pytest.mark.parametrize(("engine", "requests"), [("function", 500), ("embedded", 100)])
+@pytest.mark.parametrize(("engine", "requests"), [("function", 300), ("embedded", 60)])
 async def test_random_agents_train_only_what_was_sampled(tmp_path: Path, engine: str, requests: int) -> None:
     fuzzer = Fuzzer(tmp_path, engine=engine, seed=1)
     try:
@@ -23,5 +23,5 @@ async def test_random_agents_train_only_what_was_sampled(tmp_path: Path, engine:
 @pytest.mark.parametrize("plant", ["prompt", "row"])
 async def test_a_planted_rendering_of_the_history_is_found(tmp_path: Path, plant: str) -> None:
     fuzzer = Fuzzer(tmp_path, engine="function", seed=0, plant=plant, templates=("qwen25", "smollm2"))
-    await fuzzer.run(300)
+    await fuzzer.run(120)
     assert fuzzer.findings.problems
