@@ -7,12 +7,14 @@ SGLANG ?= .venv-sglang
 SOAK_S ?= 3600
 WORKERS ?= 4
 FUZZ_S  ?= 600
+REQUESTS ?= 10000
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
+.PHONY: fuzz-agents bench-agents
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -87,6 +89,12 @@ real-model: $(STAMP)  ## train SmolLM2-135M for seeds 0, 1, 2 (hours); TRL besid
 
 soak: $(STAMP)  ## run at full speed for SOAK_S seconds (an hour) and fail when memory or bounded bytes on disk grow
 	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_S)
+
+fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed (REQUESTS=100000: ten minutes)
+	$(BIN)/python -m benchmarks.fuzz_agents --requests $(REQUESTS)
+
+bench-agents: $(STAMP)  ## CPU and latency that the agents' proxy adds to a request, and a thousand episodes with slow tools (two minutes)
+	$(BIN)/python -m benchmarks.agent_proxy
 
 bench-idle: $(STAMP)  ## a thousand idle workers: heartbeat latency and CPU of nats-server, with and without a busy disk (minutes)
 	$(BIN)/python -m benchmarks.idle_workers

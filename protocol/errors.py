@@ -9,6 +9,8 @@
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
     │   └── TextMismatch          the text that was scored is not that of the tokens to train on
     ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
+    ├── UnsupportedModel          the model folder is missing, unreadable or of a kind that would be trained wrongly
+    ├── MalformedData             rows of a data file, or messages of a chat, are malformed
     ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
     ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
@@ -69,6 +71,14 @@ class ReaderKilled(PenstockError):
 
 class TemplateRefused(PenstockError):
     """A model's chat template is invalid, refuses a chat, or exceeds the limits of a rendering."""
+
+
+class UnsupportedModel(PenstockError):
+    """The model folder is missing, unreadable, or of a kind that would be trained wrongly."""
+
+
+class MalformedData(PenstockError):
+    """Rows of a data file are malformed; the text gives file, line and column of each. Or messages of a chat."""
 
 
 class MalformedWeights(PenstockError):

@@ -20,6 +20,7 @@ import structlog
 
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity, cpu_seconds
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
 from penstock.protocol.record import run_lock
@@ -28,7 +29,6 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import CHECKPOINTS, Committer
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation

@@ -3,8 +3,6 @@
 ```
 PenstockError
 └── TrainerError
-    ├── UnsupportedModel      the model folder is missing, unreadable or of a kind that would be trained wrongly
-    ├── MalformedData         rows of a data file are malformed; each with file, line and column
     ├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
     ├── CollectTimeout        no full batch within the deadline; with queue depths and services alive
     ├── TooManyDeadLetters    consecutive groups were dead-lettered and none arrived
@@ -21,19 +19,15 @@ PenstockError
 
 from __future__ import annotations
 
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import (
+    MalformedData,  # noqa: F401 - the trainer reads model folders and chats with code of the protocol, which raises these
+    PenstockError,
+    UnsupportedModel,  # noqa: F401
+)
 
 
 class TrainerError(PenstockError):
     """Base of the trainer's errors."""
-
-
-class UnsupportedModel(TrainerError):
-    """The model folder is missing, unreadable, or of a kind that would be trained wrongly."""
-
-
-class MalformedData(TrainerError):
-    """Rows of a data file are malformed; the text gives file, line and column of each."""
 
 
 class BatchDoesNotFit(TrainerError):

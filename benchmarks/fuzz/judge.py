@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from penstock.deploy.quickstart_task import MAX_NEW_TOKENS
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Sampling, WeightsPublished
@@ -40,7 +41,6 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.version_reader import WeightReader
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.groups.dispatch import GroupKey
 from penstock.trainer.groups.stored_groups import ready_groups

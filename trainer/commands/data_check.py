@@ -14,11 +14,11 @@ from typing import Any, get_args
 
 import numpy as np
 
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
 from penstock.trainer.commands import row_tests
 from penstock.trainer.commands.data_rows import as_reward_input
 from penstock.trainer.commands.row_tests import TestReport
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import RewardRequest
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.row_formats import PromptRow, TurnRow, form_of, prompt_row, rename, turn_rows

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.groups.accounting import Accounting

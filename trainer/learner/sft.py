@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import structlog
 
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import Row, build, plan_micro_batches
 from penstock.trainer.algorithm.objective import CrossEntropy
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Turn, TurnSet
 from penstock.trainer.learner.load_model import load_policy

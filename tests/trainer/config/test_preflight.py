@@ -12,6 +12,7 @@ from tests.trainer.publishing.test_publish import snapshot
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import rewards_offered, streams
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import BlobStoreRefused, BusUnreachable, ConfigError, MissingStream
@@ -22,7 +23,6 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.assemble import _open_data, train
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnknownReward, UnsupportedModel
 from penstock.trainer.preflight import check_resume, check_rewards, check_success, connect

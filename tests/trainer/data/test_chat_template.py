@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.deploy.quickstart_task import write_model
-from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.errors import MalformedData, UnsupportedModel
 
 QWEN_LIKE = (
@@ -177,5 +177,5 @@ def test_templates_run_in_a_sandbox(tmp_path: Path, template: str):
 
 def test_the_tokenizer_needs_neither_torch_nor_transformers():
     """The module imports in a process that loads neither torch nor transformers."""
-    code = "import sys, penstock.trainer.data.chat_template; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, penstock.protocol.chat_tokenizer; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 from tests.trainer.data.test_chat_template import PLAIN, write_folder
 
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.__main__ import main
 from penstock.trainer.assemble import _open_data
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet, TurnSet
 from penstock.trainer.data.row_files import open_rows

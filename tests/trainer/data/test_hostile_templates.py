@@ -13,8 +13,8 @@ import pytest
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import chat_template
 from penstock.protocol.chat_template import ChatTemplate
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import TemplateRefused
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.errors import MalformedData, UnsupportedModel
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -14,6 +14,7 @@ from tests.trainer.producer import Answer, Author, ScriptedProducer, recite
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import blob_keys, streams, subjects
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import DeadLetter, Heartbeat, Sampling, Task, TaskIssued
@@ -21,7 +22,6 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, pass_at_k

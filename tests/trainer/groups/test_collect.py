@@ -19,6 +19,7 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol import streams, subjects
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import BlobStoreUnreachable
@@ -31,7 +32,6 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters

@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from tests.examples import examples
 
 from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import (
     MAX_FACT_BYTES,
@@ -26,7 +27,6 @@ from penstock.protocol.facts import (
 )
 from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import CheckpointError

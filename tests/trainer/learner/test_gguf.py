@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from tests import gguf_file
 from tests.gguf_file import write_gguf
 
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import gguf_model
 from penstock.trainer.learner.gguf_header import is_gguf, read_header

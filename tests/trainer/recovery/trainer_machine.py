@@ -23,13 +23,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.trainer.recovery.machine_commit import Commits, DelayedAcks
 
 from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
 from penstock.protocol.record.lineage import AccountState, LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.groups.accounting import Accounting

@@ -4,6 +4,8 @@ Reads a model folder as transformers 5 saves it: ``tokenizer.json``, ``tokenizer
 template in ``chat_template.jinja`` (or, as older versions saved it, in ``tokenizer_config.json``). The result equals
 ``AutoTokenizer.from_pretrained(folder).apply_chat_template(...)``, which a test checks. As there, the text of a
 control token in a message becomes that control token.
+
+The trainer renders its prompts with it, and the rollout worker what lies between two sampled answers.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
-from penstock.protocol.errors import TemplateRefused
-from penstock.trainer.errors import MalformedData, UnsupportedModel
+from penstock.protocol.errors import MalformedData, TemplateRefused, UnsupportedModel
 
 Message = Mapping[str, Any]
 
@@ -102,7 +103,7 @@ class ChatTokenizer:
         try:
             return self._template.render(
                 messages,
-                tools=list(tools),
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **self._arguments},
@@ -126,6 +127,22 @@ class ChatTokenizer:
         with _refusing_panics():
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._checked(encoding.ids) for encoding in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, control tokens included."""
+        with _refusing_panics():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def added_tokens(self) -> dict[str, int]:
+        """Return the texts that are one token wherever they stand, control tokens among them, with their ids."""
+        return {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    def encoder_of_plain_text(self) -> Tokenizer:
+        """Return a copy of the tokenizer that knows no added tokens: the text of a control token is ordinary text to it."""
+        described = json.loads(self._tokenizer.to_str())
+        described["added_tokens"] = []
+        described["post_processor"] = None
+        return Tokenizer.from_str(json.dumps(described))
 
     def decode_many(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         """Return the texts of several lists of token ids."""

@@ -1,0 +1,143 @@
+"""The messages of an agent's conversation in one form, and their canonical hashes; pure.
+
+Each API (`api/`) is translated into these. Two spellings of one message are one message: content that is null, empty,
+absent or one text part, and arguments of a tool call that are equal as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_KEY_BYTES = 16
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool, as the client sees it."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, or whatever the client wrote
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call as the chat completions API writes it."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message; texts that are absent are empty."""
+
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""  # of a tool's result
+    name: str = ""
+
+    def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
+        """Return the message as chat templates read it."""
+        made: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning and with_reasoning:
+            made["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            made["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.tool_call_id:
+            made["tool_call_id"] = self.tool_call_id
+        if self.name:
+            made["name"] = self.name
+        return made
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    if not isinstance(arguments, dict):
+        arguments = call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def root_key(template: str, tools: Sequence[Any]) -> bytes:
+    """Return the key of a conversation before its first message."""
+    return _digest(b"root", template, canonical_json(list(tools)))
+
+
+def next_key(key: bytes, message: Message) -> bytes:
+    """Return the key of a conversation with one more message that the policy did not sample."""
+    calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
+    return _digest(
+        key, message.role, message.content, message.reasoning, message.tool_call_id, message.name, repr(calls)
+    )
+
+
+def _digest(key: bytes, *texts: str) -> bytes:
+    """Return a digest of texts, with their lengths: no two lists of texts have the same bytes."""
+    joined = f"{[*map(len, texts)]}{''.join(texts)}"
+    return hashlib.blake2b(key + joined.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
+
+
+def canonical_json(value: Any) -> str:
+    """Return one text for all spellings of a JSON value: key order, spacing, escapes, ``1e3`` and ``1000.0``."""
+    return json.dumps(_canonical(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _canonical(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_canonical(one) for one in value]
+    return value
+
+
+def canonical_arguments(arguments: str) -> str:
+    """Return a call's arguments in canonical form; what is not JSON stays as it is."""
+    try:
+        return canonical_json(json.loads(arguments))
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def same_arguments(sent: str, received: str) -> bool:
+    """Return True if a client sent the arguments of a call back unchanged, in any spelling of JSON."""
+    return sent == received or canonical_arguments(sent) == canonical_arguments(received)
+
+
+def similar_arguments(sent: str, received: str) -> bool:
+    """Return True if arguments differ only in how scalars are written: ``false`` and ``"False"``, ``1`` and ``"1.0"``."""
+    try:
+        one, other = json.loads(sent), json.loads(received)
+        return bool(_plain(one) == _plain(other))
+    except (ValueError, RecursionError):
+        return sent.strip() == received.strip()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose scalars are in one form, each with its kind."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() in _WORDS:
+            return ("word", _WORDS[text.lower()])
+        try:
+            return ("number", float(text))
+        except ValueError:
+            return ("text", text)
+    if isinstance(value, bool) or value is None:
+        return ("word", value)
+    return ("number", float(value))

@@ -1,0 +1,143 @@
+"""A request's messages → the ids of its prompt: the recorded ones and a bridge, or a fork with its cause; pure.
+
+| the request                                                        | its prompt                                        | counted as         |
+|--------------------------------------------------------------------|---------------------------------------------------|--------------------|
+| continues the answer of a turn                                     | the turn's tokens, then the bridge                |                    |
+| continues an older turn, from which something else was continued   | the same                                          | `rewound`          |
+| holds an answer that was sampled otherwise                         | the tokens of the turn before it, then the bridge | `edited_history`   |
+| continues reasoning that the setting strips                        | rendered as a whole                               | `thinking_stripped`|
+| continues a turn in a form for which the template has no bridge    | rendered as a whole                               | `no_bridge`        |
+| has other tools, or another system message, than all before        | rendered as a whole                               | `tools_changed`, `system_changed` |
+| begins with other messages (a sub-agent, a summary)                | rendered as a whole                               | `new_conversation` |
+
+What is rendered as a whole hangs on the longest recorded path that its ids begin with, or is a new root. Rendered tokens are
+context, whatever they say: only what the engine sampled under these ids is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.rollout_service.proxy.messages import Message, next_key, root_key
+from penstock.rollout_service.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
+from penstock.rollout_service.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn
+
+Thinking = Literal["keep", "tool_cycle", "strip"]
+
+
+@dataclass(slots=True)
+class SeenRoots:
+    """The beginnings of an episode's conversations, to name the cause of a new one."""
+
+    without_tools: set[bytes] = field(default_factory=set)  # keys of the first messages alone
+    without_system: set[bytes] = field(default_factory=set)  # the same without the system message
+
+    def note(self, messages: Sequence[Message]) -> str:
+        """Return why a conversation with these messages is new, and record it; empty for the first one."""
+        rest = messages[1:] if messages[0].role == "system" else messages
+        whole, body = _key_of(messages[: len(messages) - len(rest) + 1]), _key_of(rest[:1])
+        if not self.without_tools:
+            cause = ""
+        elif whole in self.without_tools:
+            cause = "tools_changed"
+        elif body in self.without_system:
+            cause = "system_changed"
+        else:
+            cause = "new_conversation"
+        self.without_tools.add(whole)
+        self.without_system.add(body)
+        return cause
+
+
+def _key_of(messages: Sequence[Message]) -> bytes:
+    key = b""
+    for message in messages:
+        key = next_key(key, message)
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlanner:
+    """How one model's prompts are made. Its parts are shared by all episodes."""
+
+    renderer: ChatRenderer
+    stop_token_ids: frozenset[int]
+    thinking: Thinking
+    template: str = ""  # what tells templates apart
+
+    def find(self, tree: ConversationTree, messages: Sequence[Message], tools: Sequence[Any]) -> Found:
+        """Return where the messages lead in an episode's tree."""
+        return tree.find(root_key(self.template, tools), messages)
+
+    def plan(self, tree: ConversationTree, roots: SeenRoots, found: Found, tools: Sequence[Any]) -> PromptPlan:
+        """Return the prompt of a request; raises MalformedData if the template refuses its messages."""
+        base = found.base
+        if base is None:
+            kept = self._messages_shown(found.messages)
+            rendered = self.renderer.whole(kept, tools)
+            cause = roots.note(found.messages)
+            return self._observed(tree, found, rendered, "edited_history" if found.is_edited else cause)
+        new = found.messages[found.num_matched :]
+        if self._strips(base, new):
+            rendered = self.renderer.whole(self._messages_shown(found.messages), tools)
+            return self._observed(tree, found, rendered, "thinking_stripped")
+        end = self._end_of(base)
+        has_system = found.messages[0].role == "system"
+        bridge = self.renderer.bridge(base.answer, end, new, tools, has_system=has_system)
+        if bridge is None:
+            rendered = self.renderer.whole(found.messages, tools)
+            return self._observed(tree, found, rendered, "no_bridge")
+        parent_tokens = base.num_tokens - (not bridge.keeps_stop_token)
+        return PromptPlan(
+            found=found,
+            parent=base,
+            parent_tokens=parent_tokens,
+            prompt_ids=_joined(base.path()[:parent_tokens], bridge.rendered.token_ids),
+            opens_reasoning=bridge.rendered.opens_reasoning,
+            fork=_cause_of_branch(tree, found, base, keeps=bridge.keeps_stop_token),
+        )
+
+    def _observed(self, tree: ConversationTree, found: Found, rendered: Rendered, cause: str) -> PromptPlan:
+        prompt_ids = np.asarray(rendered.token_ids, dtype=np.int32)
+        parent, length = tree.observe(prompt_ids)
+        return PromptPlan(found, parent, length, prompt_ids, rendered.opens_reasoning, cause)
+
+    def _end_of(self, turn: SampledTurn) -> AnswerEnd:
+        last = int(turn.token_ids[-1])
+        stop = self.renderer.text_of([last]) if last in self.stop_token_ids else ""
+        return AnswerEnd(stop, in_reasoning=turn.in_reasoning)
+
+    def _strips(self, base: SampledTurn, new: Sequence[Message]) -> bool:
+        """Return True if the recorded tokens hold reasoning that the setting does not show from here on."""
+        if self.thinking == "keep" or (
+            self.thinking == "tool_cycle" and not any(message.role == "user" for message in new)
+        ):
+            return False
+        return any(turn.answer.reasoning for turn in base.chain())
+
+    def _messages_shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self.thinking == "keep":
+            return messages
+        last_user = max((n for n, message in enumerate(messages) if message.role == "user"), default=0)
+        return without_reasoning(messages, before=len(messages) if self.thinking == "strip" else last_user)
+
+
+def _cause_of_branch(tree: ConversationTree, found: Found, base: SampledTurn, *, keeps: bool) -> str:
+    if found.is_edited:
+        return "edited_history"
+    if not keeps:
+        return "other_stop_token"
+    if any(turn.follows is base and turn.prompt_key != found.key for turn in tree.turns[base.number + 1 :]):
+        return "rewound"
+    return ""
+
+
+def _joined(recorded: np.ndarray, new: Sequence[int]) -> np.ndarray:
+    ids = np.empty(len(recorded) + len(new), dtype=np.int32)
+    ids[: len(recorded)] = recorded
+    ids[len(recorded) :] = new
+    return ids

@@ -1,0 +1,70 @@
+"""The adapter of uvicorn: the proxy on a socket of the worker, in the worker's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+
+from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.proxy.api.app import ProxyApp
+from penstock.rollout_service.proxy.proxy import AgentProxy
+
+_KEEP_ALIVE_S = 600  # a tool may run for minutes between two requests; a reset in that moment is an error to the agent
+_BACKLOG = 1024
+_GRACE_S = 2
+
+
+@contextlib.asynccontextmanager
+async def serving(proxy: AgentProxy, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve the proxy inside the block; yields its URL, to which `proxy.path` is appended.
+
+    Raises ConfigError when the address cannot be had.
+    """
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        ProxyApp(proxy),  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        lifespan="off",
+        ws="none",
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://{host}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await running
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the worker."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio turns Nagle's algorithm off for its connections: an answer has two writes.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)
+    except OSError as err:
+        bound.close()
+        raise ConfigError(
+            f"the proxy cannot listen on {host} port {port} ({err.strerror or err}); choose a free port, or 0"
+        ) from None
+    return bound
