@@ -24,6 +24,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
+from penstock.protocol.task_promise import TaskSettings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import CHECKPOINTS, Committer
@@ -274,7 +275,8 @@ def _training(
 
     evaluator = None
     if data.eval is not None:
-        evaluator = _evaluator(session, data.eval, publisher, on_end, history.accounting, success)
+        before = tuple(dict.fromkeys(each.evaluation for each in source.issued_before.all_settings()))
+        evaluator = _evaluator(session, data.eval, publisher, on_end, history.accounting, success, before)
     planner = Planner(settings, rank_group, resumed.algorithm if resumed else {})
     training = Training(
         settings=settings,
@@ -333,6 +335,7 @@ def _evaluator(
     on_end: Callable[[EvalResult | LostEvaluation], None],
     accounting: Accounting,
     success: SuccessRules,
+    settings_before: Sequence[TaskSettings],
 ) -> Evaluator:
     settings = session.settings
     environment = settings.eval.environment or settings.rollout.environment
@@ -347,6 +350,7 @@ def _evaluator(
         accounting=accounting,
         success=success,
         reader=open_reader(settings, session.connections, session.data.tokenizer, settings.run.folder / _EVAL_MARK),
+        settings_before=settings_before,
     )
 
 
