@@ -250,10 +250,6 @@ def _training(
     activity = Activity()
     heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
     history = GroupHistory.resume(resumed)
-    if data.train is None:
-        source = open_stored(settings, connections, history, resumed)
-    else:
-        source = open_generated(settings, connections, history, resumed, prompts=data.train, tokenizer=data.tokenizer)
     publisher = Publisher(
         connections,
         model_folder=settings.model.path,
@@ -262,6 +258,18 @@ def _training(
         on_published=lambda publication: training.on_published(publication),  # noqa: PLW0108  bound below
         coordinator=coordinator,
     )
+    if data.train is None:
+        source = open_stored(settings, connections, history, resumed)
+    else:
+        source = open_generated(
+            settings,
+            connections,
+            history,
+            resumed,
+            prompts=data.train,
+            tokenizer=data.tokenizer,
+            never_published=publisher.never_published,
+        )
     weight_gc = _weight_gc(session, publisher)
     evaluation_log = EvaluationLog(events)
 
@@ -349,7 +357,13 @@ def _evaluator(
         on_end=on_end,
         accounting=accounting,
         success=success,
-        reader=open_reader(settings, session.connections, session.data.tokenizer, settings.run.folder / _EVAL_MARK),
+        reader=open_reader(
+            settings,
+            session.connections,
+            session.data.tokenizer,
+            settings.run.folder / _EVAL_MARK,
+            publisher.never_published,
+        ),
         settings_before=settings_before,
     )
 

@@ -324,7 +324,12 @@ class Evaluator:
         groups = [group for group in message.groups if group.generated.group_id in wanted]
         promises = []
         for group in groups:
-            evaluation = wanted[group.generated.group_id]
+            summary, evaluation = group.generated, wanted[group.generated.group_id]
+            if not summary.oldest_version == summary.newest_version == evaluation.version:
+                raise PackError(
+                    f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
+                    f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
+                )
             task = self._task(evaluation.version, _index_of(group.generated.group_id))
             promises.append(TaskPromise.of(task, self._settings(task, evaluation)))
         if groups:
@@ -341,11 +346,6 @@ class Evaluator:
         summary, evaluation = group.generated, self._awaiting(group)
         if evaluation is None:
             self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
-        elif not summary.oldest_version == summary.newest_version == evaluation.version:
-            evaluation.failure = (
-                f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
-                f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
-            )
         else:
             evaluation.waiting_for.discard(summary.group_id)
             evaluation.changed_at = time.monotonic()

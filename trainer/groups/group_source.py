@@ -28,7 +28,7 @@ from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
-from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.pack_reader import NeverPublished, PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
 from penstock.trainer.settings import TrainerSettings
 
@@ -84,6 +84,7 @@ def open_generated(
     *,
     prompts: PromptSet,
     tokenizer: ChatTokenizer,
+    never_published: NeverPublished,
 ) -> GroupSource:
     """Return the group source of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
     rollout, algorithm = settings.rollout, settings.algorithm
@@ -125,7 +126,7 @@ def open_generated(
         deadline_s=settings.trainer.collect_deadline_s,
         max_dead=rollout.max_outstanding,
         letters_read=letters_read,
-        reader=open_reader(settings, connections, tokenizer, settings.run.folder),
+        reader=open_reader(settings, connections, tokenizer, settings.run.folder, never_published),
     )
     return GroupSource(issuer, collector, (collector, issuer), before)
 
@@ -145,7 +146,11 @@ def _session_settings(settings: TrainerSettings) -> SessionSettings:
 
 
 def open_reader(
-    settings: TrainerSettings, connections: Connections, tokenizer: ChatTokenizer, folder: Path
+    settings: TrainerSettings,
+    connections: Connections,
+    tokenizer: ChatTokenizer,
+    folder: Path,
+    never_published: NeverPublished,
 ) -> PackReader:
     """Return a reader of packs for one thread; what it reads is marked in ``folder``."""
     rows = settings.trainer.check_texts
@@ -154,6 +159,7 @@ def open_reader(
         vocab_size=_vocab_size(settings.model.path),
         mark=ReadingMark(folder),
         texts=CompletionTexts(tokenizer.decode_many, rows=rows) if rows else None,
+        never_published=never_published,
     )
 
 
