@@ -89,6 +89,7 @@ class TaskPromise:
                 f"group {group.group_id}: split {group.split} and attempt {group.attempt}, its task has {self.split} and "
                 f"{self.attempt}"
             )
+        group.check_logprobs()
         self.check_lengths(
             group.group_id, [row.num_completion_tokens for row in group.trajectories], group.has_baseline
         )

@@ -126,6 +126,22 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     assert "ignored the pin" in scene.lost[0].reason
 
 
+def test_a_forged_group_of_another_version_does_not_end_an_evaluation(scene: Scene) -> None:
+    """It is a dead letter, and the real group is waited for."""
+    scene.producer.limit = 0
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    task = scene.evaluator._task(V3, 0)
+    message = TaskIssued(run_id=scene.connections.run_id, pack_id="forged", tasks=(task,))
+    scene.producer.announce(scene.producer.store(message, [recite(task, PolicyVersion(2))], V3), msg_id="forged")
+    wait_for(lambda: scene.evaluator._evaluations[V3].dead_lettered, "the dead letter")
+    scene.producer.limit = None
+    scene.evaluator.wait(V3)
+    assert [(result.version, result.num_prompts) for result in scene.results] == [(3, 70)]
+    assert not scene.lost
+
+
 def _easier(task: Task, version: PolicyVersion) -> Answer:
     group, _ = recite(task, version)
     return replace(group, reward=group.reward.model_copy(update={"ground_truth": '"1"'})), (1.0, 1.0)
