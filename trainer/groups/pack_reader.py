@@ -63,7 +63,9 @@ class PackReader:
             return groups
 
     def _check_versions(self, pack: BlobRef, groups: Sequence[Group]) -> None:
-        for group in groups if self._never_published is not None else ():
+        if self._never_published is None:
+            return
+        for group in groups:
             unknown = self._never_published({run.version for row in group.trajectories for run in row.version_runs})
             if unknown:
                 raise UnpublishedVersion(

@@ -20,12 +20,12 @@ def test_a_pack_that_names_a_version_that_was_never_published_is_refused() -> No
     pack = BlobRef(key="runs/r/p", sha256=hashlib.sha256(good.data).hexdigest(), size_bytes=len(good.data))
     num = len(good.described.completion_tokens)
     scored = ScoredGroup(generated=good.described, rewards=(0.0,) * num, scorer="a")
-    asked: list[set[int]] = []
-    unpublished: set[int] = set()
+    asked: list[set[PolicyVersion]] = []
+    unpublished: set[PolicyVersion] = set()
 
     def never_published(versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
         asked.append(set(versions))
-        return sorted(unpublished.intersection(asked[-1]))  # type: ignore[arg-type]
+        return sorted(unpublished.intersection(asked[-1]))
 
     reader = PackReader(lambda _: good.data, never_published=never_published)
     (group,) = reader.read(pack, [scored], [good.promise])
