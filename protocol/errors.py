@@ -7,7 +7,8 @@
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── ReaderKilled             two readers were killed while they processed this message
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
-    │   └── TextMismatch          the text that was scored is not that of the tokens to train on
+    │   ├── TextMismatch          the text that was scored is not that of the tokens to train on
+    │   └── UnpublishedVersion    tokens are said to be sampled by a version that was never published
     ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
     ├── UnsupportedModel          the model folder is missing, unreadable or of a kind that would be trained wrongly
     ├── MalformedData             rows of a data file, or messages of a chat, are malformed
@@ -59,6 +60,10 @@ class MessageTooLarge(WireError):
 
 class PackError(PenstockError):
     """A group pack cannot be read, or does not match its message."""
+
+
+class UnpublishedVersion(PackError):
+    """A pack says that tokens were sampled by a version which the run has never published: no engine had its weights."""
 
 
 class TextMismatch(PackError):

@@ -19,6 +19,8 @@ from penstock.protocol.heartbeats import LIVE_TTL_S
 
 StreamStage = Literal["tasks", "generated", "scored", "weights", "events", "dead"]
 KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its ack wait
+# The server keeps the file that a bucket writes in memory until it is full: 4 MB for this bucket, 8 MB from 32 MiB on.
+_SMALL_BUCKET_BYTES = 16 * 1024 * 1024
 CONSUMER_IDLE_S = 600.0  # readers of a limits stream need no consumer; one that an operator made does not stay
 
 
@@ -63,6 +65,7 @@ class BucketSpec:
     ttl_s: float = 0.0
     history: int = 1
     synced: bool = True
+    max_bytes: int = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,27 +194,27 @@ def consumers(run_id: str, limits: StreamLimits | None = None) -> tuple[Consumer
 
 def state_bucket(run_id: str) -> BucketSpec:
     """Return the bucket of the run's durable state: ``head``, ``lease``, ``checkpoint``, ``floor``, ``resent``."""
-    return BucketSpec(f"{run_id}-state")
+    return BucketSpec(f"{run_id}-state", max_bytes=_SMALL_BUCKET_BYTES)
 
 
 def live_bucket(run_id: str) -> BucketSpec:
     """Return the bucket of heartbeats (`protocol/heartbeats.py`); each is written again within seconds."""
-    return BucketSpec(f"{run_id}-live", ttl_s=LIVE_TTL_S, synced=False)
+    return BucketSpec(f"{run_id}-live", ttl_s=LIVE_TTL_S, synced=False, max_bytes=_SMALL_BUCKET_BYTES)
 
 
 def lease_bucket(run_id: str) -> BucketSpec:
     """Return the bucket of leases and semaphore slots; a key expires 10 s after its last renewal."""
-    return BucketSpec(f"{run_id}-leases", ttl_s=10.0)
+    return BucketSpec(f"{run_id}-leases", ttl_s=10.0, max_bytes=_SMALL_BUCKET_BYTES)
 
 
 def registry_bucket() -> BucketSpec:
     """Return the bucket of registered reward endpoints, shared by all runs."""
-    return BucketSpec("penstock-rewards")
+    return BucketSpec("penstock-rewards", max_bytes=_SMALL_BUCKET_BYTES)
 
 
 def secrets_bucket() -> BucketSpec:
     """Return the bucket of the secrets of reward endpoints; only reward services may read it."""
-    return BucketSpec("penstock-secrets")
+    return BucketSpec("penstock-secrets", max_bytes=_SMALL_BUCKET_BYTES)
 
 
 def scoring_bucket(run_id: str) -> BucketSpec:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,39 +16,71 @@ from penstock.protocol.trajectory import Group
 _ONE_COMPLETION = "single_turn"  # its trajectories are a prompt and one completion; other environments may add tokens
 
 
+class TaskSettings(NamedTuple):
+    """What the settings of a session of the trainer decide about the groups of its tasks."""
+
+    group_size: int  # trajectories, without a baseline
+    max_new_tokens: int  # of a completion
+    environment: str
+    with_baseline: bool = False
+
+    @classmethod
+    def of(cls, task: Task) -> TaskSettings:
+        """Return the settings under which a task was made."""
+        return cls(task.group_size, task.sampling.max_new_tokens, task.environment, task.with_baseline)
+
+    @property
+    def is_one_completion(self) -> bool:
+        """Whether a trajectory is the prompt and one completion: other environments may add tokens of their own."""
+        return self.environment == _ONE_COMPLETION
+
+    def fault(self, num: int, longest: int, has_baseline: bool, least: int | None = None) -> str:
+        """Return what is wrong with a group of ``num`` trajectories without a baseline; empty if nothing is.
+
+        ``longest`` is the largest number of sampled tokens of a trajectory.
+        """
+        if not (self.group_size if least is None else least) <= num <= self.group_size:
+            return f"{num} trajectories, its task asked for {self.group_size}"
+        if has_baseline != self.with_baseline:
+            return f"{'a' if has_baseline else 'no'} baseline, its task asked for {'one' if self.with_baseline else 'none'}"
+        if self.is_one_completion and longest > self.max_new_tokens:
+            return f"a completion of {longest} tokens, its task allows {self.max_new_tokens}"
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class TaskPromise:
     """What must be true of the group of one task.
 
-    ``num_completions`` (without a baseline) and ``max_new_tokens`` are None where they are not known: another session of the
-    trainer issued the task, perhaps with other settings. ``is_one_completion`` says that a trajectory's text is that of its
-    tokens; other environments, and tasks of another session, may have another text.
+    ``settings`` are those under which the task was issued: more than one if sessions of the trainer with different settings
+    may have issued it, none if they are not known.
     """
 
     content: bytes  # `content_hash` of its prompt and reward
     split: str
     attempt: int
-    num_completions: int | None = None
-    max_new_tokens: int | None = None
-    is_one_completion: bool = False
+    settings: tuple[TaskSettings, ...] = ()
     min_episodes: int | None = None  # a group of episodes may have so few; None: it has as many as were asked for
     content_of_episodes: bytes = b""  # `content_hash` without the prompt's tokens, which environments render themselves
 
     @classmethod
-    def of(cls, task: Task, *, same_settings: bool = True) -> TaskPromise:
-        """Return the promise of a task; ``same_settings`` is False if it may have been issued with other settings."""
+    def of(cls, task: Task, settings: Iterable[TaskSettings] | None = None) -> TaskPromise:
+        """Return the promise of a task; ``settings`` are those under which it may have been issued, None: its own."""
         prompt = np.array(task.prompt_ids, dtype=np.int32).tobytes()
-        is_one_completion = same_settings and task.environment == _ONE_COMPLETION
+        known = (TaskSettings.of(task),) if settings is None else tuple(settings)
         return cls(
             content_hash(prompt, task.prompt_text, task.reward),
             task.split,
             task.attempt,
-            task.group_size if same_settings else None,
-            task.sampling.max_new_tokens if is_one_completion else None,
-            is_one_completion,
+            known,
             task.min_episodes,
             content_hash(b"", task.prompt_text, task.reward),
         )
+
+    @property
+    def is_one_completion(self) -> bool:
+        """Whether a trajectory's text must be that of its tokens; False where the settings are not known."""
+        return bool(self.settings) and all(settings.is_one_completion for settings in self.settings)
 
     def check(self, group: Group) -> None:
         """Raise PackError unless a group is one that this task asked for.
@@ -68,18 +101,15 @@ class TaskPromise:
                 f"group {group.group_id}: split {group.split} and attempt {group.attempt}, its task has {self.split} and "
                 f"{self.attempt}"
             )
+        group.check_logprobs()
         self.check_lengths(group.group_id, group.completion_tokens, group.has_baseline)
 
     def check_lengths(self, group_id: str, lengths: Sequence[int], has_baseline: bool) -> None:
         """Raise PackError unless the number of trajectories and of their sampled tokens are what the task asked for."""
-        num = len(lengths) - has_baseline
-        least = self.num_completions if self.min_episodes is None else self.min_episodes
-        if self.num_completions is not None and not (least or 1) <= num <= self.num_completions:
-            raise PackError(f"group {group_id}: {num} trajectories, its task asked for {self.num_completions}")
-        if self.max_new_tokens is not None and max(lengths) > self.max_new_tokens:
-            raise PackError(
-                f"group {group_id}: a completion of {max(lengths)} tokens, its task allows {self.max_new_tokens}"
-            )
+        num, longest = len(lengths) - has_baseline, max(lengths)
+        faults = [settings.fault(num, longest, has_baseline, self.min_episodes) for settings in self.settings]
+        if faults and all(faults):
+            raise PackError(f"group {group_id}: {faults[0]}")
 
 
 def content_hash(prompt: bytes, prompt_text: str, reward: RewardRequest) -> bytes:

@@ -16,7 +16,11 @@ from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 if TYPE_CHECKING:
     from penstock.protocol.episode import Episode, Turn
 
-LOWEST_LOGPROB = -1000.0  # a token of probability exp(-1000), which is 0 in every format, is never sampled
+LOWEST_LOGPROB = (
+    -1000.0
+)  # of recorded groups; a token of probability exp(-1000), which is 0 in every format, is never sampled
+# Engines draw from probabilities in float32, whose smallest number above 0 is exp(-103.28): a token of less is never drawn.
+LOWEST_SAMPLED_LOGPROB = -104.0
 LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
 
 Int32s = npt.NDArray[np.int32]
@@ -207,6 +211,15 @@ class Group:
                 raise PackError(
                     f"group {self.group_id}: trajectory {number} says that tokens of the prompt were sampled"
                 )
+
+    def check_logprobs(self) -> None:
+        """Raise PackError for a log-probability below that of any token which an engine can have drawn."""
+        least = min(float(row.behaviour_logprobs.min()) for row in self.trajectories)
+        if not least >= LOWEST_SAMPLED_LOGPROB:
+            raise PackError(
+                f"group {self.group_id}: a sampled token has log-probability {least}, expected {LOWEST_SAMPLED_LOGPROB} or more: "
+                "a less probable one has probability 0 in float32, and is never drawn"
+            )
 
     def check_described_by(self, described: GeneratedGroup) -> None:
         """Raise PackError unless a message describes this group."""

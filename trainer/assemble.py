@@ -25,6 +25,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
+from penstock.protocol.task_promise import TaskSettings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import CHECKPOINTS, Committer
@@ -249,10 +250,6 @@ def _training(
     activity = Activity()
     heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
     history = GroupHistory.resume(resumed)
-    if data.train is None:
-        source = open_stored(settings, connections, history, resumed)
-    else:
-        source = open_generated(settings, connections, history, resumed, prompts=data.train, tokenizer=data.tokenizer)
     publisher = Publisher(
         connections,
         model_folder=settings.model.path,
@@ -261,6 +258,18 @@ def _training(
         on_published=lambda publication: training.on_published(publication),  # noqa: PLW0108  bound below
         coordinator=coordinator,
     )
+    if data.train is None:
+        source = open_stored(settings, connections, history, resumed)
+    else:
+        source = open_generated(
+            settings,
+            connections,
+            history,
+            resumed,
+            prompts=data.train,
+            tokenizer=data.tokenizer,
+            never_published=publisher.never_published,
+        )
     weight_gc = _weight_gc(session, publisher)
     evaluation_log = EvaluationLog(events)
 
@@ -274,7 +283,8 @@ def _training(
 
     evaluator = None
     if data.eval is not None:
-        evaluator = _evaluator(session, data.eval, publisher, on_end, history.accounting, success)
+        before = tuple(dict.fromkeys(each.evaluation for each in source.issued_before.all_settings()))
+        evaluator = _evaluator(session, data.eval, publisher, on_end, history.accounting, success, before)
     planner = Planner(settings, rank_group, resumed.algorithm if resumed else {})
     training = Training(
         settings=settings,
@@ -333,6 +343,7 @@ def _evaluator(
     on_end: Callable[[EvalResult | LostEvaluation], None],
     accounting: Accounting,
     success: SuccessRules,
+    settings_before: Sequence[TaskSettings],
 ) -> Evaluator:
     settings = session.settings
     environment = settings.eval.environment or settings.rollout.environment
@@ -346,7 +357,14 @@ def _evaluator(
         on_end=on_end,
         accounting=accounting,
         success=success,
-        reader=open_reader(settings, session.connections, session.data.tokenizer, settings.run.folder / _EVAL_MARK),
+        reader=open_reader(
+            settings,
+            session.connections,
+            session.data.tokenizer,
+            settings.run.folder / _EVAL_MARK,
+            publisher.never_published,
+        ),
+        settings_before=settings_before,
     )
 
 

@@ -9,6 +9,10 @@ Of every group that the record says was trained:
 | its log-probabilities       | a dense forward with the weights of the version that each token names         | 1e-5     |
 | its rewards                 | the reward function, on its completions and the task's ground truth           | equal    |
 | its pack                    | the objects that the attackers stored                                         | counted  |
+
+Two faults are declared in docs/security.md as not defended, and are counted apart, without being a finding. Both only in a
+pack that the rollout login forged, since no process of the run may make them: log-probabilities that an engine could
+report and that are not those of the tokens, and a text that is not that of the tokens in some of a group's completions.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Sampling, WeightsPublished
 from penstock.protocol.record.lineage import LineageChapter, RecordedStep
-from penstock.protocol.trajectory import Group
+from penstock.protocol.trajectory import LOGPROB_SLACK, LOWEST_SAMPLED_LOGPROB, Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_version
@@ -58,17 +62,26 @@ class Trained:
     groups: int = 0
     tokens: int = 0
     versions: int = 0
-    worst: float = 0.0  # largest difference of a log-probability, in nats
+    worst: float = 0.0  # largest difference of a log-probability in a pack that was not forged, in nats
     forged_objects: dict[str, int] = field(default_factory=dict)  # packs of attackers that were trained, by attack
     foreign: list[str] = field(default_factory=list)
     not_captured: int = 0  # groups whose task was sent while no NATS server ran for the capture
     by_fault: dict[str, int] = field(default_factory=dict)
+    not_defended: dict[str, int] = field(default_factory=dict)  # groups with a fault that is declared as not defended
 
     def add(self, fault: str, text: str) -> None:
         """Record a group that is not what it claims to be."""
         self.by_fault[fault] = self.by_fault.get(fault, 0) + 1
         if len(self.foreign) < _SHOWN:
             self.foreign.append(f"{fault}: {text}")
+
+
+def is_believable(group: Group) -> bool:
+    """Return True if every log-probability is one that a trainer accepts: nothing recomputes those."""
+    return all(
+        row.behaviour_logprobs.min() >= LOWEST_SAMPLED_LOGPROB and row.behaviour_logprobs.max() <= LOGPROB_SLACK
+        for row in group.trajectories
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,9 @@ class Judge:
         self._roots: dict[int, str] = {}
         self._reader = WeightReader(evidence.blobs, evidence.run_id)
         self.found = Trained()
+        self._forged_groups: set[tuple[str, bytes]] = (
+            set()
+        )  # by the rollout login: id, and tokens of the first trajectory
 
     def judge(self, chapters: Sequence[LineageChapter]) -> Trained:
         """Return what is foreign among the groups of a record's chapters, the oldest first."""
@@ -142,6 +158,8 @@ class Judge:
             return []
         for one in ready:
             if (sent := self._evidence.forged.get(one.pack.sha256)) is not None:
+                if sent.role == "rollout":
+                    self._forged_groups.add(_identity(one.group))
                 name = f"{sent.kind}: {sent.name}"
                 self.found.forged_objects[name] = self.found.forged_objects.get(name, 0) + 1
             self._check_task(one.group, one.scored.rewards, f"step {step.step}, pack {one.pack.key}")
@@ -172,11 +190,26 @@ class Judge:
         expected = [self._reward(row.completion_text, truth) for row in group.trajectories]
         if list(rewards) != expected:
             self.found.add("other rewards", f"{group.group_id}: {list(rewards)[:4]} for {expected[:4]} ({where})")
-        for row in group.trajectories:
-            text = self._text.decode(row.token_ids[len(prompt) :].tolist(), skip_special_tokens=True)
-            if text != row.completion_text:
-                self.found.add("other text", f"{group.group_id}: {row.completion_text!r} for {text!r} ({where})")
-                break
+        texts = [
+            (row.completion_text, self._text.decode(row.token_ids[len(prompt) :].tolist(), skip_special_tokens=True))
+            for row in group.trajectories
+        ]
+        if others := [pair for pair in texts if pair[0] != pair[1]]:
+            said, text = others[0]
+            self._add(
+                "other text",
+                f"{group.group_id}: {said!r} for {text!r} ({where})",
+                is_declared=self._is_forged(group) and len(others) < len(texts),
+            )
+
+    def _is_forged(self, group: Group) -> bool:
+        return _identity(group) in self._forged_groups
+
+    def _add(self, fault: str, text: str, *, is_declared: bool) -> None:
+        if is_declared:
+            self.found.not_defended[fault] = self.found.not_defended.get(fault, 0) + 1
+        else:
+            self.found.add(fault, text)
 
     def _task_of_data(self, group_id: str) -> dict[str, Any] | None:
         """Return what the task of an id must have been, by the run's data; None for an id that the data does not have."""
@@ -237,9 +270,16 @@ class Judge:
                             logprobs[number, run.start - 1 : run.end - 1] - row.behaviour_logprobs[run.start : run.end]
                         ).max()
                     )
-                    self.found.worst = max(self.found.worst, off)
+                    if not self._is_forged(group):
+                        self.found.worst = max(self.found.worst, off)
                     if off > TOLERANCE:
-                        self.found.add(
-                            "other log-probabilities", f"{group.group_id} by {off:.3g} nats, version {version}"
+                        self._add(
+                            "other log-probabilities",
+                            f"{group.group_id} by {off:.3g} nats, version {version}",
+                            is_declared=self._is_forged(group) and is_believable(group),
                         )
                         return
+
+
+def _identity(group: Group) -> tuple[str, bytes]:
+    return group.group_id, group.trajectories[0].token_ids.tobytes()

@@ -134,7 +134,7 @@ def _token(rng: random.Random, row: Row) -> None:
 def _logprob(rng: random.Random, row: Row) -> None:
     place = rng.randrange(len(row["behaviour_logprobs"]))
     row["behaviour_logprobs"][place] = rng.choice(
-        (float("nan"), float("inf"), float("-inf"), 3.0, 1e-3, -1e30, -3e38, 88.0)
+        (float("nan"), float("inf"), float("-inf"), 3.0, 2e-3, -1e30, -3e38, 88.0, -104.5, -999.0)
     )
 
 

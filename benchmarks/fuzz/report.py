@@ -120,6 +120,9 @@ def show(outcome: Outcome) -> str:
             + f"; {trained.not_captured} judged by the data, as their tasks were sent while NATS restarted"
             * bool(trained.not_captured)
         )
+        if trained.not_defended:
+            faults = ", ".join(f"{fault} ({number} groups)" for fault, number in trained.not_defended.items())
+            rows.append(f"  in forged packs, as docs/security.md declares: {faults}")
         rows += [f"  {text}" for text in trained.foreign]
     if outcome.audit:
         line = outcome.audit["splits"][0]

@@ -48,6 +48,7 @@ class Sent(NamedTuple):
     number: int
     kind: str
     name: str
+    role: str
 
 
 class Sender:
@@ -215,7 +216,7 @@ class Sender:
         except Exception as err:  # noqa: BLE001  the S3 server is among the victims
             self.problems[f"store: {type(err).__name__}"] += 1
         else:
-            self.forged[ref.sha256] = Sent(attack.number, attack.kind, attack.name)
+            self.forged[ref.sha256] = Sent(attack.number, attack.kind, attack.name, attack.role)
 
     def _refused_to(self, role: str) -> Callable[[str], None]:
         def refused(subject: str) -> None:

@@ -14,7 +14,7 @@ from benchmarks.plane.groups import GROUPS_PER_STEP, NUM_TEMPLATES, VOCABULARY, 
 from benchmarks.plane.worker import RUN_ID
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.task_promise import TaskPromise, content_hash
+from penstock.protocol.task_promise import TaskPromise, TaskSettings, content_hash
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -66,7 +66,8 @@ def _promise(group: Group) -> TaskPromise:
     first = group.trajectories[0]
     prompt = first.token_ids[: group.num_prompt_tokens].tobytes()
     content = content_hash(prompt, group.prompt_text, group.reward)
-    return TaskPromise(content, "train", 0, len(group.trajectories), first.num_completion_tokens)
+    asked = TaskSettings(len(group.trajectories), first.num_completion_tokens, "single_turn")
+    return TaskPromise(content, "train", 0, (asked,))
 
 
 def consume(bus: Bus, s3: S3Settings, folder: Path, *, size: str, num_groups: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 log = structlog.get_logger("protocol.stream_admin")
 
 _STREAMS_PER_PAGE = 256  # the server's own limit for one answer
-_MAX_BUCKET_BYTES = 64 * 1024 * 1024
+_FORMER_BUCKET_BYTES = 64 * 1024 * 1024  # of every bucket that an older version made
 _BUCKET_DUPLICATE_WINDOW_S = 120.0  # within it a repeated message is recognised
 _MAX_WAITING = 20_000  # pull requests of one consumer; the server's default of 512 is less than a large run has workers
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
@@ -161,19 +161,23 @@ async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
     It is created without the client library, which has no parameter for the persist mode, and allows the header
     ``Nats-Rollup: all``: by it a role that may write one key removes all others. A bucket that allows it is changed. One
     that should not be synced but is, made by an older version, is made again without its values: the server cannot
-    change that.
+    change that. One that has the former size gets its own, unless it is half full; a size that an operator chose stays.
     """
     what, stream, config = f"bucket {spec.bucket}", f"KV_{spec.bucket}", _bucket_config(spec)
     try:
-        stored = (await _ask(connection, lambda: connection.js.stream_info(stream), what)).config
+        info = await _ask(connection, lambda: connection.js.stream_info(stream), what)
+        stored = info.config
     except MissingStream:
         await _ask(connection, lambda: connection.js.add_stream(config), what)
         return
     if not spec.synced and stored.persist_mode != config.persist_mode:
         await delete_stream(connection, stream)
         await _ask(connection, lambda: connection.js.add_stream(config), what)
-    elif stored.allow_rollup_hdrs:
+        return
+    is_former_size = stored.max_bytes == _FORMER_BUCKET_BYTES and 2 * info.state.bytes <= spec.max_bytes
+    if stored.allow_rollup_hdrs or (is_former_size and spec.max_bytes != _FORMER_BUCKET_BYTES):
         stored.allow_rollup_hdrs = False
+        stored.max_bytes = spec.max_bytes if is_former_size else stored.max_bytes
         await _ask(connection, lambda: connection.js.update_stream(stored), what)
 
 
@@ -185,7 +189,7 @@ def _bucket_config(spec: BucketSpec) -> api.StreamConfig:
         persist_mode=None if spec.synced else api.PersistMode.ASYNC,
         num_replicas=1,
         max_msgs_per_subject=spec.history,
-        max_bytes=_MAX_BUCKET_BYTES,
+        max_bytes=spec.max_bytes,
         max_age=spec.ttl_s or None,
         discard=api.DiscardPolicy.NEW,
         duplicate_window=min(spec.ttl_s or _BUCKET_DUPLICATE_WINDOW_S, _BUCKET_DUPLICATE_WINDOW_S),

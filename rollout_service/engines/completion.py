@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.protocol.facts import FinishReason
+from penstock.protocol.trajectory import LOWEST_SAMPLED_LOGPROB
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.errors import ReplyRefused
 
@@ -55,6 +56,11 @@ def check_tokens(
         raise ReplyRefused(f"output_ids are not token ids: {shorten(token_ids)}")
     if not all(type(value) in (float, int) and math.isfinite(value) and value <= _LOGPROB_SLACK for value in logprobs):
         raise ReplyRefused(f"log-probabilities are missing, not finite or above 0: {shorten(logprobs)}")
+    if logprobs and min(logprobs) < LOWEST_SAMPLED_LOGPROB:
+        raise ReplyRefused(
+            f"a sampled token has log-probability {min(logprobs)}, expected {LOWEST_SAMPLED_LOGPROB} or more: a less probable one "
+            "is never drawn, so these are not of the distribution that was sampled; check the engine's log-probability mode"
+        )
 
 
 def read_version_runs(spans: Any, num_tokens: int, *, engine: str) -> tuple[VersionRun, ...]:

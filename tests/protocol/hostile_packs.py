@@ -341,6 +341,7 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "a log-probability of minus infinity": lambda: _set_token("behaviour_logprobs", -1, float("-inf")),
     "a log-probability above 0": lambda: _set_token("behaviour_logprobs", -1, 0.5),
     "a log-probability of -1e30": lambda: _set_token("behaviour_logprobs", -1, -1e30),
+    "a log-probability of a token that float32 never draws": lambda: _set_token("behaviour_logprobs", -1, -104.5),
     "a log-probability of a prompt token": lambda: _set_token("behaviour_logprobs", 0, -1.0),
     "a mask that takes a prompt token in": lambda: _set_token("loss_mask", 0, True),
     "a mask of another token than the sampled one": _moved_mask,

@@ -20,7 +20,7 @@ import structlog
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, ReaderKilled
 from penstock.protocol.facts import BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup, Task
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
@@ -92,6 +92,7 @@ class Evaluator:
         success: SuccessRules,
         reader: PackReader | None = None,
         silent_s: float = 5.0,
+        settings_before: Sequence[TaskSettings] = (),
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -107,6 +108,7 @@ class Evaluator:
             success: Which completions are correct.
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
             silent_s: Seconds without an arrival after which dead-lettered groups are no longer waited for.
+            settings_before: Under which earlier sessions issued evaluations; empty: not known.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._prompts = prompts
@@ -120,6 +122,7 @@ class Evaluator:
         self._accounting = accounting
         self._reader = reader or PackReader(connections.blobs.get)
         self._success = success
+        self._settings_before = settings_before
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
@@ -321,21 +324,28 @@ class Evaluator:
         groups = [group for group in message.groups if group.generated.group_id in wanted]
         promises = []
         for group in groups:
-            evaluation = wanted[group.generated.group_id]
+            summary, evaluation = group.generated, wanted[group.generated.group_id]
+            if not summary.oldest_version == summary.newest_version == evaluation.version:
+                raise PackError(
+                    f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
+                    f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
+                )
             task = self._task(evaluation.version, _index_of(group.generated.group_id))
-            promises.append(TaskPromise.of(task, same_settings=evaluation.is_of_session))
+            promises.append(TaskPromise.of(task, self._settings(task, evaluation)))
         if groups:
             self._reader.read(message.pack, groups, promises)
+
+    def _settings(self, task: Task, evaluation: _Evaluation) -> tuple[TaskSettings, ...]:
+        """Return the settings under which a task may have been issued; empty if those of an earlier session are not known."""
+        own = TaskSettings.of(task)
+        if evaluation.is_of_session:
+            return (own,)
+        return (own, *self._settings_before) if self._settings_before else ()
 
     def _accept(self, group: ScoredGroup, pack: BlobRef) -> None:
         summary, evaluation = group.generated, self._awaiting(group)
         if evaluation is None:
             self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
-        elif not summary.oldest_version == summary.newest_version == evaluation.version:
-            evaluation.failure = (
-                f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
-                f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
-            )
         else:
             evaluation.waiting_for.discard(summary.group_id)
             evaluation.changed_at = time.monotonic()

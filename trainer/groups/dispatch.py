@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.protocol.facts import Task
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.data.dataset import PromptSet
@@ -452,20 +452,34 @@ class Dispatch:
     def promise(self, group_id: str) -> TaskPromise:
         """Return what the task of a group asked for; raises ValueError for a foreign id.
 
-        Of a group that an earlier session issued only the prompt, and what it is scored by, are known: the settings may
-        have changed since.
+        A group that an earlier session issued is held against the settings of that session. Where these are not recorded,
+        only its prompt, and what it is scored by, are known.
         """
         key = GroupKey.parse(group_id)
         if (issued := self._issued.get(key)) is not None:
             return issued.promise
-        return TaskPromise.of(self._task(key, PolicyVersion(0)), same_settings=False)
+        earlier = self._settings_before(key) if _was_issued_before(key, self.order, self.issued_before) else None
+        if earlier is None:  # its line was removed, since the group was closed
+            earlier = tuple(dict.fromkeys(each.train for each in self.issued_before.all_settings()))
+        return TaskPromise.of(self._task(key, PolicyVersion(0)), earlier)
 
     def _issue(self, keys: Sequence[GroupKey], version: PolicyVersion) -> TaskPack:
         tasks = [self._task(key, version) for key in keys]
-        promises = [_Issued(version, TaskPromise.of(task)) for task in tasks]
+        promises = [_Issued(version, self._own_promise(key, task)) for key, task in zip(keys, tasks, strict=True)]
         kept = {key: issued for key, issued in self._issued.items() if key in self.state.outstanding}
         self._issued = kept | dict(zip(keys, promises, strict=True))
         return pack_tasks(tasks)
+
+    def _own_promise(self, key: GroupKey, task: Task) -> TaskPromise:
+        """Return the promise of a task that this session issues; an earlier one may have issued it with other settings."""
+        own = TaskSettings.of(task)
+        if not _was_issued_before(key, self.order, self.issued_before):
+            return TaskPromise.of(task, (own,))
+        return TaskPromise.of(task, dict.fromkeys((own, *self._settings_before(key))))
+
+    def _settings_before(self, key: GroupKey) -> tuple[TaskSettings, ...]:
+        position = None if key.attempt else self.order.position_of(key.place)
+        return self.issued_before.settings_of(str(key), position)
 
     def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
         task = make_task(

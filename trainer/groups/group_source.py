@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
+from penstock.protocol.task_promise import TaskSettings
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
@@ -22,12 +25,14 @@ from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.issue_log import IssueLog
+from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
-from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.pack_reader import NeverPublished, PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
 from penstock.trainer.settings import TrainerSettings
+
+log = structlog.get_logger("trainer.groups.group_source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class GroupSource:
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
     threads: tuple[AbstractContextManager[Any], ...]
+    issued_before: IssuedBefore  # by earlier sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ def open_stored(
     if resumed is not None:
         groups.resume(resumed.dispatch)
     issuer = StoredIssuer(groups, history.counters, history.accounting)
-    return GroupSource(issuer, StoredCollector(groups, issuer, connections.blobs, settings.rollout.groups_per_step), ())
+    collector = StoredCollector(groups, issuer, connections.blobs, settings.rollout.groups_per_step)
+    return GroupSource(issuer, collector, (), IssuedBefore())
 
 
 def open_generated(
@@ -77,6 +84,7 @@ def open_generated(
     *,
     prompts: PromptSet,
     tokenizer: ChatTokenizer,
+    never_published: NeverPublished,
 ) -> GroupSource:
     """Return the group source of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
     rollout, algorithm = settings.rollout, settings.algorithm
@@ -91,7 +99,18 @@ def open_generated(
         dispatch.resume(resumed.dispatch)
     unsent, letters_read = (resumed.unsent, resumed.letters_read) if resumed else ((), 0)
     issuer = Issuer(connections, dispatch, history.counters, history.accounting, unsent, letters_read)
-    issuer.keep_log(IssueLog(settings.run.folder, dispatch.state.order_id, may_arrive=dispatch.may_arrive))
+    issue_log = IssueLog(
+        settings.run.folder,
+        dispatch.state.order_id,
+        may_arrive=dispatch.may_arrive,
+        settings=_session_settings(settings),
+        first=dispatch.state.position,
+    )
+    issuer.keep_log(issue_log)
+    if (before := issue_log.before).position and not before.all_settings():
+        log.warning(
+            "issued.log does not say under which settings an earlier session issued groups: their size and length are not checked"
+        )
     batcher = Batcher(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
@@ -107,13 +126,31 @@ def open_generated(
         deadline_s=settings.trainer.collect_deadline_s,
         max_dead=rollout.max_outstanding,
         letters_read=letters_read,
-        reader=open_reader(settings, connections, tokenizer, settings.run.folder),
+        reader=open_reader(settings, connections, tokenizer, settings.run.folder, never_published),
     )
-    return GroupSource(issuer, collector, (collector, issuer))
+    return GroupSource(issuer, collector, (collector, issuer), before)
+
+
+def _session_settings(settings: TrainerSettings) -> SessionSettings:
+    rollout, held_out = settings.rollout, settings.eval
+    return SessionSettings(
+        TaskSettings(
+            rollout.group_size, rollout.max_new_tokens, rollout.environment, settings.algorithm.needs_baseline
+        ),
+        TaskSettings(
+            held_out.samples,
+            held_out.max_new_tokens or rollout.max_new_tokens,
+            held_out.environment or rollout.environment,
+        ),
+    )
 
 
 def open_reader(
-    settings: TrainerSettings, connections: Connections, tokenizer: ChatTokenizer, folder: Path
+    settings: TrainerSettings,
+    connections: Connections,
+    tokenizer: ChatTokenizer,
+    folder: Path,
+    never_published: NeverPublished,
 ) -> PackReader:
     """Return a reader of packs for one thread; what it reads is marked in ``folder``."""
     rows = settings.trainer.check_texts
@@ -122,6 +159,7 @@ def open_reader(
         vocab_size=_vocab_size(settings.model.path),
         mark=ReadingMark(folder),
         texts=CompletionTexts(tokenizer.decode_many, rows=rows) if rows else None,
+        never_published=never_published,
     )
 
 

@@ -2,41 +2,94 @@
 
 A checkpoint holds what was issued until it was made. Groups that were issued after it, by a session that was killed since,
 are known from this file alone: one line for every issue, with the id of the data order, the position that it reached, and
-the ids of later attempts. First attempts need no line of their own: they are the prompts before that position. A file
-that has grown is written again as one line.
+the ids of later attempts. First attempts need no line of their own: they are the prompts before that position. A line
+before those of a session says which size and length of groups its settings asked for: a group that comes after a restart
+is held against the settings it was issued under. A file that has grown is written again with one line for each settings.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from penstock.protocol.task_promise import TaskSettings
 from penstock.trainer.errors import CheckpointError
 
 _FILE = "issued.log"
+_SETTINGS = "settings"  # first word of their lines, where others have the id of an order: older builds skip them
 _MERGE_BYTES = 1 << 20  # some ten thousand issues
+
+
+class SessionSettings(NamedTuple):
+    """What a session's settings decide about the groups that it asks for."""
+
+    train: TaskSettings
+    evaluation: TaskSettings
+
+
+class IssuedRange(NamedTuple):
+    """What was issued under the same settings: first attempts from ``first`` to before ``position``, and later attempts."""
+
+    settings: SessionSettings | None  # None: a build that did not record them
+    first: int
+    position: int
+    later: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class IssuedBefore:
-    """What earlier sessions issued: every first attempt before ``position``, and these later attempts."""
+    """What earlier sessions issued: every first attempt before ``position``, and these later attempts.
+
+    ``ranges`` say under which settings, and are empty if those of no group are known.
+    """
 
     position: int = 0
     later: frozenset[str] = frozenset()
+    ranges: tuple[IssuedRange, ...] = ()
+
+    def settings_of(self, group_id: str, position: int | None) -> tuple[TaskSettings, ...]:
+        """Return the settings under which a group was issued, several if sessions with different ones issued it.
+
+        Empty if they are not known. ``position`` is that of a first attempt in the data order, None for a later one.
+        """
+        found = [
+            each.settings
+            for each in self.ranges
+            if (group_id in each.later if position is None else each.first <= position < each.position)
+        ]
+        known = [settings.train for settings in found if settings is not None]
+        return tuple(dict.fromkeys(known)) if len(known) == len(found) else ()
+
+    def all_settings(self) -> tuple[SessionSettings, ...]:
+        """Return the settings of all earlier sessions; empty if those of one are not known."""
+        known = [each.settings for each in self.ranges if each.settings is not None]
+        return tuple(dict.fromkeys(known)) if len(known) == len(self.ranges) else ()
 
 
 class IssueLog:
     """The file of one run; only its trainer may use it."""
 
-    def __init__(self, folder: Path, order_id: str, *, may_arrive: Callable[[str], bool] = lambda _: True) -> None:
-        """Read what earlier sessions issued, and write it again as a single line.
+    def __init__(
+        self,
+        folder: Path,
+        order_id: str,
+        *,
+        may_arrive: Callable[[str], bool] = lambda _: True,
+        settings: SessionSettings | None = None,
+        first: int = 0,
+    ) -> None:
+        """Read what earlier sessions issued, and write it again with a single line for each of their settings.
 
         Args:
             folder: Of the run.
             order_id: Id of the data order; lines of another order are removed.
             may_arrive: Returns True for a later attempt that can still be used; the others are removed.
+            settings: Of this session; None: not recorded.
+            first: The position of the data order at which this session starts.
 
         Raises:
             CheckpointError: The file cannot be read or written.
@@ -44,9 +97,12 @@ class IssueLog:
         self._path, self._order_id = folder / _FILE, order_id
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            found = _read(self._path, order_id)
-            self.before = IssuedBefore(found.position, frozenset(filter(may_arrive, found.later)))
-            self._file, self._size = self._write_again(self.before)
+            found = [
+                each._replace(later=frozenset(filter(may_arrive, each.later))) for each in _read(self._path, order_id)
+            ]
+            self.before = _sum(found)
+            own = [] if settings is None else [IssuedRange(settings, first, first)]
+            self._file, self._size = self._write_again([*found, *own])
         except OSError as err:
             raise self._failure(err) from err
         self._merge_above = max(_MERGE_BYTES, 2 * self._size)
@@ -76,18 +132,26 @@ class IssueLog:
         os.close(appended_to)
         self._merge_above = max(_MERGE_BYTES, 2 * self._size)
 
-    def _write_again(self, issued: IssuedBefore) -> tuple[int, int]:
-        """Replace the file by one line in one atomic step; return the new file, open for appending, and its size."""
+    def _write_again(self, issued: Sequence[IssuedRange]) -> tuple[int, int]:
+        """Replace the file in one atomic step; return the new file, open for appending, and its size."""
         partial = self._path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         file = os.open(partial, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            size = _write(file, self._line(issued.position, sorted(issued.later)))
+            size = _write(file, b"".join(map(self._lines, issued)) or self._line(0, ()))
             partial.replace(self._path)
         except OSError:
             os.close(file)
             raise
         return file, size
+
+    def _lines(self, issued: IssuedRange) -> bytes:
+        line = self._line(issued.position, sorted(issued.later))
+        if issued.settings is None:
+            return line
+        settings = {name: part._asdict() for name, part in issued.settings._asdict().items()}
+        head = f"{_SETTINGS} {self._order_id} {issued.first} {json.dumps(settings, separators=(',', ':'))}\n"
+        return head.encode() + line
 
     def _line(self, position: int, later: Iterable[str]) -> bytes:
         return " ".join([self._order_id, str(position), *later, "\n"]).encode()
@@ -108,14 +172,39 @@ def _write(file: int, line: bytes) -> int:
     return written
 
 
-def _read(path: Path, order_id: str) -> IssuedBefore:
-    """Return the sum of all whole lines of a data order; a line that a crash cut short ends without a blank."""
-    position, later = 0, set[str]()
+def _read(path: Path, order_id: str) -> list[IssuedRange]:
+    """Return the sum of all whole lines of a data order, for each settings; a line that a crash cut short has no end.
+
+    A session with the settings of the session before continues its range.
+    """
+    found: list[IssuedRange] = []
     if path.exists():
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
                 first, *rest = line.split(" ")
-                if first == order_id and rest[-1:] == ["\n"] and rest[0].isdecimal():
-                    position = max(position, int(rest[0]))
-                    later.update(rest[1:-1])
-    return IssuedBefore(position, frozenset(later))
+                if first == _SETTINGS and rest[:1] == [order_id] and line.endswith("\n"):
+                    found = _started(found, line)
+                elif first == order_id and rest[-1:] == ["\n"] and rest[0].isdecimal():
+                    now = found.pop() if found else IssuedRange(None, 0, 0)
+                    later = now.later.union(rest[1:-1]) if rest[1:-1] else now.later
+                    found.append(now._replace(position=max(now.position, int(rest[0])), later=later))
+    return found
+
+
+def _started(found: list[IssuedRange], line: str) -> list[IssuedRange]:
+    """Return the ranges after a line of settings, the last one being that which the lines after it continue."""
+    try:
+        _, _, number, document = line.split(" ", 3)
+        first, values = int(number), json.loads(document)
+        settings = SessionSettings(TaskSettings(**values["train"]), TaskSettings(**values["evaluation"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return [*found, IssuedRange(None, 0, 0)]
+    if found and found[-1].settings == settings and first <= found[-1].position:
+        return [*found[:-1], found[-1]._replace(first=min(first, found[-1].first))]
+    return [*found, IssuedRange(settings, first, first)]
+
+
+def _sum(found: Sequence[IssuedRange]) -> IssuedBefore:
+    position = max((each.position for each in found), default=0)
+    later = frozenset[str]().union(*(each.later for each in found))
+    return IssuedBefore(position, later, tuple(found) if any(each.settings for each in found) else ())

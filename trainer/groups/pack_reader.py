@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from penstock.protocol.errors import PackError, ReaderKilled, TextMismatch
+from penstock.protocol.errors import PackError, ReaderKilled, TextMismatch, UnpublishedVersion
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
+from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.reading_mark import ReadingMark
 from penstock.trainer.groups.stored_groups import read_groups
+
+NeverPublished = Callable[[Iterable[PolicyVersion]], Sequence[PolicyVersion]]
 
 
 class PackReader:
@@ -24,6 +27,7 @@ class PackReader:
         vocab_size: int | None = None,
         mark: ReadingMark | None = None,
         texts: CompletionTexts | None = None,
+        never_published: NeverPublished | None = None,
     ) -> None:
         """Read objects with ``fetch``.
 
@@ -32,11 +36,13 @@ class PackReader:
             vocab_size: Of the model; token ids beyond it are refused. None: not known.
             mark: Where the pack that is being read is marked; None: a pack that kills the trainer is not quarantined.
             texts: Decodes completions again; None: texts are not compared with tokens.
+            never_published: Returns those versions that the run has not published; None: not known.
         """
         self._fetch = fetch
         self._vocab_size = vocab_size
         self._mark = mark
         self._texts = texts
+        self._never_published = never_published
 
     def read(self, pack: BlobRef, wanted: Sequence[ScoredGroup], promises: Sequence[TaskPromise]) -> list[Group]:
         """Return groups of one pack; ``promises`` are what their tasks asked for.
@@ -51,9 +57,21 @@ class PackReader:
             )
         with self._mark.cleared_unless_fatal() if self._mark is not None else contextlib.nullcontext():
             groups = read_groups(pack, wanted, self._marked_fetch, promises=promises, vocab_size=self._vocab_size)
+            self._check_versions(pack, groups)
             if self._texts is not None:
                 self._check_texts(pack, groups, promises)
             return groups
+
+    def _check_versions(self, pack: BlobRef, groups: Sequence[Group]) -> None:
+        if self._never_published is None:
+            return
+        for group in groups:
+            unknown = self._never_published({run.version for row in group.trajectories for run in row.version_runs})
+            if unknown:
+                raise UnpublishedVersion(
+                    f"{pack.key}: group {group.group_id} names version {unknown[0]} for its tokens, which this run has never "
+                    "published: no engine had its weights. Look for the worker that stored the pack, and change its login"
+                )
 
     def _check_texts(self, pack: BlobRef, groups: Sequence[Group], promises: Sequence[TaskPromise]) -> None:
         assert self._texts is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.publication import Publication, VersionPublisher
 from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
+from penstock.trainer.publishing.published_versions import PublishedVersions
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import AdapterBase, Snapshot, Weights
 from penstock.trainer.publishing.version_refusals import Refusals
@@ -69,6 +70,7 @@ class Publisher:
         self._on_published = on_published
         head = self.head
         self._published = {PolicyVersion(head.version)} if head else set[PolicyVersion]()
+        self._sampled_with = PublishedVersions(self._announced(), PolicyVersion(head.version) if head else None)
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot[Any]] = []
         self._publishing: Snapshot[Any] | None = None
@@ -142,6 +144,11 @@ class Publisher:
             self._raise_failure()
             return version in self._published
 
+    def never_published(self, versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+        """Return those of the versions with which no worker can have sampled, since no session published them."""
+        with self._changed:
+            return self._sampled_with.never_published(versions)
+
     def wait_until_published(self, version: PolicyVersion, deadline_s: float) -> None:
         """Wait for a submitted version; raises PublicationFailed after ``deadline_s``."""
         deadline = time.monotonic() + deadline_s
@@ -167,20 +174,25 @@ class Publisher:
         """
         if not versions:
             return {}
-        announced: dict[PolicyVersion, WeightsPublished] = {}
-        for message in self._bus.read_stream(f"{self._run_id}-weights").wait():
-            if message.subject == subjects.weights_published(self._run_id):
-                try:
-                    fact = decode(message.data, WeightsPublished)
-                except WireError as err:
-                    log.warning("announcement of weights skipped: it is none", error=str(err))
-                    continue
-                announced[PolicyVersion(fact.version)] = fact
+        announced = self._announced()
         return {
             version: announced[version].step
             for version in versions
             if version in announced and self._blobs.exists(announced[version].manifest.key)
         }
+
+    def _announced(self) -> dict[PolicyVersion, WeightsPublished]:
+        """Return the announcements that the stream still has, the newest of each version; raises BusError."""
+        found: dict[PolicyVersion, WeightsPublished] = {}
+        subject = subjects.weights_published(self._run_id)
+        for message in self._bus.read_stream(f"{self._run_id}-weights", subject).wait():
+            try:
+                fact = decode(message.data, WeightsPublished)
+            except WireError as err:
+                log.warning("announcement of weights skipped: it is none", error=str(err))
+                continue
+            found[PolicyVersion(fact.version)] = fact
+        return found
 
     def unpin(self, version: PolicyVersion) -> None:
         """Allow garbage collection of a version again."""
@@ -222,6 +234,8 @@ class Publisher:
                 while not (self._waiting or self._closing or self._is_refused()):
                     self._changed.wait(_RECHECK_S)
                 self._publishing = snapshot = self._waiting.pop(0) if self._waiting else None
+                if snapshot is not None:
+                    self._sampled_with.add(snapshot.version)
                 is_refused = self._is_refused()
                 if snapshot is None and not is_refused:
                     return

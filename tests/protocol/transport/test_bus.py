@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import nats
 import pytest
@@ -590,6 +591,27 @@ def test_the_synced_bucket_of_heartbeats_of_an_older_version_is_made_again(bus: 
     store.put("rollout.w0", b"2").wait()
     bus.ensure_bucket(spec).wait()
     assert [entry.value for entry in store.entries().wait()] == [b"2"]
+    bus.delete_stream(f"KV_{spec.bucket}").wait()
+
+
+def test_a_bucket_of_an_older_version_gets_its_size_unless_that_is_too_small(bus: Bus, run_id: str) -> None:
+    """Its keys stay; a size that an operator chose stays too."""
+    spec = streams.state_bucket(run_id)
+
+    def max_bytes() -> int | None:
+        return bus._connection.call(bus._connection.js.stream_info(f"KV_{spec.bucket}"), "test").wait().config.max_bytes
+
+    former = BucketSpec(spec.bucket)
+    bus.ensure_bucket(former).wait()
+    assert max_bytes() == former.max_bytes > spec.max_bytes
+    bus.key_value(spec.bucket).wait().put("head", b"1").wait()
+    bus.ensure_bucket(replace(spec, max_bytes=50)).wait()  # less than twice what is stored
+    assert max_bytes() == former.max_bytes
+    bus.ensure_bucket(spec).wait()
+    assert max_bytes() == spec.max_bytes
+    assert [entry.value for entry in bus.key_value(spec.bucket).wait().entries().wait()] == [b"1"]
+    bus.ensure_bucket(replace(spec, max_bytes=2 * spec.max_bytes)).wait()
+    assert max_bytes() == spec.max_bytes
     bus.delete_stream(f"KV_{spec.bucket}").wait()
 
 

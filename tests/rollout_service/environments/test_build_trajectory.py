@@ -139,6 +139,7 @@ def meta(row: Row) -> Row:
         ("not finite", lambda row: meta(row)["output_token_logprobs"][1].__setitem__(0, math.nan)),
         ("not finite", lambda row: meta(row)["output_token_logprobs"][1].__setitem__(0, -math.inf)),
         ("above 0", lambda row: meta(row)["output_token_logprobs"][1].__setitem__(0, 0.5)),
+        ("is never drawn", lambda row: meta(row)["output_token_logprobs"][1].__setitem__(0, -104.5)),
         ("missing", lambda row: meta(row)["output_token_logprobs"][1].__setitem__(0, None)),
         ("--skip-tokenizer-init", lambda row: row.pop("text")),
         ("unknown version default", lambda row: meta(row)["weight_versions"][0].update(version="default")),

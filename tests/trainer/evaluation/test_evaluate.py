@@ -18,6 +18,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import DeadLetter, Heartbeat, Sampling, Task, TaskIssued
+from penstock.protocol.task_promise import TaskSettings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -125,6 +126,22 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     assert "ignored the pin" in scene.lost[0].reason
 
 
+def test_a_forged_group_of_another_version_does_not_end_an_evaluation(scene: Scene) -> None:
+    """It is a dead letter, and the real group is waited for."""
+    scene.producer.limit = 0
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    task = scene.evaluator._task(V3, 0)
+    message = TaskIssued(run_id=scene.connections.run_id, pack_id="forged", tasks=(task,))
+    scene.producer.announce(scene.producer.store(message, [recite(task, PolicyVersion(2))], V3), msg_id="forged")
+    wait_for(lambda: scene.evaluator._evaluations[V3].dead_lettered, "the dead letter")
+    scene.producer.limit = None
+    scene.evaluator.wait(V3)
+    assert [(result.version, result.num_prompts) for result in scene.results] == [(3, 70)]
+    assert not scene.lost
+
+
 def _easier(task: Task, version: PolicyVersion) -> Answer:
     group, _ = recite(task, version)
     return replace(group, reward=group.reward.model_copy(update={"ground_truth": '"1"'})), (1.0, 1.0)
@@ -172,6 +189,19 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
     assert not scene.lost
     assert not scene.publisher.pinned()
     assert not scene.accounting.in_flight("eval")
+
+
+def test_groups_of_an_earlier_sessions_evaluation_are_held_against_its_settings(scene: Scene) -> None:
+    """One of another size is refused, if the earlier session's settings are recorded."""
+    scene.evaluator._settings_before = (TaskSettings(2, 8, "maze"), TaskSettings(3, 8, "maze"))
+    scene.publish(V3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(70)])
+    scene.producer.author = _one_completion
+    scene.evaluator.start(V3, 3)
+    with pytest.raises(EvaluationFailed, match="1 trajectories, its task asked for 2"):
+        scene.evaluator.wait(V3)
+    assert not scene.results
 
 
 def test_the_weights_of_the_checkpoint_are_evaluated_under_their_new_number(scene: Scene) -> None:

@@ -15,6 +15,7 @@ from tests.examples import examples
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.errors import PackError
 from penstock.protocol.facts import (
     MAX_FACT_BYTES,
     BlobRef,
@@ -25,7 +26,7 @@ from penstock.protocol.facts import (
     decode,
     encode,
 )
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
@@ -42,7 +43,7 @@ from penstock.trainer.groups.dispatch import (
     settle,
     was_issued,
 )
-from penstock.trainer.groups.issue_log import IssuedBefore
+from penstock.trainer.groups.issue_log import IssuedBefore, IssuedRange, IssueLog, SessionSettings
 from penstock.trainer.groups.task_packs import (
     choose_groups_per_message,
     evaluation_sampling,
@@ -503,7 +504,7 @@ class _Prompts(list[Prompt]):
 
 
 def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
-    """Of a task of this session all is known; of an earlier one's what cannot have changed: its prompt and its reward."""
+    """Of a task of this session all is known; of an earlier one's its prompt and reward, and the settings if recorded."""
     prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
     first, later = (
         Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
@@ -511,7 +512,41 @@ def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
     )
     issued = first.next_packs(PolicyVersion(0))[0].tasks[0]
     assert first.promise(issued.group_id) == TaskPromise.of(issued)
-    assert first.promise(issued.group_id).num_completions == 2
-    later = later.promise(issued.group_id)
-    assert (later.content, later.split, later.attempt) == (TaskPromise.of(issued).content, "train", 0)
-    assert (later.num_completions, later.max_new_tokens) == (None, None)
+    assert first.promise(issued.group_id).settings[0].group_size == 2
+    promise = later.promise(issued.group_id)
+    assert (promise.content, promise.split, promise.attempt) == (TaskPromise.of(issued).content, "train", 0)
+    assert promise.settings == ()
+    assert not promise.is_one_completion
+    four, eight = (SessionSettings(TaskSettings(n, 64, "single_turn"), TaskSettings(1, 9, "x")) for n in (4, 8))
+    ranges = (IssuedRange(four, 0, 6), IssuedRange(eight, 5, 9, frozenset({"e0.p1.a1"})))
+    later.issued_before = IssuedBefore(9, frozenset({"e0.p1.a1"}), ranges)
+    ids = [str(GroupKey(*later.order.at(position), 0)) for position in range(12)]
+    sizes = [[s.group_size for s in later.promise(group_id).settings] for group_id in ids]
+    assert sizes == [[4]] * 5 + [[4, 8]] + [[8]] * 3 + [[4, 8]] * 3  # the last three: any of the sessions'
+    assert [s.group_size for s in later.promise("e0.p1.a1").settings] == [8]
+    again = [task.group_id for task in later.next_packs(PolicyVersion(0))[0].tasks]
+    assert [[s.group_size for s in later.promise(group_id).settings] for group_id in again] == [[2, 4]] * len(again)
+
+
+def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issued_under(tmp_path: Path) -> None:
+    """Its size and length are those of that session, whatever the settings are now; a stolen login cannot choose them."""
+    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
+    first, later = (
+        Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(group_size=n), stop_token_ids=(2,))  # type: ignore[arg-type]
+        for n in (4, 2)
+    )
+    settings = SessionSettings(TaskSettings(4, 64, "single_turn"), TaskSettings(1, 64, "single_turn"))
+    log = IssueLog(tmp_path, first.state.order_id, settings=settings, first=0)
+    issued = first.next_packs(PolicyVersion(0))[0].tasks[0]
+    log.append(first.state.position, [issued.group_id])
+    later.issued_before = IssueLog(tmp_path, later.state.order_id).before
+    promise = later.promise(issued.group_id)
+    promise.check_lengths(issued.group_id, [64, 1, 1, 1], has_baseline=False)
+    for lengths, baseline, reason in (
+        ([9], False, "1 trajectories, its task asked for 4"),
+        ([9, 9], False, "2 trajectories, its task asked for 4"),
+        ([65, 1, 1, 1], False, "a completion of 65 tokens, its task allows 64"),
+        ([9, 9, 9, 9, 9], True, "a baseline, its task asked for none"),
+    ):
+        with pytest.raises(PackError, match=reason):
+            promise.check_lengths(issued.group_id, lengths, has_baseline=baseline)

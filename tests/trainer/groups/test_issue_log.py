@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.protocol.task_promise import TaskSettings
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups import issue_log
-from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog
+from penstock.trainer.groups.issue_log import IssuedBefore, IssuedRange, IssueLog, SessionSettings
 
 
 def test_the_next_session_knows_what_was_issued(tmp_path: Path) -> None:
@@ -25,6 +26,50 @@ def test_the_next_session_knows_what_was_issued(tmp_path: Path) -> None:
     third = IssueLog(tmp_path / "run", "order", may_arrive=lambda group_id: group_id == "e0.p0.a1")
     assert third.before == IssuedBefore(3, frozenset({"e0.p0.a1"}))
     assert (tmp_path / "run" / "issued.log").read_text() == "order 3 e0.p0.a1 \n"
+
+
+def _settings(group_size: int) -> SessionSettings:
+    return SessionSettings(
+        TaskSettings(group_size, 64, "single_turn"), TaskSettings(1, 32, "maze of two words", with_baseline=True)
+    )
+
+
+def test_the_settings_under_which_groups_were_issued_are_known(tmp_path: Path) -> None:
+    """Each session's are recorded; equal ones share a range; a build that recorded none makes its groups' unknown."""
+    four, eight = _settings(4), _settings(8)
+    IssueLog(tmp_path, "order").append(3, ["e0.p0.a1"])  # by a build that did not record them
+    for settings, first, position, later in (
+        (four, 2, 5, "e0.p1.a1"),
+        (four, 4, 7, "e0.p0.a0"),
+        (eight, 6, 9, "e0.p2.a1"),
+    ):
+        IssueLog(tmp_path, "order", settings=settings, first=first).append(position, [later])
+    found = IssueLog(tmp_path, "order", settings=eight, first=9).before
+    assert (found.position, found.later) == (9, {"e0.p0.a1", "e0.p1.a1", "e0.p2.a1"})
+    assert found.ranges == (
+        IssuedRange(None, 0, 3, frozenset({"e0.p0.a1"})),
+        IssuedRange(four, 2, 7, frozenset({"e0.p1.a1"})),
+        IssuedRange(eight, 6, 9, frozenset({"e0.p2.a1"})),
+    )
+    sizes = [[s.group_size for s in found.settings_of("", position)] for position in range(10)]
+    assert sizes == [[], [], [], [4], [4], [4], [4, 8], [8], [8], []]
+    later = [[s.group_size for s in found.settings_of(f"e0.p{n}.a1", None)] for n in range(4)]
+    assert later == [[], [4], [8], []]
+    assert found.all_settings() == ()
+    lines = (tmp_path / "issued.log").read_text().splitlines(keepends=True)
+    assert lines[0] == "order 3 e0.p0.a1 \n"  # as the older build wrote it, and would read it
+    (tmp_path / "issued.log").write_text("".join(lines[1:]))
+    assert IssueLog(tmp_path, "order").before.all_settings() == (four, eight)
+
+
+def test_settings_that_cannot_be_read_are_unknown(tmp_path: Path) -> None:
+    """What follows such a line is not held against the settings of another session."""
+    IssueLog(tmp_path, "order", settings=_settings(4)).append(3, [])
+    with (tmp_path / "issued.log").open("ab") as file:
+        file.write(b'settings order 3 {"train":{"size":1}}\norder 6 \n')
+    found = IssueLog(tmp_path, "order").before
+    assert [len(found.settings_of("", position)) for position in (2, 5)] == [0, 0]  # the line may be about both
+    assert found.position == 6
 
 
 @pytest.mark.parametrize(

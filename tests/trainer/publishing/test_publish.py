@@ -124,6 +124,26 @@ def manifest_ancestor(manifest: VersionManifest, reference: BlobRef) -> object:
     return Written(manifest, reference).as_ancestor
 
 
+def numbered(*numbers: int) -> list[PolicyVersion]:
+    return [PolicyVersion(number) for number in numbers]
+
+
+def test_versions_that_no_session_published_are_named(connections: Connections, model_folder: Path) -> None:
+    """A skipped number, one beyond the head, and one that only waits to be published; the next session knows it too."""
+    first = Publisher(connections, model_folder=model_folder)
+    assert first.never_published(numbered(0)) == numbered(0)
+    for version in (0, 2):
+        publish(first, version)
+    assert first.never_published(numbered(2, 0)) == []
+    assert first.never_published(numbered(3, 1, 0, 2)) == numbered(1, 3)
+    first.close()
+    second = Publisher(connections, model_folder=model_folder, epoch=1)
+    assert second.never_published(numbered(0, 1, 2, 3)) == numbered(1, 3)
+    second.submit(snapshot(4, must_publish=True))
+    second.close()
+    assert second.never_published(numbered(0, 1, 2, 3, 4, 5)) == numbered(1, 3, 5)
+
+
 def test_a_later_session_continues_with_a_patch(connections: Connections, model_folder: Path) -> None:
     """A trainer that did not publish the head reads it from full snapshot and chain, and publishes a patch of it."""
     first = Publisher(connections, model_folder=model_folder)
