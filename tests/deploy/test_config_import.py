@@ -49,6 +49,10 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "trainer.betas": [0.9, 0.99], "algorithm.kl_coefficient": 0.04, "algorithm.aggregation": "seq-mean-token-sum-norm",
         "algorithm.normalise_by_std": False, "worker.engine": "vllm", "rollout.stop": ["</answer>"], "trainer.steps": 200,
     }, ["colour_of_the_logs"]),
+    "trl_dpo.sh": ("trl", 0, {
+        "dpo.lr": 5e-7, "dpo.steps": 500, "dpo.beta": 0.2, "dpo.loss": "robust", "dpo.label_smoothing": 0.1,
+        "dpo.divergence": "js_divergence", "dpo.reference": "precomputed", "model.lora.rank": 16,
+    }, []),
     "platform_job.json": ("agentrl", 1, {
         "algorithm.name": "grpo", "run.id": "qwen7b-grpo-math", "data.eval": "/data/gsm8k/test.parquet", "rollout.groups_per_step": 1024,
     }, ["num_gpus", "num_epochs", "context_length"]),
