@@ -35,13 +35,13 @@ def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[
     return module("penstock.deploy.train_attached", *arguments)
 
 
-def trainer_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the command line of the trainer: one process, or several ranks under torchrun.
+def trainer_command(arguments: Sequence[str], environ: Mapping[str, str], command: str = "train") -> list[str]:
+    """Return the command line of a command of the trainer: one process, or several ranks under torchrun.
 
     The ``--`` keeps torchrun from reading the trainer's flags as its own.
     Raises ConfigError when the run file or num_ranks cannot be read.
     """
-    return trainer(num_ranks(arguments, environ), "train", *arguments)
+    return trainer(num_ranks(arguments, environ), command, *arguments)
 
 
 def trainer(ranks: int, *arguments: str) -> list[str]:

@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,8 @@ class ChatTemplate:
         """Compile; raises TemplateRefused for invalid Jinja, and for a text that is too long."""
         if len(text) > MAX_TEMPLATE_CHARS:
             raise TemplateRefused(f"{len(text)} characters, the limit is {MAX_TEMPLATE_CHARS}")
+        self.marks_answers = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
+        """Whether the template marks what an assistant says, by ``{% generation %}`` blocks."""
         try:
             self._template = _Environment().from_string(text)
         except Exception as err:  # noqa: BLE001 - code from outside: whatever its compilation raises
@@ -71,6 +74,30 @@ class ChatTemplate:
             raise TemplateRefused(_one_line(err)) from None
         return text
 
+    def render_marked(self, messages: Sequence[Mapping[str, Any]], **names: Any) -> list[tuple[str, bool]]:
+        """Return the texts that make up a chat, each with whether it is inside a ``{% generation %}`` block.
+
+        Raises TemplateRefused as `render` does, and if the template changes the text of its blocks afterwards.
+        """
+        environment: Any = self._template.environment
+        mark = secrets.token_hex(8)
+        limits = environment.limits
+        limits.opening, limits.closing = f"\ue000{mark}\ue001", f"\ue002{mark}\ue003"
+        try:
+            marked = self.render(messages, **names)
+        finally:
+            parts = re.compile(f"({limits.opening}|{limits.closing})")
+            opening, limits.opening, limits.closing = limits.opening, "", ""
+        found, is_inside = [], False
+        for number, part in enumerate(parts.split(marked)):
+            if number % 2:
+                is_inside = part == opening
+            elif part:
+                found.append((part, is_inside))
+        if "".join(text for text, _ in found) != self.render(messages, **names):
+            raise TemplateRefused("it changes the text inside its generation blocks after it marked it")
+        return found
+
 
 class _Limits(threading.local):
     """What the rendering under way on this thread may still use; a context manager around a rendering."""
@@ -78,6 +105,7 @@ class _Limits(threading.local):
     made = 0
     ticks = 0
     deadline = float("inf")
+    opening = closing = ""  # around the text of a generation block
 
     def __enter__(self) -> None:
         self.made, self.ticks, self.deadline = 0, 0, time.thread_time() + MAX_CPU_S
@@ -289,9 +317,12 @@ class _GenerationBlocks(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares tags
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the statements inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        """Return the statements inside the block, between the marks of the rendering under way."""
+        line = next(parser.stream).lineno
+        opening, closing = (
+            nodes.Output([nodes.EnvironmentAttribute(f"limits.{name}")], lineno=line) for name in ("opening", "closing")
+        )
+        return [opening, *parser.parse_statements(("name:endgeneration",), drop_needle=True), closing]
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

@@ -111,6 +111,29 @@ class ChatTokenizer:
         except TemplateRefused as err:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
 
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template marks what an assistant says."""
+        return self._template is not None and self._template.marks_answers
+
+    def render_marked(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> list[tuple[str, bool]]:
+        """Return the texts that make up a chat, each with whether the template marks it; raises MalformedData as `render` does."""
+        if self._template is None or not self._template.marks_answers:
+            raise MalformedData(
+                "the model's chat template marks no answers with {% generation %}; use a template that does, or set "
+                'sft.mask = "turns"'
+            )
+        try:
+            return self._template.render_marked(
+                messages,
+                tools=list(tools),
+                documents=None,
+                add_generation_prompt=False,
+                **{**self._special_tokens, **self._arguments},
+            )
+        except TemplateRefused as err:
+            raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text; ``add_special_tokens`` adds those at the beginning of a text, such as BOS."""
         with _refusing_panics():

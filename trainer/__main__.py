@@ -16,6 +16,8 @@ COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
     "train": ("RUN.TOML [SECTION.KEY=VALUE ...]", "train a run (one rank)"),
     "replay": ("RUN [RUN.TOML] [--from A] [--to B]", "train a run again from its record and compare the weights"),
     "sft": ("RUN.TOML [SECTION.KEY=VALUE ...]", "supervised fine-tuning into a model folder"),
+    "dpo": ("RUN.TOML [SECTION.KEY=VALUE ...]", "training on preferences into a model folder"),
+    "rm": ("RUN.TOML [SECTION.KEY=VALUE ...]", "training of a reward model on preferences"),
     "config": ("RUN.TOML [SECTION.KEY=VALUE ...] [--json]", "print every setting with its origin"),
     "data-check": ("FILE ... [--model FOLDER]", "check what data files can train"),
     "data-rows": ("FILE [--number N]", "print rows of a data file as the input of a reward"),
@@ -36,10 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
         return USAGE_ERROR
-    except KeyboardInterrupt:  # `train` writes a checkpoint first, once it has started
-        kept = "its result is written at the end, so nothing of it is kept; " if arguments[0] == "sft" else ""
+    except KeyboardInterrupt:  # a training writes a checkpoint first, once it has started
         again = f"penstock {arguments[0].replace('-', ' ')} {shlex.join(arguments[1:])}"
-        sys.stderr.write(f"\nstopped on request; {kept}start it again with: {again.strip()}\n")
+        sys.stderr.write(f"\nstopped on request; start it again with: {again.strip()}\n")
         return STOPPED
 
 

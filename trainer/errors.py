@@ -12,6 +12,7 @@ PenstockError
     ├── RankUnresponsive      another process of this trainer has exited, or does not answer
     ├── RunIsHeld             another trainer holds the lease of this run and is alive
     ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
+    ├── TrainingDiverged      a loss or gradient is not a finite number
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
     └── UnknownReward         the run file names a reward that no service offers
 ```
@@ -64,6 +65,10 @@ class RunIsHeld(TrainerError):
 
 class LeaseLost(TrainerError):
     """Another trainer took the lease while this one was suspended or disconnected; this one must not write any more."""
+
+
+class TrainingDiverged(TrainerError):
+    """A loss or a gradient is not a finite number any more; the text gives the step."""
 
 
 class CheckpointError(TrainerError):

@@ -7,7 +7,7 @@ Lengths are in tokens, times in seconds, sizes of a batch in groups (one group: 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -18,12 +18,19 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Identifier, StopStrings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
+from penstock.trainer.dpo_settings import DpoSettings
+from penstock.trainer.fine_tuning_settings import (
+    Beta,
+    Files,
+    FineTuningSettings,
+    RmSettings,
+    Schedule,
+    SftSettings,
+    listed,
+)
 from penstock.trainer.lora_settings import LoraSettings
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
-Schedule = Literal["constant", "linear", "cosine"]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-Files = Path | list[Path]
 
 COLUMNS = (
     "prompt",
@@ -43,12 +50,11 @@ COLUMNS = (
     "output",
     "label",
     "tools",
+    "chosen",
+    "rejected",
+    "margin",
 )
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # given by Penstock
-
-
-def _listed(files: Files) -> tuple[Path, ...]:
-    return tuple(files) if isinstance(files, list) else (files,)
 
 
 _ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
@@ -157,14 +163,14 @@ class DataSettings(Section):
     @property
     def train_files(self) -> tuple[Path, ...]:
         """The training files; raises ConfigError when there is none."""
-        if not _listed(self.train):
+        if not listed(self.train):
             raise ConfigError("data.train names no file; set it to the JSONL, JSON, CSV or Parquet file to train on")
-        return _listed(self.train)
+        return listed(self.train)
 
     @property
     def eval_files(self) -> tuple[Path, ...]:
         """The held-out files; none: no evaluation."""
-        return _listed(self.eval)
+        return listed(self.eval)
 
 
 class RolloutSettings(Section):
@@ -351,24 +357,6 @@ class EvalSettings(Section):
         return self
 
 
-class SftSettings(Section):
-    """Supervised warm-up, `penstock sft`."""
-
-    data: Files = Field(default=[], description="Rows with completions; none: data.train.")
-    steps: int = Field(default=100, ge=1, description="Optimizer steps.")
-    batch_size: int = Field(default=32, ge=1, description="Rows of one optimizer step, over all ranks.")
-    lr: float = Field(default=1e-5, gt=0.0, description="Peak learning rate of AdamW.")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
-    schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
-    output: Path | None = Field(default=None, description="Folder for the result; none: sft/ in the run's folder.")
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files named here; none: data.train is used."""
-        return _listed(self.data)
-
-
 class TrainerSettings(Section):
     """All sections of the run file that the trainer reads."""
 
@@ -384,6 +372,8 @@ class TrainerSettings(Section):
     trainer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     sft: SftSettings = Field(default_factory=SftSettings)
+    dpo: DpoSettings = Field(default_factory=DpoSettings)
+    rm: RmSettings = Field(default_factory=RmSettings)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
 
     @model_validator(mode="after")
@@ -435,11 +425,7 @@ class TrainerSettings(Section):
             )
         self._check_critic()
         self._check_lora()
-        if self.trainer.warmup_steps > self.trainer.steps or self.sft.warmup_steps > self.sft.steps:
-            section = "trainer" if self.trainer.warmup_steps > self.trainer.steps else "sft"
-            raise ValueError(
-                f"{section}.warmup_steps is more than {section}.steps; lower it, so that the peak is reached"
-            )
+        self._check_warmup()
         return self
 
     @model_validator(mode="after")
@@ -453,6 +439,14 @@ class TrainerSettings(Section):
                 "reinforce_pp_baseline, remax or ppo"
             )
         return self
+
+    def _check_warmup(self) -> None:
+        for name, section in (("trainer", self.trainer), ("sft", self.sft), ("dpo", self.dpo), ("rm", self.rm)):
+            counts_epochs = isinstance(section, FineTuningSettings) and section.epochs is not None
+            if section.warmup_steps > section.steps and not counts_epochs:
+                raise ValueError(
+                    f"{name}.warmup_steps is more than {name}.steps; lower it, so that the peak is reached"
+                )
 
     def _check_critic(self) -> None:
         if not self.algorithm.has_critic:

@@ -89,10 +89,42 @@ def train(*arguments: Raw) -> None:
 def sft(*arguments: Raw) -> None:
     """Train a model on examples (supervised fine-tuning).
 
+    Needs no NATS and no S3. Runs under torchrun when trainer.num_ranks is above 1. Metrics are written to
+    runs/RUN/sft-training/metrics.jsonl; a killed or stopped training resumes from its last checkpoint.
+
     Example:  penstock sft run.toml sft.steps=300
+              penstock sft run.toml sft.epochs=3 sft.eval_data=held_out.jsonl sft.eval_every=50 sft.early_stop=3
+              penstock sft run.toml model.lora.rank=16        the adapter is written beside the merged model
     Then:     penstock train run.toml model.path=FOLDER, with the folder it printed
     """
-    launch.replace_process(launch.module("penstock.trainer", "sft", *arguments))
+    launch.replace_process(launch.trainer_command(arguments, os.environ, "sft"))
+
+
+@app.command(group=TRAIN)
+def dpo(*arguments: Raw) -> None:
+    """Train a model on preferences: pairs of a chosen and a rejected answer (DPO, IPO, KTO, ORPO, SimPO and others).
+
+    Needs no NATS and no S3. Rows are {"prompt": ..., "chosen": ..., "rejected": ...}, whole chats, or HH-RLHF texts. Metrics
+    are written to runs/RUN/dpo-training/metrics.jsonl; a killed or stopped training resumes from its last checkpoint.
+
+    Example:  penstock dpo run.toml dpo.data=preferences.jsonl dpo.epochs=1 dpo.beta=0.1
+              penstock dpo run.toml dpo.loss=simpo dpo.beta=2.0 dpo.simpo_gamma=1.0
+    Then:     penstock train run.toml model.path=FOLDER, with the folder it printed
+    """
+    launch.replace_process(launch.trainer_command(arguments, os.environ, "dpo"))
+
+
+@app.command(group=TRAIN)
+def rm(*arguments: Raw) -> None:
+    """Train a reward model on preferences: pairs of a chosen and a rejected answer, with a margin or without.
+
+    Needs no NATS and no S3. The rows are those of penstock dpo. Metrics are written to runs/RUN/rm-training/metrics.jsonl; a
+    killed or stopped training resumes from its last checkpoint.
+
+    Example:  penstock rm run.toml rm.data=preferences.jsonl rm.epochs=1
+    Then:     penstock reward serve-model FOLDER, with the folder it printed
+    """
+    launch.replace_process(launch.trainer_command(arguments, os.environ, "rm"))
 
 
 @config.command

@@ -37,8 +37,37 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         *("eval.every", "eval.num_prompts", "worker.engine", "worker.device", "nats.url", "s3.endpoint"),
     ),
     "sft": (
-        *(*_RUN, "model.path", "model.dtype", "data.train", "sft.data", "sft.steps", "sft.batch_size", "sft.lr"),
-        *("sft.warmup_steps", "sft.schedule", "sft.output", "trainer.num_ranks", "trainer.micro_batch_tokens"),
+        *(
+            *_RUN,
+            "model.path",
+            "model.dtype",
+            "model.lora.rank",
+            "data.train",
+            "sft.data",
+            "sft.eval_data",
+            "sft.steps",
+        ),
+        *("sft.epochs", "sft.batch_size", "sft.lr", "sft.warmup_steps", "sft.schedule", "sft.mask", "sft.eval_every"),
+        *("sft.early_stop", "sft.keep_best", "sft.output", "trainer.num_ranks", "trainer.micro_batch_tokens"),
+    ),
+    "dpo": (
+        *(
+            *_RUN,
+            "model.path",
+            "model.dtype",
+            "model.lora.rank",
+            "dpo.data",
+            "dpo.eval_data",
+            "dpo.steps",
+            "dpo.epochs",
+        ),
+        *("dpo.batch_size", "dpo.lr", "dpo.loss", "dpo.beta", "dpo.label_smoothing", "dpo.reference", "dpo.eval_every"),
+        *("dpo.early_stop", "dpo.keep_best", "dpo.output", "trainer.num_ranks", "trainer.micro_batch_tokens"),
+    ),
+    "rm": (
+        *(*_RUN, "model.path", "model.dtype", "data.train", "rm.data", "rm.eval_data", "rm.steps", "rm.epochs"),
+        *("rm.batch_size", "rm.lr", "rm.use_margin", "rm.center", "rm.eval_every", "rm.early_stop", "rm.keep_best"),
+        *("rm.output", "trainer.num_ranks", "trainer.micro_batch_tokens"),
     ),
     "rollout": (
         *(*_RUN, *_SERVERS, "worker.id", "worker.engine", "worker.engine_url", "worker.device", "worker.dtype"),
@@ -76,7 +105,7 @@ _OWN_FLAGS = {
     "train": (CommandFlag(("--local",), "", "start NATS, S3, the reward service and the workers here too", (), False),),
     "config show": (CommandFlag(("--json",), "", "print one JSON object instead of TOML", (), False),),
 }
-_TAKES_A_RUN_FILE = ("train", "sft", "rollout", "reward service", "bootstrap", "config show")
+_TAKES_A_RUN_FILE = ("train", "sft", "dpo", "rm", "rollout", "reward service", "bootstrap", "config show")
 _STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "quickstart", "recipe", "up", "data check", "config import", "reward serve", "reward serve-judge",
                      "reward serve-grader", "reward serve-model")  # fmt: skip
 

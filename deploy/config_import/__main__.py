@@ -16,7 +16,7 @@ from penstock.deploy.config_import.found import Found
 from penstock.deploy.config_import.read_shell import read_shell
 from penstock.deploy.config_import.read_tree import read_json, read_yaml
 from penstock.deploy.config_import.run_file_text import known_keys, leave_out_refused, run_file_text
-from penstock.deploy.config_import.translate import detect, is_supervised, translate
+from penstock.deploy.config_import.translate import detect, own_section, translate
 from penstock.protocol.config.foreign_config import SYSTEMS
 from penstock.protocol.config.sources import MAX_FILE_BYTES
 from penstock.protocol.errors import ConfigError
@@ -76,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         sys.stdout.write(json.dumps(report.as_document(done)) + "\n")
     else:
-        verb = "sft" if is_supervised(found) else "train"
+        command = own_section(found)
+        verb = command.section if command is not None else "train"
         sys.stdout.write(f"{given.file}: a configuration of {system}\n\n{report.as_text(done)}\n")
         sys.stdout.write(
             f"wrote {given.to}; see it: penstock config show {given.to}; then: penstock {verb} {given.to}\n"

@@ -258,7 +258,7 @@ _RULES: dict[str, Rule] = {
         else decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together")
     ),
     "data.max_length": lambda given, values: decide(f"set data.max_prompt_tokens and rollout.max_new_tokens, {given} together"),
-    "algorithm.beta": lambda given, values: decide("training on pairs of given answers (DPO) is not offered"),
+    "algorithm.beta": lambda given, values: decide("training on pairs of given answers is `penstock dpo`: set dpo.beta"),
 }  # fmt: skip
 _OF_SYSTEM: dict[str, dict[str, Rule]] = {
     "openrlhf": {

@@ -13,7 +13,9 @@ from penstock.deploy.config_import.rules import epochs
 from penstock.deploy.config_import.translation import Line, Outcome, Translation
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, advice, prefix_advice
 from penstock.protocol.config.foreign_keys.answers import Alias
-from penstock.trainer.commands.sft_settings import SFT_KEYS
+from penstock.trainer.commands.dpo import DPO
+from penstock.trainer.commands.own_section import OwnSection
+from penstock.trainer.commands.sft_settings import SFT
 
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")
 _WORDS = {
@@ -40,6 +42,20 @@ def detect(found: Found) -> str:
     return best if scores[best] else ""
 
 
+_COMMANDS = (
+    (SFT, ("sft_trainer", "trl sft", "train_sft", "sft.py")),
+    (DPO, ("dpo_trainer", "trl dpo", "train_dpo", "dpo.py")),
+)
+_EPOCHS = ("max_epochs", "num_train_epochs", "total_epochs")  # over the data, not over a batch
+_OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dpo]
+    "beta": "beta", "loss_type": "loss", "loss_weights": "loss_weights", "label_smoothing": "label_smoothing",
+    "ld_alpha": "length_alpha", "f_divergence_type": "divergence", "f_alpha_divergence_coef": "alpha",
+    "discopop_tau": "discopop_tau", "simpo_gamma": "simpo_gamma", "cpo_alpha": "cpo_nll",
+    "desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight",
+    "precompute_ref_log_probs": "reference",
+}  # fmt: skip
+
+
 def _score(name: str, keys: Collection[str]) -> int:
     """Return how many keys are of one system and of no other."""
     tables = {other: {*one.TAKEN, *one.RENAMED, *one.ABSENT} for other, one in SYSTEMS.items()}
@@ -48,25 +64,29 @@ def _score(name: str, keys: Collection[str]) -> int:
     return sum(key in tables[name] - others or prefix_advice(key, own.PREFIXES) is not None for key in keys)
 
 
-def is_supervised(found: Found) -> bool:
-    """Return True for supervised fine-tuning, whose settings are in the section [sft]."""
+def own_section(found: Found) -> OwnSection | None:
+    """Return the command whose settings are in a section of its own: supervised fine-tuning or preferences; None for others."""
     text = " ".join(found.commands)
-    words = ("sft_trainer", "trl sft", "train_sft", "sft.py")
-    return any(word in text for word in words) or found.values.get("algorithm") == "sft"
+    for command, words in _COMMANDS:
+        if any(word in text for word in words) or found.values.get("algorithm") == command.section:
+            return command
+    return None
 
 
 def translate(found: Found, system: str, known: Collection[str]) -> Translation:
     """Return the settings of a file; ``known`` are Penstock's own keys, which a file may have too."""
     done = Translation(system)
+    command = own_section(found)
     general: set[str] = set()  # set by a key of several settings, which one of a single setting overrules
     for key, value in found.values.items():
         if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
             done.lines.append(Line("ignored", key, value, "not set"))
             continue
-        if key == "max_epochs" and is_supervised(found):  # over the data, not over a batch
-            outcome = epochs(value, found.values)
-        else:
-            outcome = _outcome(key, value, found.values, system, known)
+        outcome = (
+            _of_epochs(key, value, found.values, command)
+            or _of_pairs(key, value, command)
+            or _outcome(key, value, found.values, system, known)
+        )
         settings = dict(outcome.settings)
         if names := unassigned(value):
             settings = {ours: readable(one) for ours, one in settings.items() if ours in _PATHS}
@@ -80,10 +100,10 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
         done.lines.append(Line(outcome.kind, key, _masked(key, readable(value)), _said(settings, outcome.text)))
     if system in _GROUP_RELATIVE and "algorithm.name" not in done.settings:
         done.settings["algorithm.name"] = "grpo"
-    if is_supervised(found):
-        done.settings = {SFT_KEYS.get(key, key): value for key, value in done.settings.items()}
+    if command is not None:
+        done.settings = {command.keys.get(key, key): value for key, value in done.settings.items()}
         done.settings.pop("algorithm.name", None)
-        done.lines = [replace(line, text=_supervised(line.text)) for line in done.lines]
+        done.lines = [replace(line, text=_in_own_section(line.text, command)) for line in done.lines]
     _make_room(done)
     return done
 
@@ -122,9 +142,28 @@ def _said(settings: Mapping[str, Any], text: str) -> str:
     return f"{written} ({text})" if written and text else written or text
 
 
-def _supervised(text: str) -> str:
-    """Return a line of the report with the settings of [sft] where others have those of training by rewards."""
-    return re.sub("|".join(map(re.escape, SFT_KEYS)), lambda one: SFT_KEYS[one[0]], text)
+def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSection | None) -> Outcome | None:
+    """Return what passes over the data set, for commands that have a setting for them; None for other keys and commands."""
+    if command is None or key.rpartition(".")[2] not in _EPOCHS:
+        return None
+    given = epochs(value, values)
+    is_number = isinstance(value, (int, float)) and value > 0
+    return Outcome("taken", {f"{command.section}.epochs": value}) if given.kind == "decide" and is_number else given
+
+
+def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | None:
+    """Return what a key of training on pairs sets; None for other keys, and for other commands."""
+    name = _OF_PAIRS.get(key.rpartition(".")[2])
+    if command is not DPO or name is None:
+        return None
+    if key.rpartition(".")[2] == "precompute_ref_log_probs":
+        value = "precomputed" if str(value).lower() == "true" else "live"
+    return Outcome("taken", {f"dpo.{name}": value})
+
+
+def _in_own_section(text: str, command: OwnSection) -> str:
+    """Return a line of the report with the settings of the own section where others have those of training by rewards."""
+    return re.sub("|".join(map(re.escape, command.keys)), lambda one: command.keys[one[0]], text)
 
 
 def _masked(key: str, value: Any) -> Any:

@@ -62,6 +62,8 @@ SECTIONS = (
     "trainer",
     "eval",
     "sft",
+    "dpo",
+    "rm",
     "worker",
     "sglang",
     "vllm",

@@ -54,6 +54,10 @@ def test_the_seed_is_that_of_the_order_alone() -> None:
         for file in (ROOT / package).rglob("*.py")
         if "settings.run.seed" in file.read_text(encoding="utf-8")
     }
-    assert readers == {"trainer/groups/group_source.py", "trainer/learner/planning.py", "trainer/learner/sft.py"}
+    assert readers == {
+        "trainer/groups/group_source.py",
+        "trainer/learner/planning.py",
+        "trainer/fine_tuning/session.py",
+    }
     described = reference.load().settings["run.seed"].description
     assert "order of the prompts and examples, and of a batch's mini-batches" in described

@@ -43,6 +43,8 @@ ARGUMENTS = {
     "runs rm": ("run", "--yes"),
     "runs show": ("run",),
     "sft": ("run.toml",),
+    "dpo": ("run.toml",),
+    "rm": ("run.toml",),
     "train": ("run.toml",),
     "watch": ("run", "--plain"),
     "weights": ("run",),

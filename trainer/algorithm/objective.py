@@ -257,12 +257,17 @@ class CrossEntropy:
     needs_entropy = False
     needs_full_kl = False
 
+    def __init__(self, form: Literal["nll", "dft"] = "nll") -> None:
+        """Choose cross-entropy, or `dft`: each token weighed by its own probability, detached (arXiv 2508.05629)."""
+        self._form = form
+
     def __call__(
         self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
     ) -> Outcome:
         """Return the loss of a micro-batch."""
+        weights = batch.weights if self._form == "nll" else batch.weights * logprobs.detach().exp()
         return Outcome(
-            loss=-(logprobs * batch.weights).sum(),
+            loss=-(logprobs * weights).sum(),
             sums={"tokens": torch.tensor(float(len(logprobs)))},
             maxima={},
         )

@@ -59,9 +59,9 @@ ALIASES: dict[str, str] = {
 REFUSED: dict[str, str] = {
     "crossentropy": "supervised fine-tuning is `penstock sft`",
     "sft": "supervised fine-tuning is `penstock sft`",
-    "dpo": "it learns from pairs of given answers, and this trainer from rewards of sampled ones",
-    "kto": "it learns from labelled answers, and this trainer from rewards of sampled ones",
-    "orpo": "it learns from pairs of given answers, and this trainer from rewards of sampled ones",
+    "dpo": "training on given answers is `penstock dpo`, with dpo.loss",
+    "kto": "training on given answers is `penstock dpo`, with dpo.loss",
+    "orpo": "training on given answers is `penstock dpo`, with dpo.loss",
 }
 
 

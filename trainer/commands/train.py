@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from penstock.protocol.config.run_file import Loaded, config_document, load, spl
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.commands.stop_signals import stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.recovery import finished_run
@@ -58,7 +58,7 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
     ranks = Ranks()
     stop = threading.Event()
     code = 0
-    signals = _stop_on_signals(stop, is_leader=ranks.is_leader)
+    signals = stop_on_signals(stop, is_leader=ranks.is_leader)
     if ranks.is_leader:
         log.info(
             "algorithm chosen", algorithm=summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
@@ -73,22 +73,3 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
         code = ERROR
     ranks.leave(code)
     return code
-
-
-def _stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
-    """Make the first SIGINT or SIGTERM request a checkpoint and a stop, and the second one stop at once.
-
-    The other ranks ignore both: rank 0 ends them with its last order.
-    """
-    received: list[int] = []
-
-    def request_stop(number: int, _: object) -> None:
-        if received:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        received.append(number)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, request_stop if is_leader else signal.SIG_IGN)
-    return received

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from penstock.protocol.errors import ConfigError
+from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
 Split = Literal["train", "eval"]
@@ -23,6 +24,7 @@ _ID = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<pattern>[^:]+))?", re.ASCII
 )
 _MAX_LISTED = 8
+_OWN_DATA = ("sft", "dpo", "rm")  # sections with rows of their own
 
 
 def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
@@ -31,8 +33,17 @@ def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
     found = settings.model_copy(update={"model": model})
     if settings.data.from_run is None:
         found = found.model_copy(update={"data": _resolved(settings.data)})
-    if (files := data_files(settings.sft.files, "sft.data", "train")) != list(settings.sft.files):
-        found = found.model_copy(update={"sft": settings.sft.model_copy(update={"data": files})})
+    for name in _OWN_DATA:
+        section: FineTuningSettings = getattr(settings, name)
+        data = data_files(section.files, f"{name}.data", "train")
+        held_out = data_files(section.eval_files, f"{name}.eval_data", "eval")
+        update = {
+            key: files
+            for key, files, given in (("data", data, section.files), ("eval_data", held_out, section.eval_files))
+            if files != list(given)
+        }
+        if update:
+            found = found.model_copy(update={name: section.model_copy(update=update)})
     return found
 
 

@@ -16,7 +16,7 @@ def refuse_unread(row: Row) -> None:
     """Raise MalformedData naming the column, and the settings that read the row without it."""
     if found := [name for name in _PAIR if _is_given(row.get(name))]:
         raise MalformedData(
-            f"column {found[0]}: a preference, and no algorithm here trains on pairs; set data.ignore = {json.dumps(found)} to "
+            f"column {found[0]}: a preference, which `penstock dpo` trains on; set data.ignore = {json.dumps(found)} to "
             "train on the prompt alone; for SFT on the chosen answers set also "
             'data.map.response = "chosen" and ignore only rejected'
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.trainer.settings import Schedule
+from penstock.trainer.fine_tuning_settings import Schedule
 
 
 def lr_factor(step: int, *, schedule: Schedule, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:

@@ -7,6 +7,7 @@ The model's parameters keep their Hugging Face names in everything that is expor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,10 @@ class Policy:
         except (OSError, ValueError, RuntimeError) as err:
             raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
         self.steps_done = int(state["steps_done"])
+
+    def without_dropout(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes as it does at inference."""
+        return self._trainable.without_dropout()
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch without a gradient; [N] float32."""

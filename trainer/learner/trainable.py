@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.fine_tuning_settings import Schedule
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
 from penstock.trainer.learner.learning_rate import lr_factor
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.settings import Schedule
 
 _DISABLE = "TORCHDYNAMO_DISABLE"
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # a setting of torch that stands above what its caller asks for
@@ -145,6 +145,15 @@ class Trainable:
         import deepspeed  # noqa: PLC0415
 
         return deepspeed.zero.GatheredParameters(list(parameters), enabled=any(hasattr(p, "ds_id") for p in parameters))
+
+    @contextlib.contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Make the module compute as it does at inference inside the block."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
         """Write module, optimizer and scheduler to ``folder/tag``, with ``state``; collective."""

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -43,10 +44,10 @@ def split_shards(tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
 
 
-def small_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
+def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """Return all files of a model folder except the weights and their index: config, tokenizer, templates.
 
-    ``config.json`` gets the ``dtype`` of the new weights. Raises UnsupportedModel for a link out of the folder: what it
+    ``config.json`` gets the ``dtype`` of the new weights, and what else has ``changed``. Raises UnsupportedModel for a link out of the folder: what it
     links to would be published.
     """
     files = {
@@ -60,7 +61,7 @@ def small_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
     }
     config = json.loads(files["config.json"])
     config.pop("torch_dtype", None)
-    config["dtype"] = dtype
+    config |= {"dtype": dtype, **(changed or {})}
     files["config.json"] = json.dumps(config, indent=2).encode()
     return files
 
@@ -87,7 +88,9 @@ def _index(shards: Shards) -> dict[str, bytes]:
     return {"model.safetensors.index.json": json.dumps(index, indent=2).encode()}
 
 
-def write_model_folder(folder: Path, tensors: Mapping[str, Tensor], *, like: Path, dtype: str) -> None:
+def write_model_folder(
+    folder: Path, tensors: Mapping[str, Tensor], *, like: Path, dtype: str, changed: Mapping[str, Any] | None = None
+) -> None:
     """Write a model folder that `transformers` loads, atomically; an older one is replaced.
 
     Args:
@@ -95,12 +98,13 @@ def write_model_folder(folder: Path, tensors: Mapping[str, Tensor], *, like: Pat
         tensors: Parameters under their Hugging Face names.
         like: The folder that training started from, with config and tokenizer.
         dtype: Name of the tensors' dtype.
+        changed: Fields of ``config.json`` that differ.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     shards = split_shards(tensors)
-    for name, data in {**small_files(like, dtype), **_index(shards)}.items():
+    for name, data in {**small_files(like, dtype, changed), **_index(shards)}.items():
         (partial / name).write_bytes(data)
     for name, shard in shards.items():
         save_file(shard, partial / name, metadata={"format": "pt"})

@@ -34,7 +34,6 @@ PROFILER = "not offered; every step's times are in metrics.jsonl, and `penstock 
 TEXT_ONLY = "text only: images and videos are not read"
 REMOTE_CODE = "code in a model folder is never run: model.path must be a model that transformers knows"
 QUANTISED = "no quantised training; model.lora.rank saves most of the optimizer's memory"
-PREFERENCES = "preference losses train on given answers; this trainer samples its own"
 HUB = "nothing is uploaded; `penstock weights export` writes a model folder"
 SHAPE = "the shape of the model is that of config.json at model.path"
 

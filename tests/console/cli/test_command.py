@@ -19,6 +19,8 @@ VERBS = (
     "recipe",
     "train",
     "sft",
+    "dpo",
+    "rm",
     "config",
     "rollout",
     "reward",
@@ -67,7 +69,18 @@ def test_help_lists_every_verb_and_the_first_command():
 @pytest.mark.parametrize(
     "verb",
     [
-        *(["quickstart"], ["train"], ["sft"], ["config", "show"], ["rollout"], ["data", "check"], ["up"], ["doctor"]),
+        *(
+            ["quickstart"],
+            ["train"],
+            ["sft"],
+            ["dpo"],
+            ["rm"],
+            ["config", "show"],
+            ["rollout"],
+            ["data", "check"],
+            ["up"],
+            ["doctor"],
+        ),
         *(
             ["reward", "serve"],
             ["reward", "serve-judge"],

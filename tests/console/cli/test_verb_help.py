@@ -69,6 +69,7 @@ def test_every_help_lists_the_flags_and_settings_of_its_verb(walk: dict):
         ("data check", ["FILE ...", "--model", "--map", "--no-tests"]),
         ("rollout", ["worker.engine", "worker.device", 'default "cpu"']),
         ("sft", ["sft.steps", "sft.output"]),
+        ("dpo", ["dpo.loss", "dpo.beta"]),
         ("config show", ["--json", "model.path", "required"]),
         ("reward service", ["reward_service.port", "default 8700"]),
         ("reward serve", ["--register", "def compute_score"]),

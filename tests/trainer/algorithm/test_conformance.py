@@ -56,7 +56,6 @@ from penstock.trainer.algorithm.losses.gmpo import gmpo
 from penstock.trainer.algorithm.losses.gspo import gspo, gspo_token, luspo
 from penstock.trainer.algorithm.losses.minirl import minirl
 from penstock.trainer.algorithm.losses.ppo_clip import ppo_clip
-from penstock.trainer.algorithm.losses.preference import kto, odds_ratio, pairwise
 from penstock.trainer.algorithm.losses.product_clip import product_clip
 from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.losses.sapo import sapo
@@ -66,6 +65,10 @@ from penstock.trainer.algorithm.losses.topr import topr
 from penstock.trainer.algorithm.losses.value import value_loss
 from penstock.trainer.algorithm.losses.vespo import vespo
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
+from penstock.trainer.algorithm.preferences.answers import apo_zero, kto
+from penstock.trainer.algorithm.preferences.interface import Pairs
+from penstock.trainer.algorithm.preferences.margins import hinge, ipo, sigmoid
+from penstock.trainer.algorithm.preferences.reference_free import cpo, orpo, simpo
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
 CASES = {case["id"]: case for case in VECTORS["cases"]}
@@ -697,22 +700,36 @@ def _trl_rloo(given: Given) -> dict[str, Any]:
     return {"loss": given.total(terms.loss, "seq-mean-token-mean")}
 
 
+def _preferences(chosen: Tensor, rejected: Tensor, *, kl: float = 0.0) -> Pairs:
+    """Return pairs whose reference has log-probability 0, of answers of one token each."""
+    zeros, ones = torch.zeros_like(chosen), torch.ones_like(chosen)
+    return Pairs(chosen, rejected, zeros, zeros, ones, ones, chosen_nll=zeros, kl=kl)
+
+
 @answers("trl/kto/")
 def _trl_kto(given: Given) -> dict[str, Any]:
+    """TRL's answers have one label each: here a pair of which the other answer adds nothing."""
     options = given.options
     margins = given.sequences.sum(given.flat("log_prob") - given.flat("ref_log_prob"))
-    losses = kto(
-        margins, torch.tensor(options["label"]).bool(), options["KL_logps"] - options["ref_KL_logps"],
-        beta=options["beta"], desirable_weight=options["desirable_weight"],
-        undesirable_weight=options["undesirable_weight"], form=options["loss_type"],
-    )  # fmt: skip
-    return {"loss": losses.mean()}
+    label = torch.tensor(options["label"]).bool()
+    never = torch.full_like(margins, 1e9)
+    weights = options["desirable_weight"], options["undesirable_weight"]
+    kl = max(0.0, options["KL_logps"] - options["ref_KL_logps"])
+    if options["loss_type"] == "kto":
+        beta = {"beta": options["beta"]}
+        one = _preferences(margins, margins, kl=kl)
+        good = 2.0 * kto(one, **beta, desirable_weight=weights[0], undesirable_weight=0.0)
+        bad = 2.0 * kto(one, **beta, desirable_weight=0.0, undesirable_weight=weights[1])
+    else:
+        good = weights[0] * apo_zero(_preferences(margins, -never), beta=options["beta"])
+        bad = weights[1] * apo_zero(_preferences(never, margins), beta=options["beta"])
+    return {"loss": torch.where(label, good, bad).mean()}
 
 
 @answers("trl/orpo/")
 def _trl_orpo(given: Given) -> dict[str, Any]:
     means = given.sequences.mean(given.flat("log_prob"))
-    return {"loss": odds_ratio(means[:4], means[4:], beta=given.options["beta"]).mean()}
+    return {"loss": orpo(_preferences(means[:4], means[4:]), beta=given.options["beta"]).mean()}
 
 
 @answers("trl/cpo/")
@@ -722,7 +739,16 @@ def _trl_cpo(given: Given) -> dict[str, Any]:
     form = options["loss_type"]
     combine = given.sequences.mean if form == "simpo" else given.sequences.sum
     answers_ = combine(given.flat("log_prob"))
-    losses = pairwise(answers_[:4] - answers_[4:], form=form, beta=options["beta"], gamma=options["simpo_gamma"])
+    pairs, beta = _preferences(answers_[:4], answers_[4:]), options["beta"]
+    match form:
+        case "simpo":
+            losses = simpo(pairs, beta=beta, simpo_gamma=options["simpo_gamma"])
+        case "ipo":
+            losses = ipo(pairs, beta=beta, ipo_length="sum")
+        case "hinge":
+            losses = hinge(pairs, beta=beta)
+        case _:
+            losses = cpo(pairs, beta=beta, cpo_nll=1.0)
     return {"loss": losses.mean()}
 
 
@@ -817,18 +843,21 @@ def _areal_sapo(given: Given) -> dict[str, Any]:
 @answers("areal/dpo/")
 def _areal_dpo(given: Given) -> dict[str, Any]:
     margins = torch.tensor(given.case["inputs"]["logits"], dtype=torch.float64)
-    form = given.case["id"].rsplit("/", 1)[1]
-    return {"loss": pairwise(margins, form=form, beta=given.options["beta"])}  # type: ignore[arg-type]
+    pairs, beta = _preferences(margins, torch.zeros_like(margins)), given.options["beta"]
+    is_ipo = given.case["id"].endswith("/ipo")
+    return {"loss": ipo(pairs, beta=beta, ipo_length="sum") if is_ipo else sigmoid(pairs, beta=beta)}
 
 
 @answers("openrlhf/dpo/")
 def _openrlhf_dpo(given: Given) -> dict[str, Any]:
     options = given.options
     margins = given.sequences.sum(given.flat("log_prob") - given.flat("ref_log_prob"))
-    losses = pairwise(
-        margins[:4] - margins[4:], form="ipo" if options.get("ipo") else "sigmoid", beta=options["beta"],
-        label_smoothing=options.get("label_smoothing", 0.0),
-    )  # fmt: skip
+    pairs, beta = _preferences(margins[:4], margins[4:]), options["beta"]
+    losses = (
+        ipo(pairs, beta=beta, ipo_length="sum")
+        if options.get("ipo")
+        else sigmoid(pairs, beta=beta, label_smoothing=options.get("label_smoothing", 0.0))
+    )
     rewards = options["beta"] * margins.detach()
     return {"loss": losses.mean(), "chosen_rewards": rewards[:4], "rejected_rewards": rewards[4:]}
 

@@ -1,4 +1,4 @@
-"""`penstock sft` uses a setting or refuses it: none is accepted and ignored."""
+"""`penstock sft` and `penstock dpo` use a setting or refuse it: none is accepted and ignored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pydantic import BaseModel
 
 from penstock.protocol.config.run_file import load, values_of
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.commands import sft_settings
-from penstock.trainer.commands.sft_settings import READ, SFT_KEYS, check_ranks, chosen_settings
+from penstock.trainer import commands
+from penstock.trainer.commands.dpo import DPO
+from penstock.trainer.commands.own_section import READ, OwnSection, check_ranks
+from penstock.trainer.commands.rm import RM
+from penstock.trainer.commands.sft_settings import SFT
 from penstock.trainer.settings import TrainerSettings
 
 MODEL = "model.path=m"
@@ -20,7 +23,7 @@ MODEL = "model.path=m"
 
 def chosen(*overrides: str, run_file: Path | None = None) -> tuple[TrainerSettings, list[str]]:
     given = [MODEL, *overrides]
-    return chosen_settings(load(TrainerSettings, files=[run_file] if run_file else [], overrides=given), given)
+    return SFT.chosen_settings(load(TrainerSettings, files=[run_file] if run_file else [], overrides=given), given)
 
 
 def other_value(value: Any) -> Any:
@@ -54,46 +57,44 @@ def changed_settings() -> Iterator[tuple[str, TrainerSettings]]:
         yield ".".join(path), changed(standard, path, other_value(value))
 
 
-def test_every_setting_is_used_or_refused():
-    """Each key, changed on the command line, is read by SFT, stands for a key of [sft], or is refused under its name."""
+@pytest.mark.parametrize("command", [SFT, DPO, RM], ids=["sft", "dpo", "rm"])
+def test_every_setting_is_used_or_refused(command: OwnSection):
+    """Each key, changed on the command line, is read, stands for a key of the own section, or is refused under its name."""
     loaded = load(TrainerSettings, overrides=[MODEL])
-    keys = set()
+    keys, section = set(), command.section
     for key, settings in changed_settings():
         keys.add(key)
         names = [".".join(path) for path, _ in values_of(settings)]
-        one = type(loaded)(settings, {name: "override" if name.startswith(key) else "default" for name in names})
-        is_used = key in SFT_KEYS or any(key == name or key.startswith(f"{name}.") for name in READ)
+        origins = {name: "override" if name.startswith(key) else "default" for name in names}
+        one = type(loaded)(settings, origins)
+        is_used = key in command.keys or any(key == name or key.startswith(f"{name}.") for name in command.read)
         if is_used:
-            result, unread = chosen_settings(one, [])
+            result, unread = command.chosen_settings(one, [])
             assert unread == []
-            if key in SFT_KEYS:
-                section, name = SFT_KEYS[key].split(".")
+            if key in command.keys:
+                _, name = command.keys[key].split(".")
                 assert getattr(getattr(result, section), name) == other_value(
                     getattr(getattr(loaded.settings, key.split(".")[0]), key.split(".")[1])
                 )
         else:
-            with pytest.raises(ConfigError, match=f"override: {key}(\\.x)? is not read by `penstock sft`; "):
-                chosen_settings(one, [])
+            with pytest.raises(ConfigError, match=f"override: {key}(\\.x)? is not read by `penstock {section}`; "):
+                command.chosen_settings(one, [])
     assert len(keys) > 150
-    assert keys >= READ | SFT_KEYS.keys(), "a key that SFT is said to read does not exist"
+    assert keys >= command.read | command.keys.keys(), "a key that the command is said to read does not exist"
 
 
 def test_the_source_reads_what_is_listed():
-    """Every key listed as read occurs in the code of SFT, by its section and name."""
-    root = Path(sft_settings.__file__).parent.parent
-    files = (
-        "learner/sft.py",
-        "commands/sft.py",
-        "data/dataset.py",
-        "data/row_formats.py",
-        "data/inputs.py",
-        "settings.py",
-    )
-    code = "\n".join((root / name).read_text() for name in files)
-    code += Path(sft_settings.__file__).read_text().partition("def check_ranks")[2]  # after the list itself
-    for key in READ - {"run.id", "run.dir"}:
-        section, name = key.split(".")
-        owners = [f"settings.{section}", *(["data", "_data", "self"] if section == "data" else ["self"])]
+    """Every key listed as read occurs in the code of the commands, by its section and name."""
+    root = Path(commands.__file__).parent.parent
+    files = [*(root / "fine_tuning").glob("*.py"), *(root / "commands").glob("*.py"), root / "settings.py"]
+    files += [
+        root / "data" / f"{name}.py" for name in ("turns", "pairs", "pair_rows", "row_formats", "row_checks", "inputs")
+    ]
+    code = "\n".join(file.read_text().partition("READ = ")[0] for file in files)
+    code += (root / "commands" / "own_section.py").read_text().partition("def check_ranks")[2]  # after the list itself
+    for key in READ - {"run.id", "run.dir"} | SFT.also_read:
+        *sections, name = key.split(".")
+        owners = [f"settings.{'.'.join(sections)}", sections[-1], "data", "_data", "self"]
         assert any(f"{owner}.{name}" in code for owner in owners), key
 
 
@@ -107,13 +108,29 @@ def test_general_names_mean_those_of_sft_on_the_command_line():
         chosen("max_steps=7", "sft.warmup_steps=9")
 
 
+def test_steps_or_epochs():
+    """Both are refused, steps of the command line stand above epochs of a run file, and a warm-up may count epochs' steps."""
+    with pytest.raises(ConfigError, match=r"sft.steps and sft.epochs are both given"):
+        chosen("sft.epochs=2", "max_steps=9")
+    settings, _ = chosen("sft.epochs=2", "sft.warmup_steps=900")
+    assert (settings.sft.epochs, settings.sft.warmup_steps) == (2.0, 900)
+
+
+def test_steps_of_the_command_line_stand_above_epochs(tmp_path: Path):
+    """They are a try of a run file, and not a second length."""
+    run_file = tmp_path / "run.toml"
+    run_file.write_text("[sft]\nepochs = 3\n")
+    settings, _ = chosen("sft.steps=4", run_file=run_file)
+    assert (settings.sft.steps, settings.sft.epochs) == (4, None)
+
+
 def test_refusals_name_the_key_that_is_read():
-    """Evaluation data, adapters and the settings of other services are refused with what to do; all are listed together."""
+    """Evaluation data, publication and the settings of other services are refused with what to do; all are listed together."""
     with pytest.raises(ConfigError) as caught:
-        chosen("data.eval=x", "model.lora.rank=4", "worker.device=cuda")
+        chosen("data.eval=x", "model.lora.rank=4", "model.lora.publish=merged", "worker.device=cuda")
     text = str(caught.value)
-    assert "override: data.eval is not read by `penstock sft`; nothing is evaluated" in text
-    assert "override: model.lora.rank is not read by `penstock sft`; all weights are trained" in text
+    assert "override: data.eval is not read by `penstock sft`; rows for the validation loss are sft.eval_data" in text
+    assert "override: model.lora.publish is not read by `penstock sft`; the result is a model folder" in text
     assert "override: worker.device is not read by `penstock sft`, which starts no service" in text
 
 
@@ -136,6 +153,6 @@ def test_the_number_of_ranks_is_not_ignored():
     with pytest.raises(
         ConfigError, match=r"--nproc-per-node 2 -m penstock.trainer sft ..., or set trainer.num_ranks=1"
     ):
-        check_ranks(asked, 1)
-    check_ranks(asked, 2)
-    check_ranks(load(TrainerSettings, overrides=[MODEL]), 2)
+        check_ranks(asked, "sft", 1)
+    check_ranks(asked, "sft", 2)
+    check_ranks(load(TrainerSettings, overrides=[MODEL]), "sft", 2)

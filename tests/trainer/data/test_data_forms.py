@@ -19,9 +19,10 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.__main__ import main
 from penstock.trainer.assemble import _open_data
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.data.dataset import PromptSet, TurnSet
+from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.row_files import open_rows
 from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
+from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData, UnsupportedModel
 from penstock.trainer.settings import DataSettings, TrainerSettings
 

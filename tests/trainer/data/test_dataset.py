@@ -19,9 +19,11 @@ from tests.examples import examples
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.trainer.data.dataset import MAX_PROBLEMS_SHOWN, PromptSet, TurnSet, reward_name
+from penstock.trainer.data.dataset import PromptSet, reward_name
+from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN
 from penstock.trainer.data.row_files import fingerprint, open_rows
 from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
+from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 

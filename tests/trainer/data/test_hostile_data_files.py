@@ -15,8 +15,9 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data import row_files
-from penstock.trainer.data.dataset import PromptSet, TurnSet
+from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.row_files import open_rows
+from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 

@@ -12,6 +12,9 @@ for _name in (
     "penstock.trainer.assemble",
     "penstock.trainer.replay.replay_run",
     "penstock.trainer.commands.sft",
+    "penstock.trainer.fine_tuning.dpo",
+    "penstock.trainer.fine_tuning.rm",
+    "penstock.trainer.fine_tuning.sft",
     "penstock.trainer.commands.train",
 ):
     import_module(_name)

@@ -1,0 +1,111 @@
+"""Preference rows in the forms of TRL, HH-RLHF and OpenRLHF give the same two answers; others are refused by column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.trainer.data.pair_rows import pair_row
+from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.data.row_formats import rename
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import DataSettings
+
+QUESTION, GOOD, BAD = "sort 31", "13", "31"
+USER = {"role": "user", "content": QUESTION}
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "texts": ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}, {}),
+    "chats": ({"prompt": [USER], "chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, {}),
+    "implicit": ({"chosen": [USER, answer(GOOD)], "rejected": [USER, answer(BAD)]}, {}),
+    "prompt repeated in the answers": (
+        {"prompt": QUESTION, "chosen": [USER, answer(GOOD)], "rejected": [USER, answer(BAD)]},
+        {},
+    ),
+    "hh": (
+        {
+            "chosen": f"\n\nHuman: {QUESTION}\n\nAssistant: {GOOD}",
+            "rejected": f"\n\nHuman: {QUESTION}\n\nAssistant: {BAD}",
+        },
+        {},
+    ),
+    "sharegpt": (
+        {
+            "prompt": None,
+            "chosen": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": GOOD}],
+            "rejected": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": BAD}],
+        },
+        {},
+    ),
+    "json texts": ({"chosen": json.dumps([USER, answer(GOOD)]), "rejected": json.dumps([USER, answer(BAD)])}, {}),
+    "other columns": (
+        {"question": QUESTION, "better": GOOD, "worse": BAD, "score": 3},
+        {"map": {"prompt": "question", "chosen": "better", "rejected": "worse"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
+    """A prompt, and two chats that end with the answers."""
+    row, keys = FORMS[form]
+    data = DataSettings.model_validate(keys)
+    found = pair_row(rename(row, data, nested_texts=False), data)
+    assert found.chosen.chat == (USER, answer(GOOD))
+    assert found.rejected.chat == (USER, answer(BAD))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": QUESTION, "chosen": GOOD}, "column rejected: missing"),
+        ({"prompt": QUESTION, "chosen": GOOD, "rejected": ""}, "column rejected: missing"),
+        ({"chosen": GOOD, "rejected": BAD}, "column chosen: without a column prompt, expected a chat"),
+        (
+            {"chosen": [USER, answer(GOOD)], "rejected": [{**USER, "content": "x"}, answer(BAD)]},
+            "the same chat as in chosen",
+        ),
+        (
+            {"prompt": QUESTION, "chosen": [answer(GOOD), USER, answer(GOOD)], "rejected": BAD},
+            "one assistant message after it",
+        ),
+        ({"chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, "expected a prompt and one assistant message"),
+        ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD, "margin": "2"}, "column margin: expected a number"),
+        ({"prompt": 5, "chosen": GOOD, "rejected": BAD}, "column prompt: expected a text or a list of messages"),
+    ],
+)
+def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:
+    """The error names the column, what was expected and what is there."""
+    with pytest.raises(MalformedData) as caught:
+        pair_row(row, DataSettings())
+    assert expected in str(caught.value)
+
+
+def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
+    """The prompt as the engine gets it, both answers to their end token; equal answers and long ones are counted."""
+    write_model(tmp_path / "model", seed=0)
+    tokenizer = ChatTokenizer.read(tmp_path / "model")
+    rows = [{**FORMS["texts"][0], "margin": 2}, {"prompt": QUESTION, "chosen": GOOD, "rejected": GOOD}]
+    rows.append({"prompt": "sort " + "1" * 40, "chosen": GOOD, "rejected": BAD})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSettings(system_prompt="be brief")
+    pairs = PairSet.open([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50)
+    assert (len(pairs), dict(pairs.dropped)) == (1, {"identical": 1, "overlong": 1})
+    chat = [{"role": "system", "content": "be brief"}, USER]
+    assert pairs[0].prompt.tolist() == tokenizer.encode(tokenizer.render(chat, add_generation_prompt=True))
+    assert pairs[0].chosen.tolist() == [*tokenizer.encode(GOOD), tokenizer.eos_ids[0]]
+    assert pairs[0].rejected.tolist() == [*tokenizer.encode(BAD), tokenizer.eos_ids[0]]
+    assert pairs[0].margin == 2.0
+    whole = PairSet.open([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50, ends="chat")
+    rendered = tokenizer.render([*chat, answer(GOOD)], add_generation_prompt=False)
+    assert [*whole[0].prompt, *whole[0].chosen] == tokenizer.encode(rendered)

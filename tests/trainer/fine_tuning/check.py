@@ -1,0 +1,153 @@
+"""Trains on given answers in many ways in one process (or on two ranks), and prints what each way gave.
+
+Arguments: FOLDER (model/, turns.jsonl, pairs.jsonl), then names of `CASES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+from tests.trainer.fine_tuning.trl_rows import BATCH, NUM_STEPS
+
+from penstock.trainer.fine_tuning import dpo, rm, sft
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import TrainerSettings
+
+ADAMW = {"batch_size": BATCH, "betas": [0.9, 0.999], "schedule": "linear"}
+SFT_LR, DPO_LR = 1e-3, 3e-4
+
+
+class StopAfter(threading.Event):
+    """A stop that is requested after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._left = steps
+
+    def is_set(self) -> bool:
+        self._left -= 1
+        return self._left <= 0
+
+
+def settings(folder: Path, case: str, section: str, own: dict[str, Any], **other: Any) -> TrainerSettings:
+    """Return the settings of TRL's recorded runs, changed by the case."""
+    rows = "turns.jsonl" if section == "sft" else "pairs.jsonl"
+    given = {
+        "run": {"id": case, "dir": folder / "runs"},
+        "model": {"path": folder / "model", **other.get("model", {})},
+        "data": {"shuffle": False, **other.get("data", {})},
+        "rollout": {"max_new_tokens": 64},
+        "trainer": {"min_lr_ratio": 1 / NUM_STEPS, "micro_batch_tokens": 256, **other.get("trainer", {})},
+        section: {"data": folder / rows, "steps": NUM_STEPS, **ADAMW, **own},
+    }
+    given["data"]["max_prompt_tokens"] = 64
+    return TrainerSettings.model_validate(given)
+
+
+def train(ranks: Ranks, section: str, chosen: TrainerSettings, stop: int | None = None) -> dict[str, Any]:
+    """Train, and return the lines of metrics.jsonl, a digest of the weights and what is on disk."""
+    event = threading.Event() if stop is None else StopAfter(stop)
+    result = {"sft": sft, "dpo": dpo, "rm": rm}[section].run(chosen, ranks, event)
+    if not ranks.is_leader:
+        return {}
+    folder = chosen.run.folder / f"{section}-training"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "steps": [line for line in lines if line["kind"] == "step"],
+        "evals": [line for line in lines if line["kind"] == "eval"],
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir()),
+        "weights": None if result is None else digest(result.folder / "model.safetensors"),
+        "weights_of_step": None if result is None else result.weights_of_step,
+        "checksum": None if result is None else checksum(result.folder / "model.safetensors"),
+    }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def checksum(path: Path) -> float:
+    return float(sum(abs(tensor.astype("float64")).sum() for tensor in load_file(path).values()))
+
+
+def curve(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
+    """Train as a recorded curve of TRL was made; all but three of them for 5 of the 50 steps."""
+    kind, _, loss = name.partition("/")
+    if kind == "dpo":
+        smoothing = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 1e-3}}.get(loss, {})
+        own = {"loss": loss, "lr": DPO_LR, **smoothing}
+        chosen = settings(folder, f"trl-{loss.replace('_', '-')}", "dpo", own)
+        return train(ranks, "dpo", chosen, stop=None if loss in ("sigmoid", "ipo") else 5)
+    if kind == "rm":
+        chosen = settings(
+            folder, "trl-rm", "rm", {"lr": DPO_LR, "center": 0.01, "eval_data": folder / "held_out_pairs.jsonl"}
+        )
+        return train(ranks, "rm", chosen)
+    own = {"lr": SFT_LR, "loss": "dft" if kind == "dft" else "nll"}
+    return train(ranks, "sft", settings(folder, f"trl-{kind}", "sft", own), stop=None if kind == "sft" else 5)
+
+
+def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train without interruption, and with two: after a checkpoint at step 3, and at step 5 after one more."""
+    own = {"lr": SFT_LR, "steps": 8, "eval_data": folder / "held_out.jsonl", "eval_every": 2, "keep_best": True}
+    other: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.2}}, "data": {"shuffle": True}}
+    whole = train(ranks, "sft", settings(folder, "whole", "sft", own, **other))
+    parted = settings(folder, "parted", "sft", own, **other)
+    first = train(ranks, "sft", parted, stop=3)
+    second = train(ranks, "sft", parted, stop=2)
+    last = train(ranks, "sft", parted)
+    return {"whole": whole, "first": first, "second": second, "last": last}
+
+
+def early(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train with a rate at which the validation loss rises, two validations longer than it falls."""
+    own = {
+        "lr": 0.5,
+        "epochs": 1.0,
+        "eval_data": folder / "held_out.jsonl",
+        "eval_every": 1,
+        "early_stop": 2,
+        "keep_best": True,
+    }
+    return train(ranks, "sft", settings(folder, "early", "sft", {**own, "schedule": "constant"}))
+
+
+def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train in the ways whose losses need the whole batch, at each ZeRO stage."""
+    found = {}
+    held_out = folder / "held_out_pairs.jsonl"
+    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("sft-0", "sft", {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl"}, {"trainer": {"zero_stage": 0}}),
+        ("sft-3", "sft", {"lr": SFT_LR}, {"trainer": {"zero_stage": 3}}),
+        ("lora-2", "sft", {"lr": SFT_LR}, {"trainer": {"zero_stage": 2}, "model": {"lora": {"rank": 4}}}),
+        ("aot-1", "dpo", {"lr": DPO_LR, "loss": "aot", "eval_data": held_out}, {}),
+        ("kto-2", "dpo", {"lr": DPO_LR, "loss": "kto"}, {"trainer": {"zero_stage": 2}}),
+        ("orpo-1", "dpo", {"lr": DPO_LR, "loss": "orpo"}, {}),
+        ("lora-dpo-3", "dpo", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
+        ("live-1", "dpo", {"lr": DPO_LR, "reference": "live"}, {}),
+        ("rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}}),
+        ("precomputed-1", "dpo", {"lr": DPO_LR, "reference": "precomputed"}, {}),
+    ]
+    for name, section, own, other in ways:
+        chosen = settings(folder, f"{name}-on-{ranks.num_ranks}", section, {**own, "steps": 3}, **other)
+        found[name] = train(ranks, section, chosen)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    folder, *names = arguments
+    ranks = Ranks()
+    cases = {"resumed": resumed, "early": early, "layouts": layouts}
+    found = {}
+    for name in names:
+        found[name] = cases[name](Path(folder), ranks) if name in cases else curve(Path(folder), ranks, name)
+    if ranks.is_leader:
+        print(json.dumps(found))
+    ranks.leave(0)
+    return 0

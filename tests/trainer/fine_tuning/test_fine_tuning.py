@@ -1,0 +1,145 @@
+"""`penstock sft` and `penstock dpo`: curves as TRL's, resumed as uninterrupted, stopped early, the same on two ranks."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tests.trainer.fine_tuning.trl_rows import pairs, write_pairs, write_turns
+from tests.trainer.learner.forks import Fork
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, factor_pairs
+
+CURVES = json.loads((Path(__file__).parents[2] / "data" / "trl" / "curves.json").read_text())
+TRAINED = sorted(CURVES)
+TOLERANCE = {"dpo/ipo": 2e-5}  # its values are near 25
+
+
+def _start(folder: Path, *cases: str, num_ranks: int = 1) -> Fork:
+    return Fork(folder, "tests.trainer.fine_tuning.check", str(folder), *cases, num_ranks=num_ranks)
+
+
+def _result(fork: Fork) -> dict[str, Any]:
+    return json.loads(fork.wait().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and rows; held-out rows are others of the same kind."""
+    folder = tmp_path_factory.mktemp("fine_tuning")
+    write_model(folder / "model", seed=0)
+    write_turns(folder / "turns.jsonl")
+    write_pairs(folder / "pairs.jsonl")
+    others = list(islice(pairs(seed=1), 20))
+    (folder / "held_out_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    turns = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in others]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    """Everything that one process trains."""
+    return _result(_start(folder, *TRAINED, "resumed", "early"))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_losses_and_gradient_norms_are_those_of_trl(found: dict[str, Any], name: str) -> None:
+    """Each step's loss is within 1e-5 of TRL's on the same rows, although the micro-batches are others."""
+    steps, recorded = found[name]["steps"], CURVES[name]
+    assert len(steps) == (50 if name in ("sft", "dpo/sigmoid", "dpo/ipo", "rm") else 5)
+    for line, loss, norm in zip(steps, recorded["losses"], recorded["grad_norms"], strict=False):
+        assert line["loss"] == pytest.approx(loss, abs=TOLERANCE.get(name, 1e-5))
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_preferences_are_learned_and_reported(found: dict[str, Any]) -> None:
+    """Rewards begin at 0, since the policy is its reference; at the end the chosen answers have the higher ones."""
+    first, *_, last = found["dpo/sigmoid"]["steps"]
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    assert last["rewards/accuracies"] >= 0.75
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-9)
+    assert last["logps/chosen"] > first["logps/chosen"]
+
+
+def test_a_reward_model_is_a_folder_that_the_server_loads(found: dict[str, Any], folder: Path) -> None:
+    """A classifier of one label whose score came from the training; it prefers the chosen answers of held-out rows."""
+    [line] = found["rm"]["evals"]
+    assert line["eval_accuracy"] >= 0.75
+    home = folder / "runs" / "trl-rm" / "rm"
+    config = json.loads((home / "config.json").read_text())
+    assert (config["architectures"], config["num_labels"]) == (["Qwen3ForSequenceClassification"], 1)
+    tensors = load_file(home / "model.safetensors")
+    assert tensors["score.weight"].shape == (1, 64)
+    assert abs(tensors["score.weight"]).max() > 1e-3
+    assert "lm_head.weight" not in tensors
+
+
+def test_a_resumed_training_equals_an_uninterrupted_one(found: dict[str, Any]) -> None:
+    """Stopped twice, with LoRA, its dropout and shuffled rows: the same lines, validations and weights, bit for bit."""
+    runs = found["resumed"]
+    assert [line["step"] for line in runs["first"]["steps"]] == [1, 2, 3]
+    assert [line["step"] for line in runs["second"]["steps"]] == [1, 2, 3, 4, 5]
+    assert runs["second"]["files"][:2] == ["best", "best/step00000004"]
+    assert "checkpoints/step00000005" in runs["second"]["files"]
+    for kind in ("steps", "evals"):
+        lines = [[_timeless(line) for line in runs[run][kind]] for run in ("whole", "last")]
+        assert lines[0] == lines[1]
+        assert len(lines[0]) == {"steps": 8, "evals": 4}[kind]
+    assert runs["last"]["weights"] == runs["whole"]["weights"]
+    assert runs["last"]["files"] == ["best"], "checkpoints are removed once the result is written"
+
+
+def _timeless(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name not in ("kind", "at", "step_s", "eval_s")}
+
+
+def test_the_adapter_is_written_beside_the_merged_model(found: dict[str, Any], folder: Path) -> None:
+    """The model's weights are the initial ones plus the adapter's products, in PEFT's names and scale."""
+    assert found["resumed"]["whole"]["weights"]
+    home = folder / "runs" / "whole"
+    config = AdapterConfig.from_json((home / "sft-adapter" / ADAPTER_CONFIG).read_bytes())
+    factors = load_file(home / "sft-adapter" / ADAPTER_WEIGHTS)
+    base, merged = (load_file(path / "model.safetensors") for path in (folder / "model", home / "sft"))
+    adapted = {weight: (down, up) for weight, down, up in factor_pairs(factors)}
+    assert len(adapted) == 14
+    for name, weight in base.items():
+        expected = weight
+        if name in adapted:
+            down, up = (factors[factor] for factor in adapted[name])
+            expected = weight + config.scale * up @ down
+            assert abs(merged[name] - weight).max() > 1e-4
+        np.testing.assert_allclose(merged[name], expected, atol=1e-6)
+
+
+def test_early_stop_keeps_the_best_weights(found: dict[str, Any]) -> None:
+    """Two validations after the best one the training ends; its result has the weights of the best."""
+    run = found["early"]
+    losses = [line["eval_loss"] for line in run["evals"]]
+    best = losses.index(min(losses)) + 1
+    assert len(run["steps"]) == len(losses) == best + 2 < 50
+    assert run["weights_of_step"] == best
+    assert [line["is_best"] for line in run["evals"]][-3:] == [True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_train_as_one(folder: Path) -> None:
+    """Losses, norms, validations and weights agree, also of losses that need the whole batch, at every ZeRO stage."""
+    forks = [_start(folder, "layouts", num_ranks=ranks) for ranks in (1, 2)]
+    one, two = (_result(fork)["layouts"] for fork in forks)
+    assert sorted(one) == sorted(two)
+    for name, alone in one.items():
+        together = two[name]
+        for line, other in zip(alone["steps"] + alone["evals"], together["steps"] + together["evals"], strict=True):
+            assert _timeless(line) == pytest.approx(_timeless(other), rel=1e-4, abs=2e-5), name
+        assert alone["checksum"] == pytest.approx(together["checksum"], rel=1e-6), name
+    assert len(one["aot-1"]["evals"]) == len(one["sft-0"]["evals"]) == 1
+    for line, other in zip(one["live-1"]["steps"], one["precomputed-1"]["steps"], strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-6)

@@ -1,0 +1,118 @@
+"""The parts of a training on given answers: its length, early stop, checkpoints on disk, the lock of its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.errors import CheckpointError, RunIsHeld, TrainingDiverged
+from penstock.trainer.fine_tuning import checkpoints
+from penstock.trainer.fine_tuning.checkpoints import TrainingState
+from penstock.trainer.fine_tuning.early_stop import Best
+from penstock.trainer.fine_tuning.length import Length, check_warmup
+from penstock.trainer.fine_tuning.training_folder import TrainingFolder
+
+
+@examples(50)
+@given(rows=st.integers(1, 60), batch=st.integers(1, 20), epochs=st.floats(0.1, 4.0))
+def test_epochs_use_every_row_equally_often(rows: int, batch: int, epochs: float) -> None:
+    """The steps' positions follow one another from 0 to the last of the epochs; only the last step may be smaller."""
+    length = Length.of(rows, batch, steps=7, epochs=epochs)
+    used = [position for step in range(length.num_steps) for position in length.positions(step)]
+    assert used == list(range(max(1, round(epochs * rows))))
+    assert all(len(length.positions(step)) == batch for step in range(length.num_steps - 1))
+    assert len(length.positions(length.num_steps - 1)) >= 1
+    assert length.epoch_after(length.num_steps) == len(used) / rows
+
+
+def test_steps_are_all_full() -> None:
+    """Without epochs the rows begin again within a batch; a warm-up that is longer than the training is refused."""
+    length = Length.of(10, 4, steps=3, epochs=None)
+    assert [len(length.positions(step)) for step in range(3)] == [4, 4, 4]
+    assert length.epoch_after(3) == 1.2
+    with pytest.raises(ConfigError, match=r"sft.warmup_steps = 4, and 10 rows make 3 steps of sft.batch_size = 4"):
+        check_warmup("sft", 4, length)
+    check_warmup("sft", 3, length)
+
+
+def test_early_stop_counts_validations_since_the_best() -> None:
+    """An equal loss is no better one; 0 never stops; a loss that is no number ends the training."""
+    best = Best()
+    for step, loss in enumerate([3.0, 2.0, 2.0, 2.5], start=1):
+        best = best.after(step, loss)
+    assert best == Best(step=2, loss=2.0, num_since=2)
+    assert (best.ends(2), best.ends(3), best.ends(0)) == (True, False, False)
+    with pytest.raises(TrainingDiverged, match="after step 5 is nan"):
+        best.after(5, math.nan)
+
+
+def write(root: Path, step: int, *, keep: int = 2) -> None:
+    checkpoints.begin(root, step)
+    (checkpoints.partial_folder(root, step) / "weights.bin").write_bytes(bytes([step]) * 100)
+    state = TrainingState(step=step, num_ranks=1, settings={"sft.lr": 0.1}, data={"sft.data": "a"}, metrics_bytes=0)
+    checkpoints.commit(root, state, keep=keep)
+
+
+def test_a_checkpoint_is_whole_or_is_not_there(tmp_path: Path) -> None:
+    """One that was being written is removed at the next start; the newest two are kept."""
+    assert checkpoints.newest(tmp_path) is None
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    checkpoints.begin(tmp_path, 4)
+    found = checkpoints.newest(tmp_path)
+    assert found is not None
+    assert (found[0].name, found[1].step) == ("step00000003", 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step00000002", "step00000003"]
+
+
+def test_an_altered_checkpoint_is_refused(tmp_path: Path) -> None:
+    """By the name of the file, with the sha256 that was committed; so is a state that is not valid."""
+    write(tmp_path, 1)
+    file = tmp_path / "step00000001" / "weights.bin"
+    file.write_bytes(b"\0" * 100)
+    with pytest.raises(CheckpointError, match=r"weights.bin has sha256 .*, expected .*trainer.resume=false"):
+        checkpoints.newest(tmp_path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"weights.bin has sha256 \(no file\)"):
+        checkpoints.newest(tmp_path)
+    (tmp_path / "step00000001" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no valid state.json"):
+        checkpoints.newest(tmp_path)
+
+
+def test_another_training_does_not_resume_a_checkpoint(tmp_path: Path) -> None:
+    """Each setting that differs, other rows and another number of ranks are named together."""
+    write(tmp_path, 1)
+    found = checkpoints.newest(tmp_path)
+    assert found is not None
+    folder, state = found
+    checkpoints.check_same(state, folder, num_ranks=1, settings={"sft.lr": 0.1}, data={"sft.data": "a"})
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.check_same(state, folder, num_ranks=2, settings={"sft.lr": 0.2}, data={"sft.data": "b"})
+    text = str(caught.value)
+    assert "sft.lr is 0.2, the checkpoint has 0.1" in text
+    assert "sft.data has other rows" in text
+    assert "trainer.num_ranks is 2, the checkpoint has 1" in text
+
+
+def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
+    """A second one is refused while the first is alive; metrics are cut where a checkpoint ends."""
+    first = TrainingFolder(tmp_path / "sft-training")
+    with pytest.raises(RunIsHeld, match="another process is training there"):
+        TrainingFolder(tmp_path / "sft-training")
+    first.write("step", {"step": 1})
+    length = first.metrics_bytes
+    first.write("step", {"step": 2})
+    first.rewind(length)
+    first.write("step", {"step": 3})
+    first.close()
+    lines = (tmp_path / "sft-training" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3]
+    TrainingFolder(tmp_path / "sft-training").close()

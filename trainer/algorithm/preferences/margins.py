@@ -1,0 +1,85 @@
+"""Losses of the margin between the implicit rewards of a pair: DPO and its relatives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
+from penstock.trainer.algorithm.preferences.interface import Beta, Pairs, Smoothing, preference_loss
+
+
+class IpoOptions(Beta):
+    """Options of `ipo`."""
+
+    ipo_length: Literal["mean", "sum"] = Field(
+        default="mean",
+        description="Log-probabilities of ipo: mean over an answer's tokens (TRL), or their sum (the paper's eq. 17, OpenRLHF).",
+    )
+
+
+class DiscopopOptions(Beta):
+    """Options of `discopop`."""
+
+    discopop_tau: float = Field(default=0.05, gt=0.0, description="Temperature of discopop's mix of its two losses.")
+
+
+def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
+    """Return ``-(1 - e) log sigmoid(x) - e log sigmoid(-x)``."""
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return -(1.0 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
+
+
+@preference_loss(
+    options=Smoothing, source="DPO, arXiv 2305.18290; smoothed: cDPO, arXiv 2305.18290v3", uses_divergence=True
+)
+def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Logistic loss of the margin m, smoothed by the label.
+
+    ``-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)``.
+    """
+    return smoothed(beta * pairs.margin, label_smoothing)
+
+
+@preference_loss(options=Beta, source="LN-DPO; TRL 1.16 sigmoid_norm", uses_divergence=True)
+def sigmoid_norm(pairs: Pairs, *, beta: float) -> Tensor:
+    """``-log sigmoid(beta m)`` of the margin of rewards per token."""
+    return smoothed(beta * pairs.margin_per_token, 0.0)
+
+
+@preference_loss(options=Beta, source="SLiC, arXiv 2305.10425; RSO, arXiv 2309.06657", uses_divergence=True)
+def hinge(pairs: Pairs, *, beta: float) -> Tensor:
+    """``max(0, 1 - beta m)``."""
+    return torch.relu(1.0 - beta * pairs.margin)
+
+
+@preference_loss(options=IpoOptions, source="IPO, arXiv 2310.12036, eq. 17", uses_divergence=True)
+def ipo(pairs: Pairs, *, beta: float, ipo_length: str = "mean") -> Tensor:
+    """``(m - 1 / (2 beta))²``; m of rewards per token, which the authors confirmed, or of their sums."""
+    margin = pairs.margin if ipo_length == "sum" else pairs.margin_per_token
+    return (margin - 1.0 / (2.0 * beta)).square()
+
+
+@preference_loss(options=Smoothing, source="Robust DPO, arXiv 2403.00409", uses_divergence=True)
+def robust(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """``(-(1 - e) log sigmoid(beta m) + e log sigmoid(-beta m)) / (1 - 2 e)``: unbiased for labels flipped at rate e."""
+    log_sigmoid, logits, e = torch.nn.functional.logsigmoid, beta * pairs.margin, label_smoothing
+    return (-(1.0 - e) * log_sigmoid(logits) + e * log_sigmoid(-logits)) / (1.0 - 2.0 * e)
+
+
+@preference_loss(options=Smoothing, source="EXO, arXiv 2402.00856, eq. 16", uses_divergence=True)
+def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """``KL((sigmoid(beta m), sigmoid(-beta m)) || (1 - e, e))``: the reverse KL to the labels; e must be above 0."""
+    log_sigmoid, logits = torch.nn.functional.logsigmoid, beta * pairs.margin
+    labels = torch.tensor([1.0 - label_smoothing, label_smoothing], dtype=logits.dtype, device=logits.device).log()
+    wins, loses = log_sigmoid(logits), log_sigmoid(-logits)
+    return wins.exp() * (wins - labels[0]) + loses.exp() * (loses - labels[1])
+
+
+@preference_loss(options=DiscopopOptions, source="DiscoPOP, arXiv 2406.08414, eq. 5", uses_divergence=True)
+def discopop(pairs: Pairs, *, beta: float, discopop_tau: float) -> Tensor:
+    """``-(1 - w) log sigmoid(x) + w exp(-x)`` with x = beta m and w = sigmoid(x / tau)."""
+    logits = beta * pairs.margin
+    weight = torch.sigmoid(logits / discopop_tau)
+    return -torch.nn.functional.logsigmoid(logits) * (1.0 - weight) + torch.exp(-logits) * weight

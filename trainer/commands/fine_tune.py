@@ -1,0 +1,57 @@
+"""The commands that train on given answers: from a run file to a folder, on one rank or several under torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+
+import structlog
+
+from penstock.protocol import logs
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import PenstockError
+from penstock.trainer.commands.own_section import OwnSection, check_ranks
+from penstock.trainer.commands.stop_signals import stop_on_signals
+from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.learner.gguf_model import with_model_folders
+from penstock.trainer.settings import TrainerSettings
+
+log = structlog.get_logger("trainer.fine_tuning")
+
+_ERROR = 2  # exit code of an error that is explained on stderr
+
+
+def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
+    """Train, and print the folder of the result; returns 130 or 143 after a signal. Raises PenstockError before it starts."""
+    name = command.section
+    files, overrides = split_arguments(arguments)
+    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+    settings, unread = command.chosen_settings(loaded, overrides)
+    check_ranks(loaded, name, int(os.environ.get("WORLD_SIZE", "1")))
+    settings = resolve_inputs(settings)
+    if unread and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"penstock {name} reads the section [{name}]; it does not use {', '.join(unread)}\n")
+    logs.configure(name)
+    settings = with_model_folders(settings)
+    # run file errors are reported without importing torch
+    task = import_module(f"penstock.trainer.fine_tuning.{name}")
+    from penstock.trainer.ranks import Ranks  # noqa: PLC0415
+
+    ranks = Ranks()
+    stop = threading.Event()
+    signals = stop_on_signals(stop, is_leader=ranks.is_leader)
+    try:
+        result = task.run(settings, ranks, stop)
+        code = 128 + signals[0] if result is None and signals else 0
+        if ranks.is_leader:
+            sys.stdout.write("" if result is None else f"{result.folder}\n")
+            sys.stderr.write("stopped on request; start it again to continue from its checkpoint\n" if code else "")
+    except PenstockError as err:
+        log.debug("training failed", exc_info=True)
+        sys.stderr.write(f"{err}\n")
+        code = _ERROR
+    ranks.leave(code)
+    return code

@@ -1,0 +1,89 @@
+"""What every set of rows does when it is opened: read batches of rows, collect malformed ones, leave out rows that are too long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.trainer.data.row_files import RowFile
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import DataSettings
+
+MAX_PROBLEMS_SHOWN = 20
+_BATCH_ROWS = 512  # rows that are tokenised together
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A row of one of several files."""
+
+    place: str
+    file_number: int
+    row_number: int
+
+
+class Problems:
+    """Collects the problems of rows; only the first are kept as text."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._count = 0
+
+    def add(self, place: str, text: str) -> None:
+        """Take note of what is wrong with the row at ``place``."""
+        self._count += 1
+        if len(self._texts) < MAX_PROBLEMS_SHOWN:
+            self._texts.append(f"{place}: {text}")
+
+    def raise_if_any(self) -> None:
+        """Raise MalformedData with the problems, if there are any."""
+        if self._count:
+            more = self._count - len(self._texts)
+            raise MalformedData("\n".join([*self._texts, *([f"and {more} more"] if more else [])]))
+
+
+def located(files: Sequence[RowFile], max_samples: int | None) -> Iterator[Located]:
+    """Yield the rows of files in their order, at most ``max_samples``."""
+    rows = (
+        Located(file.place(number), file_number, number)
+        for file_number, file in enumerate(files)
+        for number in range(len(file))
+    )
+    return islice(rows, max_samples)
+
+
+def batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
+    """Yield rows in batches, to be tokenised together."""
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        yield batch
+
+
+def fits(length: int, data: DataSettings, limit: int, place: str, problems: Problems, dropped: Counter[str]) -> bool:
+    """Return True if a row of ``length`` tokens is within the limit; otherwise it is counted, or a problem."""
+    if length <= limit:
+        return True
+    if data.overlong == "error":
+        problems.add(place, f'{length} tokens, the limit is {limit}; raise it, or set data.overlong = "drop"')
+    else:
+        dropped["overlong"] += 1
+    return False
+
+
+def nothing_left(files: Sequence[RowFile], dropped: Counter[str], limit: int) -> str:
+    """Return the error of a set that has no row left."""
+    names = ", ".join(str(file.path) for file in files)
+    return (
+        f"{names}: no row is left: all {dropped.total()} are longer than the limit of {limit} tokens; raise the limit"
+    )
+
+
+def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: ChatTokenizer) -> list[list[int]]:
+    """Return the token ids of texts; those that begin a sequence without template get the tokenizer's special tokens."""
+    encoded = tokenizer.encode_many(texts)
+    return [
+        tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
+        for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
+    ]

@@ -1,0 +1,189 @@
+"""Answers to imitate, as token ids with the mask of what is trained; all rows are checked when the set is opened.
+
+With the mask `turns`, each assistant turn is an example: the chat before it, rendered as for inference, and its text up to the
+end token. With `markers`, a chat is one example, and the parts that the template itself puts into ``{% generation %}`` blocks
+are trained; the parts are tokenised one by one, as they are sampled.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.trainer.data.file_notes import FileNotes
+from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
+from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
+from penstock.trainer.data.row_formats import TurnRow, form_of, rename, turn_rows
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.fine_tuning_settings import TurnMasks
+from penstock.trainer.settings import DataSettings
+
+Part = tuple[str, bool]  # a text, and whether its tokens are trained
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One example to imitate."""
+
+    token_ids: npt.NDArray[np.int32]  # [T]
+    loss_mask: npt.NDArray[np.bool_]  # [T] True for the tokens that are trained, end tokens included
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    place: str
+    parts: Sequence[Part]
+    is_plain: bool
+    is_marked: bool
+
+
+class TurnSet:
+    """Answers to imitate of one or several files, by index, as token ids."""
+
+    def __init__(
+        self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int, mask: TurnMasks
+    ):
+        """Check and tokenise every row. Called by `open`."""
+        self.dropped: Counter[str] = Counter()
+        """Examples left out, by reason."""
+        self.num_endless = 0
+        """Examples whose template marks no end token after an answer: the model does not learn to end it."""
+        self.notes = [FileNotes(file.path, "sft") for file in files]
+        """What was read of each file."""
+        self.fingerprint = fingerprint([file.path for file in files])
+        """sha256 of the files' contents."""
+        self._uses_markers = mask == "markers" or (mask == "auto" and tokenizer.marks_answers)
+        self._token_ids = array("i")  # of all examples, concatenated
+        self._is_trained = array("b")
+        self._ends = array("q")
+        self._check(files, data, tokenizer, max_tokens)
+
+    @classmethod
+    def open(
+        cls,
+        files: Sequence[Path],
+        *,
+        data: DataSettings,
+        tokenizer: ChatTokenizer,
+        max_tokens: int,
+        mask: TurnMasks = "turns",
+    ) -> TurnSet:
+        """Open and check files; an example has at most ``max_tokens``.
+
+        Raises MalformedData listing the malformed rows, or if no example is left.
+        """
+        return cls([open_rows(path) for path in files], data, tokenizer, max_tokens, mask)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> Turn:
+        start, end = self._ends[index - 1] if index else 0, self._ends[index]
+        token_ids = np.asarray(self._token_ids[start:end], dtype=np.int32)
+        return Turn(token_ids, np.asarray(self._is_trained[start:end], dtype=np.bool_))
+
+    def _check(self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
+        problems = Problems()
+        if tokenizer.context_tokens is not None:
+            max_tokens = min(max_tokens, tokenizer.context_tokens)
+        for batch in batches(located(files, data.max_samples)):
+            examples: list[_Example] = []
+            for at in batch:
+                file = files[at.file_number]
+                try:
+                    row = rename(file.row(at.row_number), data, nested_texts=file.nested_texts)
+                    turns = turn_rows(row, data)
+                    found = self._examples(at.place, turns, tokenizer)
+                except MalformedData as err:
+                    problems.add(at.place, str(err))
+                    continue
+                examples += found
+                if turns:
+                    text = "".join(text for text, _ in found[-1].parts[:-1])
+                    self.notes[at.file_number].add(row, form_of(row, data), turns[-1], data, text)
+            for example, encoded in zip(examples, _encoded(examples, tokenizer), strict=True):
+                self._add(example, encoded, tokenizer, data, max_tokens, problems)
+        problems.raise_if_any()
+        if not len(self):
+            raise MalformedData(nothing_left(files, self.dropped, max_tokens))
+
+    def _examples(self, place: str, turns: Sequence[TurnRow], tokenizer: ChatTokenizer) -> list[_Example]:
+        if turns and self._uses_markers and not turns[-1].is_plain:
+            parts = tokenizer.render_marked(turns[-1].chat, tools=turns[-1].tools)
+            if not any(is_trained and text.strip() for text, is_trained in parts):
+                raise MalformedData(
+                    'the chat template marks no text of this chat, so nothing of it would be trained; set sft.mask = "turns"'
+                )
+            return [_Example(place, parts, is_plain=False, is_marked=True)]
+        texts = [prompt_and_completion(turn, tokenizer) for turn in turns]
+        return [
+            _Example(place, [(prompt, False), (completion, True)], turn.is_plain, is_marked=False)
+            for turn, (prompt, completion) in zip(turns, texts, strict=True)
+        ]
+
+    def _add(
+        self,
+        example: _Example,
+        encoded: Sequence[list[int]],
+        tokenizer: ChatTokenizer,
+        data: DataSettings,
+        max_tokens: int,
+        problems: Problems,
+    ) -> None:
+        """Add an example, up to its last trained token: no later one changes what is learned."""
+        parts = list(zip(encoded, (is_trained for _, is_trained in example.parts), strict=True))
+        if example.is_marked:
+            while not (parts[-1][0] and parts[-1][1]):
+                parts.pop()
+            self.num_endless += any(ids[-1] not in tokenizer.eos_ids for ids, is_trained in parts if is_trained and ids)
+        else:
+            parts[-1] = (until_end(parts[-1][0], tokenizer.eos_ids), True)
+        length = sum(len(ids) for ids, _ in parts)
+        if not fits(length, data, max_tokens, example.place, problems, self.dropped):
+            return
+        first = len(self._token_ids)
+        for ids, is_trained in parts:
+            self._token_ids.extend(ids)
+            self._is_trained.extend([int(is_trained)] * len(ids))
+        self._is_trained[first] = 0  # nothing predicts the first token
+        self._ends.append(len(self._token_ids))
+
+
+def _encoded(examples: Sequence[_Example], tokenizer: ChatTokenizer) -> list[list[list[int]]]:
+    """Return the token ids of every part of every example."""
+    texts = [text for example in examples for text, _ in example.parts]
+    begin_plain = [example.is_plain and number == 0 for example in examples for number, _ in enumerate(example.parts)]
+    encoded = encode_texts(texts, begin_plain, tokenizer)
+    ends = list(accumulate((len(example.parts) for example in examples), initial=0))
+    return [encoded[start:end] for start, end in pairwise(ends)]
+
+
+def prompt_and_completion(turn: TurnRow, tokenizer: ChatTokenizer) -> tuple[str, str]:
+    """Return the text before an answer, as for inference, and the text of the answer; raises MalformedData if they differ."""
+    chat = turn.chat
+    if turn.is_plain:
+        return chat[0]["content"], chat[-1]["content"]
+    prompt = tokenizer.render(chat[:-1], add_generation_prompt=True, tools=turn.tools)
+    whole = tokenizer.render(chat, add_generation_prompt=False, tools=turn.tools)
+    if not whole.startswith(prompt):
+        raise MalformedData(
+            "the model's chat template renders the answer differently from its own generation prompt "
+            f"(…{prompt[-40:]!r}), so training would teach another format than inference uses; use another template"
+        )
+    return prompt, whole[len(prompt) :]
+
+
+def until_end(completion: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
+    """Cut after the first end token: what a template adds after it, such as a newline, is never sampled."""
+    for number, token in enumerate(completion):
+        if token in eos_ids:
+            return list(completion[: number + 1])
+    return [*completion, eos_ids[0]]

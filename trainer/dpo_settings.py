@@ -1,0 +1,164 @@
+"""The section [dpo] of the run file: preference losses by name with their options, and the reference; imports no torch.
+
+The options of all built-in losses are keys of the section, so that a new file in `algorithm/preferences/` adds its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.algorithm.chosen_parts import explain, is_same_option
+from penstock.trainer.algorithm.preferences.interface import Divergence, PreferenceLoss, WeighedLoss
+from penstock.trainer.algorithm.preferences.registry import PREFERENCE_LOSSES
+from penstock.trainer.fine_tuning_settings import FineTuningSettings
+
+
+class _GeneralSettings(FineTuningSettings):
+    """The keys of [dpo] that belong to no loss."""
+
+    lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
+    loss: str | list[str] = Field(
+        default="sigmoid",
+        description="Preference loss by name (docs/fine_tuning.md has each formula), as module:attribute or file.py:attribute, "
+        "or a list of them, which are added up.",
+    )
+    loss_weights: list[float] = Field(default=[], description="Factor on each loss of the list; none: 1 each.")
+    divergence: Divergence = Field(
+        default="reverse_kl",
+        description="Divergence from the reference that the margin's rewards follow from (f-DPO, arXiv 2309.16240).",
+    )
+    alpha: float = Field(default=0.5, description="Exponent of the alpha divergence.")
+    length_alpha: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="Factor on log-probabilities of tokens beyond the length of the shorter answer (LD-DPO, arXiv 2409.06411); "
+        "none: 1.",
+    )
+    reference: Literal["auto", "live", "precomputed"] = Field(
+        default="auto",
+        description="live: a frozen copy computes the reference's log-probabilities in each step, with LoRA the model without "
+        "adapters; precomputed: they are computed once, before the first step, and no copy is held. auto: live with LoRA and "
+        "for kto, else precomputed.",
+    )
+    reference_path: Path | None = Field(
+        default=None, description="Model folder of the reference; none: model.path as the training began."
+    )
+    options: dict[str, Any] = Field(default={}, description="Options of your own losses, by their names.")
+
+
+def _option_fields() -> dict[str, FieldInfo]:
+    """Return the options of all built-in losses by name; raises TypeError when two declare one differently."""
+    fields: dict[str, FieldInfo] = {}
+    for loss in PREFERENCE_LOSSES.built_in.values():
+        for name, info in loss.options.model_fields.items():
+            if not is_same_option(fields.setdefault(name, info), info):
+                raise TypeError(f"preference loss {loss.name}: option {name} is declared differently elsewhere")
+    return fields
+
+
+if TYPE_CHECKING:
+    _AllSettings = _GeneralSettings
+else:
+    _AllSettings = create_model(
+        "_AllSettings",
+        __base__=_GeneralSettings,
+        **{name: (info.annotation, copy.copy(info)) for name, info in _option_fields().items()},
+    )
+
+
+class DpoSettings(_AllSettings):
+    """Training on preferences, `penstock dpo`."""
+
+    @property
+    def losses(self) -> tuple[WeighedLoss, ...]:
+        """The chosen losses with their options and factors."""
+        names = _names(self.loss)
+        weights = self.loss_weights or [1.0] * len(names)
+        found = [PREFERENCE_LOSSES.find(name).value for name in names]
+        return tuple(
+            WeighedLoss(loss, self._options(loss), weight) for loss, weight in zip(found, weights, strict=True)
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss compares with the reference policy."""
+        return any(one.loss.needs_reference for one in self.losses)
+
+    @property
+    def reward_scale(self) -> float:
+        """Factor from log-ratios to the rewards that are reported: beta of the first loss that has it."""
+        return next((float(one.options["beta"]) for one in self.losses if "beta" in one.options), 1.0)
+
+    def _options(self, loss: PreferenceLoss[Any]) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in loss.option_names if name in type(self).model_fields}
+        given = {name: value for name, value in self.options.items() if name in loss.option_names and name not in own}
+        return {**loss.options(**given).model_dump(), **own}
+
+    @field_validator("loss")
+    @classmethod
+    def _is_registered(cls, value: str | list[str]) -> str | list[str]:
+        if not _names(value):
+            raise ValueError('expected at least one loss, such as "sigmoid"')
+        for name in _names(value):
+            try:
+                PREFERENCE_LOSSES.find(name)
+            except ConfigError as err:
+                raise ValueError(str(err)) from None
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DpoSettings:
+        losses = [PREFERENCE_LOSSES.find(name).value for name in _names(self.loss)]
+        if self.loss_weights and len(self.loss_weights) != len(losses):
+            raise ValueError(
+                f"dpo.loss_weights has {len(self.loss_weights)} factors for {len(losses)} losses; give one each"
+            )
+        read = {name for loss in losses for name in loss.option_names}
+        problem = self._idle(losses, read) or self._impossible(losses)
+        if problem:
+            raise ValueError(problem)
+        try:
+            for loss in losses:
+                self._options(loss)
+        except ValidationError as err:
+            raise ValueError(explain(err, "dpo.options")) from None
+        return self
+
+    def _idle(self, losses: list[PreferenceLoss[Any]], read: set[str]) -> str:
+        """Return the refusal of a setting that does nothing; empty if there is none."""
+        named = ", ".join(loss.name for loss in losses)
+        for name, info in _option_fields().items():
+            if name not in read and getattr(self, name) != info.default:
+                return f"dpo.{name} does nothing with dpo.loss = {named}; remove it"
+        if unknown := sorted(self.options.keys() - read):
+            return f"dpo.options.{unknown[0]} is an option of no chosen loss ({named}); remove it"
+        other = [loss.name for loss in losses if not loss.uses_divergence and loss.needs_reference]
+        if self.divergence != "reverse_kl" and (other or not any(loss.uses_divergence for loss in losses)):
+            return f"dpo.divergence has no meaning for dpo.loss = {other[0] if other else named}; remove it"
+        if self.alpha != 0.5 and self.divergence != "alpha_divergence":
+            return 'dpo.alpha does nothing without dpo.divergence = "alpha_divergence"; remove it'
+        if not any(loss.needs_reference for loss in losses) and (self.reference_path or self.reference != "auto"):
+            return f"dpo.loss = {named} has no reference; remove dpo.reference and dpo.reference_path"
+        return ""
+
+    def _impossible(self, losses: list[PreferenceLoss[Any]]) -> str:
+        """Return the refusal of settings that contradict one another; empty if there is none."""
+        names = {loss.name for loss in losses}
+        if "exo_pair" in names and getattr(self, "label_smoothing") == 0.0:  # noqa: B009 - a field that is made above
+            return "dpo.loss = exo_pair needs dpo.label_smoothing above 0, such as 1e-3 (the paper's)"
+        if any(loss.needs_kl for loss in losses) and self.reference == "precomputed":
+            return "dpo.loss = kto compares answers to other prompts of a batch, which cannot be precomputed; remove dpo.reference"
+        if any(loss.needs_kl for loss in losses) and self.batch_size < 2:
+            return "dpo.loss = kto needs another prompt in each batch; raise dpo.batch_size"
+        return ""
+
+
+def _names(loss: str | list[str]) -> list[str]:
+    return [loss] if isinstance(loss, str) else loss

@@ -1,0 +1,145 @@
+"""Checkpoints of a training on given answers: DeepSpeed's files and ``state.json``, committed by one rename.
+
+A checkpoint is a folder ``step00000050``. It is written under another name, every file is fsynced, and the rename is the
+commit: a crash leaves the previous checkpoint or the new one. ``state.json`` has the sha256 of every other file, which are
+compared before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.recovery.checkpoint_files import hash_files
+
+STATE_FILE = "state.json"
+_PARTIAL = ".partial"
+_AGAIN = "to begin again from the first step, set trainer.resume=false"
+
+
+class TrainingState(BaseModel):
+    """The content of ``state.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int = Field(ge=0)  # optimizer steps done
+    num_ranks: int
+    settings: dict[str, Any]  # those that the weights follow from, by key
+    data: dict[str, str]  # sha256 of the rows' files, by use
+    metrics_bytes: int = Field(ge=0)  # length of metrics.jsonl
+    best_step: int | None = None
+    best_loss: float | None = None
+    num_since_best: int = 0  # validations
+    num_tokens: int = 0  # trained
+    seconds: float = 0.0  # of all sessions
+    first_loss: float | None = None
+    last_loss: float | None = None
+    files: dict[str, str] = Field(default={})  # sha256 of the other files
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Return the folder in which a checkpoint is written before it is committed."""
+    return root / f"step{step:08d}{_PARTIAL}"
+
+
+def begin(root: Path, step: int) -> None:
+    """Make an empty folder for a checkpoint."""
+    folder = partial_folder(root, step)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def commit(root: Path, state: TrainingState, *, keep: int) -> None:
+    """Make the files that were written since `begin` the newest checkpoint; removes all but the newest ``keep``."""
+    partial = partial_folder(root, state.step)
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    complete = state.model_copy(update={"files": hash_files(partial)})
+    (partial / STATE_FILE).write_text(complete.model_dump_json(indent=1), encoding="utf-8")
+    for parent, _, names in os.walk(partial):
+        for name in [*names, "."]:
+            _sync(Path(parent) / name)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _sync(root)
+    for old in _committed(root)[:-keep]:
+        _remove(old)
+
+
+def newest(root: Path) -> tuple[Path, TrainingState] | None:
+    """Return the newest checkpoint and its state; None if there is none. Raises CheckpointError for a damaged one."""
+    for leftover in root.glob(f"*{_PARTIAL}"):
+        shutil.rmtree(leftover)
+    found = _committed(root)
+    if not found:
+        return None
+    folder = found[-1]
+    try:
+        state = TrainingState.model_validate_json((folder / STATE_FILE).read_bytes())
+    except (OSError, ValidationError) as err:
+        raise CheckpointError(
+            f"checkpoint {folder} has no valid {STATE_FILE} ({err}); remove it, or {_AGAIN}"
+        ) from None
+    hashes = hash_files(folder)
+    if changed := sorted(
+        name for name in hashes.keys() | state.files.keys() if hashes.get(name) != state.files.get(name)
+    ):
+        raise CheckpointError(
+            f"checkpoint {folder} is not as it was committed: {changed[0]} has sha256 {hashes.get(changed[0], '(no file)')}, "
+            f"expected {state.files.get(changed[0], '(no file)')}; remove the folder to resume from the one before it, or {_AGAIN}"
+        )
+    return folder, state
+
+
+def check_same(
+    state: TrainingState, folder: Path, *, num_ranks: int, settings: Mapping[str, Any], data: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError if another training wrote a checkpoint: it names each setting that differs."""
+    problems = [
+        f"{key} is {settings.get(key)!r}, the checkpoint has {state.settings.get(key)!r}"
+        for key in sorted(settings.keys() | state.settings.keys())
+        if settings.get(key) != state.settings.get(key)
+    ]
+    problems += [
+        f"{use} has other rows"
+        for use in sorted(data.keys() | state.data.keys())
+        if data.get(use) != state.data.get(use)
+    ]
+    if num_ranks != state.num_ranks:
+        problems.append(f"trainer.num_ranks is {num_ranks}, the checkpoint has {state.num_ranks}")
+    if problems:
+        raise CheckpointError(
+            f"{folder} is of an unfinished training after {state.step} steps, and this one differs: {'; '.join(problems)}. "
+            f"Restore the settings to resume it, choose another run.id, or, {_AGAIN}"
+        )
+
+
+def remove_all(root: Path) -> None:
+    """Remove every checkpoint."""
+    for folder in _committed(root):
+        _remove(folder)
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def _committed(root: Path) -> list[Path]:
+    return sorted(folder for folder in root.glob("step*") if folder.suffix != _PARTIAL)
+
+
+def _remove(folder: Path) -> None:
+    """Rename a checkpoint, then remove it, so that a crash leaves no incomplete one under its name."""
+    removed = folder.with_name(folder.name + _PARTIAL)
+    folder.rename(removed)
+    shutil.rmtree(removed)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,44 @@
+"""How long a training is, and which rows each step uses; pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Steps over positions 0, 1, 2, … of the data's order, which begins again after each epoch."""
+
+    num_rows: int
+    batch_size: int
+    num_steps: int
+    num_positions: int  # of all steps: the last one may have fewer than batch_size
+
+    @classmethod
+    def of(cls, num_rows: int, batch_size: int, *, steps: int, epochs: float | None) -> Length:
+        """Return the length of ``epochs`` passes over the rows, or of ``steps`` steps if there are none."""
+        if epochs is None:
+            return cls(num_rows, batch_size, steps, steps * batch_size)
+        positions = max(1, round(epochs * num_rows))
+        return cls(num_rows, batch_size, math.ceil(positions / batch_size), positions)
+
+    def positions(self, step: int) -> range:
+        """Return the positions that a step uses, counted from 0."""
+        first = step * self.batch_size
+        return range(first, min(first + self.batch_size, self.num_positions))
+
+    def epoch_after(self, step: int) -> float:
+        """Return the passes over the rows after ``step`` steps."""
+        return min(step * self.batch_size, self.num_positions) / self.num_rows
+
+
+def check_warmup(section: str, warmup_steps: int, length: Length) -> None:
+    """Raise ConfigError if the warm-up is longer than the training."""
+    if warmup_steps > length.num_steps:
+        raise ConfigError(
+            f"{section}.warmup_steps = {warmup_steps}, and {length.num_rows} rows make {length.num_steps} steps of "
+            f"{section}.batch_size = {length.batch_size}; lower it, so that the peak is reached"
+        )

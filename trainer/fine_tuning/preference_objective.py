@@ -1,0 +1,130 @@
+"""The objective of training on pairs: from log-probabilities of a micro-batch to its part of the batch's loss; pure.
+
+The denominators are those of the whole batch, over all micro-batches and ranks: pairs, or tokens of chosen answers for a
+cross-entropy. A loss that couples the pairs of a batch is computed on all of them first (`coupled_loss`); its gradients to the
+answers' log-probabilities are then the factors of a linear loss, micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.objective import Outcome
+from penstock.trainer.algorithm.preferences.interface import Divergence, Pairs, WeighedLoss, combined
+from penstock.trainer.fine_tuning.pair_batches import PairBatch, answer_lengths, answer_sums
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """Log-probabilities of the answers of P pairs, chosen, rejected, chosen, …: every tensor is [2 P] float64."""
+
+    plain: Tensor  # sums over tokens
+    weighed: Tensor  # the same with weighed tails
+    reference: Tensor  # weighed sums under the reference
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """What a training on pairs minimises."""
+
+    losses: tuple[WeighedLoss, ...]
+    divergence: Divergence
+    alpha: float
+    length_alpha: float | None
+    reward_scale: float  # from log-ratios to reported rewards
+
+    def per_pair(self, answers: Answers, *, mean_chosen_tokens: float, kl: float) -> Tensor:
+        """Return the loss of each pair, [P]; its mean over the batch is the batch's loss."""
+        chosen, rejected = answers.weighed[0::2], answers.weighed[1::2]
+        pairs = Pairs(
+            chosen=chosen,
+            rejected=rejected,
+            reference_chosen=answers.reference[0::2],
+            reference_rejected=answers.reference[1::2],
+            chosen_tokens=answers.lengths[0::2],
+            rejected_tokens=answers.lengths[1::2],
+            chosen_nll=-answers.plain[0::2] / mean_chosen_tokens,
+            divergence=self.divergence,
+            alpha=self.alpha,
+            kl=kl,
+        )
+        return combined(pairs, self.losses)
+
+    def figures(self, answers: Answers) -> dict[str, Tensor]:
+        """Return the sums over pairs of what a step reports."""
+        held = answers.weighed.detach()
+        rewards = self.reward_scale * (held - answers.reference)
+        if any(one.loss.averages for one in self.losses):
+            rewards = self.reward_scale * held / answers.lengths
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        return {
+            "rewards/chosen": chosen.sum(),
+            "rewards/rejected": rejected.sum(),
+            "rewards/margins": (chosen - rejected).sum(),
+            "rewards/accuracies": (chosen > rejected).double().sum(),
+            "logps/chosen": answers.plain.detach()[0::2].sum(),
+            "logps/rejected": answers.plain.detach()[1::2].sum(),
+        }
+
+
+def answers_of(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) -> Answers:
+    """Return the sums of a micro-batch; without a reference its log-probabilities count as 0."""
+    plain, weighed = answer_sums(logprobs, batch, length_alpha)
+    reference = torch.zeros_like(plain) if batch.references is None else batch.references.to(plain.device)
+    return Answers(plain, weighed, reference, answer_lengths(batch))
+
+
+def coupled_loss(
+    preference: Preference, answers: Answers, *, mean_chosen_tokens: float, kl: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of each pair of a whole batch, and its mean's gradients to weighed and plain sums, each [2 P]."""
+    weighed, plain = (one.detach().requires_grad_(True) for one in (answers.weighed, answers.plain))
+    leaves = Answers(plain, weighed, answers.reference, answers.lengths)
+    losses = preference.per_pair(leaves, mean_chosen_tokens=mean_chosen_tokens, kl=kl)
+    found = torch.autograd.grad(losses.mean(), (weighed, plain), allow_unused=True)
+    gradients = [torch.zeros_like(plain) if one is None else one for one in found]
+    return losses.detach(), gradients[0], gradients[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceObjective:
+    """Minimises a preference on one batch of ``num_pairs``."""
+
+    preference: Preference
+    num_pairs: int  # of the whole batch
+    mean_chosen_tokens: float
+    kl: float = 0.0
+
+    needs_entropy = False
+    needs_full_kl = False
+
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+    ) -> Outcome:
+        """Return the loss of a micro-batch of pairs."""
+        assert isinstance(batch, PairBatch)
+        answers = answers_of(logprobs, batch, self.preference.length_alpha)
+        if batch.gradients is None:
+            losses = self.preference.per_pair(answers, mean_chosen_tokens=self.mean_chosen_tokens, kl=self.kl)
+            loss = losses.sum() / self.num_pairs
+        else:
+            factors = batch.gradients.to(answers.weighed.device)
+            linear = (factors[0] * answers.weighed).sum() + (factors[1] * answers.plain).sum()
+            loss = linear - linear.detach() + batch.loss_share
+        sums: dict[str, Tensor | float] = {"tokens": float(len(logprobs)), **self.preference.figures(answers)}
+        return Outcome(loss=loss.float() if batch.num_pairs else logprobs.sum(), sums=sums, maxima={})
+
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Return 1: the schedule alone sets the learning rate."""
+        return 1.0
+
+
+def mean_figures(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
+    """Return the reported means over the pairs of a batch."""
+    return {name: value / num_pairs for name, value in sums.items() if "/" in name}

@@ -1,0 +1,61 @@
+"""Writes what a training leaves: a model folder, and with LoRA the adapter beside it in PEFT's format."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, published_name
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.publishing.model_folder import write_model_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a training left."""
+
+    folder: Path
+    num_steps: int
+    weights_of_step: int
+    num_tokens: int  # trained on
+    first_loss: float
+    last_loss: float
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Return the folder of the adapter beside a result."""
+    return folder.with_name(folder.name + "-adapter")
+
+
+def write_result(policy: Policy, folder: Path | None, *, like: Path, changed: Mapping[str, Any] | None = None) -> None:
+    """Write the whole model, adapters merged, and the adapters; collective. ``folder`` is None on ranks that write no files."""
+    tensors = policy.snapshot()
+    config = policy.adapter_config()
+    factors = policy.adapter_tensors() if config is not None else {}
+    if folder is None:
+        return
+    write_model_folder(folder, tensors, like=like, dtype=policy.dtype, changed=changed)
+    if config is None:
+        return
+    final = adapter_folder(folder)
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file({published_name(name): tensor for name, tensor in factors.items()}, partial / ADAPTER_WEIGHTS)
+    (partial / ADAPTER_CONFIG).write_bytes(config.to_json())
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+
+
+def move_result(source: Path, folder: Path) -> None:
+    """Move what `write_result` wrote to another folder, and replace what is there."""
+    for old, new in ((source, folder), (adapter_folder(source), adapter_folder(folder))):
+        if old.exists():
+            shutil.rmtree(new, ignore_errors=True)
+            new.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(old, new)

@@ -1,0 +1,108 @@
+"""A language model with a score instead of an output head: the reward models that `transformers` loads as sequence classifiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.algorithm.packed_rows import Layout
+from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
+from penstock.trainer.learner.model_folder_check import check_folder, check_loaded
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.parallel_dims import ParallelDims
+
+_HEAD = "score.weight"
+
+
+class RewardScorer(nn.Module):
+    """A sequence classifier of one label that scores the last token of texts; `Policy` calls it like a language model."""
+
+    language_model: Any  # the part of the parameter names that `Policy` removes
+
+    def __init__(self, classifier: nn.Module) -> None:
+        """Wrap a `transformers` sequence classifier."""
+        super().__init__()
+        self.language_model = classifier
+        self.padding_reason = use_packed_rows(classifier)  # why rows are padded; None: they are one stream
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        predictors: Tensor,
+        targets: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        layout: Layout | None = None,
+        with_entropy: bool = False,
+        kl_to: None = None,
+    ) -> Tensor:
+        """Return the reward [N] float32 at each of ``predictors``; the other arguments are those of `CompletionScorer`."""
+        del targets, with_entropy, kl_to
+        packed = self.padding_reason is None
+        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed)
+        return self.language_model.score(hidden.index_select(0, predictors)).squeeze(-1).float()
+
+
+def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tuple[Policy, dict[str, Any]]:
+    """Load a language model, or a reward model, to train its score; returns it with what differs in its config.json.
+
+    A score that the folder does not have is 0 at first, so that the first loss is that of equal rewards.
+
+    Raises:
+        UnsupportedModel: The folder is no usable model, or transformers has no classifier of its kind.
+        ConfigError: Adapters were asked for.
+    """
+    if how.lora is not None:
+        raise ConfigError("reward models are trained whole: the score is no linear layer that adapters change")
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
+    check_folder(folder)
+    from transformers import AutoModelForSequenceClassification  # noqa: PLC0415  seconds of import
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any
+        model, report = cast(Any, AutoModelForSequenceClassification).from_pretrained(
+            folder,
+            num_labels=1,
+            dtype=getattr(torch, how.dtype),
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as err:  # noqa: BLE001 - files from outside: transformers raises errors of every kind
+        raise UnsupportedModel(
+            f"model.path = {folder} cannot be loaded as a sequence classifier ({type(err).__name__}: {err}); set it to a model "
+            "folder of an architecture whose classifier transformers has"
+        ) from None
+    missing = set(report["missing_keys"])
+    if not hasattr(model, "score") or tuple(model.score.weight.shape) != (
+        1,
+        model.config.get_text_config().hidden_size,
+    ):
+        raise UnsupportedModel(
+            f"model.path = {folder}: {type(model).__name__} has no linear score; use a decoder model"
+        )
+    check_loaded(model, {**report, "missing_keys": missing - {_HEAD}}, folder)
+    if _HEAD in missing:
+        with torch.no_grad():
+            model.score.weight.zero_()
+    model.config.use_cache = False
+    if how.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer = RewardScorer(model)
+    changed = {
+        "architectures": [type(model).__name__],
+        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    return Policy(Trainable(scorer, how, dims), cast(Any, scorer), dims), changed
