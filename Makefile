@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
-.PHONY: fuzz-agents bench-agents
+.PHONY: fuzz-agents bench-agents test-trackers
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -49,6 +49,9 @@ test-vllm: $(STAMP)  ## run the engine contract tests against a running vLLM ser
 test-sglang: $(STAMP) $(SGLANG)/.installed  ## run the engine contract tests against a real SGLang server on the CPU
 	PENSTOCK_TEST_SGLANG=1 PENSTOCK_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \
 		$(BIN)/python -m pytest --timeout 600 tests/contracts tests/sglang
+
+test-trackers: .venv-trackers/.installed  ## run the tracker tests with the real W&B, MLflow, trackio, SwanLab and TensorBoard, offline (two minutes to install)
+	PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
 
 sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate environment (0.3 GB to download)
 
@@ -138,6 +141,13 @@ $(VENV)/.docs: $(STAMP) pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
 
+# An environment of their own: they need other versions of packages that the suite pins.
+.venv-trackers/.installed: pyproject.toml
+	test -d .venv-trackers || $(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/pip install --quiet --upgrade pip
+	.venv-trackers/bin/pip install --quiet -e '.[local,tensorboard,wandb,mlflow,trackio,swanlab]' pytest pytest-asyncio pytest-timeout
+	touch $@
+
 # --no-deps: the lock file lists every package, and SGLang's own requirements would pull gigabytes for CUDA.
 $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -145,4 +155,4 @@ $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) build/docs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) .venv-trackers build/docs .pytest_cache .ruff_cache .hypothesis

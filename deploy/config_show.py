@@ -1,4 +1,4 @@
-"""`penstock config show run.toml`: every setting of trainer, rollout worker and reward service, with its origin.
+"""`penstock config show run.toml`: every setting of trainer, rollout worker, reward service and trackers, with its origin.
 
 python -m penstock.deploy.config_show [RUN.TOML] [SECTION.KEY=VALUE ...] [--json]
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from penstock.console.tracking.settings import TrackSettings
 from penstock.deploy.settings_notes import notes
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
@@ -21,7 +22,7 @@ from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings
 
-SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings)
+SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings, TrackSettings)
 _ERROR = 2  # exit code of settings that are refused
 
 
@@ -53,7 +54,10 @@ def as_document(services: Sequence[Loaded[Any]]) -> dict[str, Any]:
     for loaded in services:
         document = config_document(loaded)
         for section, values in document["settings"].items():
-            merged["settings"][section] = values | merged["settings"].get(section, {})
+            shared = merged["settings"].get(section, {})
+            merged["settings"][section] = (
+                values | shared if isinstance(values, dict) else values
+            )  # [[tracker]] is a list
         merged["origins"] = document["origins"] | merged["origins"]
     return merged
 

@@ -26,6 +26,7 @@ from penstock.deploy.child import Child
 from penstock.deploy.early_checks import check_inputs
 from penstock.deploy.local_run import TRAINER
 from penstock.deploy.supervise import ProcessEvent, Supervisor
+from penstock.deploy.tracker_processes import TrackerProcesses
 from penstock.deploy.train_local import say_finished, write_report
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
@@ -60,15 +61,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if finished := finished_run.notice(settings):
             return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
         check_inputs(settings)
+        trackers = TrackerProcesses(rest, os.environ)
         algorithm = summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness)
         print(f"algorithm {algorithm}", file=sys.stderr)
         for note in resumption.start_notes(rest, os.environ):
             print(note, file=sys.stderr)
         create_what_is_missing(settings)
-        with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
-            if trainer.is_logged:
-                print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
-            code, summary = _watch(trainer, settings, quiet=options.json)
+        with trackers:
+            with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
+                trackers.start()
+                if trainer.is_logged:
+                    print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
+                code, summary = _watch(trainer, trackers, settings, quiet=options.json)
+            if code == 0 and summary is not None and not trainer.stop_requested:
+                write_report(settings.run.folder.absolute(), summary, as_json=options.json)
+                for line in trackers.finish():
+                    print(f"penstock train: {line}", file=sys.stderr)
     except PenstockError as err:
         print(f"penstock train: {err}", file=sys.stderr)
         return _ERROR
@@ -80,8 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"penstock train: the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}",
             file=sys.stderr,
         )
-    elif code == 0 and summary is not None:
-        write_report(settings.run.folder.absolute(), summary, as_json=options.json)
     return code if code >= 0 else 128 - code
 
 
@@ -171,7 +177,9 @@ class Trainer:
         return self._supervisor
 
 
-def _watch(trainer: Trainer, settings: TrainerSettings, *, quiet: bool) -> tuple[int, RunSummary | None]:
+def _watch(
+    trainer: Trainer, trackers: TrackerProcesses, settings: TrainerSettings, *, quiet: bool
+) -> tuple[int, RunSummary | None]:
     """Show the run until the trainer exits; the summary is None when the run cannot be watched."""
     with contextlib.ExitStack() as watching:
         panel = None
@@ -182,6 +190,7 @@ def _watch(trainer: Trainer, settings: TrainerSettings, *, quiet: bool) -> tuple
             panel = LivePanel(settings.run.id, bus, total_steps=settings.trainer.steps, mode=mode, folder=folder)
             watching.enter_context(panel)
             trainer.on_incident(panel.note)
+            trackers.on_incident(panel.note)
         except PenstockError as err:
             panel = None
             print(f"penstock train: the run is trained, but not watched, and gets no report: {err}", file=sys.stderr)

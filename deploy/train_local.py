@@ -16,8 +16,9 @@ from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
-from penstock.deploy.local import stop_on_signals
+from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun
+from penstock.deploy.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
@@ -48,6 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.configure("local-run", level="warning")
     stop_requested = stop_on_signals()
     try:
+        trackers = TrackerProcesses(rest, os.environ)
+    except PenstockError as err:
+        print(f"penstock train: {err}", file=sys.stderr)
+        return 1
+    with trackers:
+        again = [*(sys.argv[1:] if arguments is None else arguments), "--local"]
+        return _train(options, rest, trackers, stop_requested, again)
+
+
+def _train(
+    options: argparse.Namespace,
+    rest: Sequence[str],
+    trackers: TrackerProcesses,
+    stop_requested: threading.Event,
+    again: Sequence[str],
+) -> int:
+    """Run until the trainer exits, write the report, and wait a little for the trackers; returns the exit code."""
+    try:
         with LocalRun(rest, num_workers=options.workers, reward_files=options.serve) as run:
             if finished := finished_run.notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)
@@ -57,13 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()
-            code, summary = _watch(run, stop_requested, quiet=options.json)
+            trackers.start(connection_environment(run.nats, run.s3))
+            code, summary = _watch(run, trackers, stop_requested, quiet=options.json)
+            if code == 0:
+                trackers.wait_until_read()
             log_tail = run.log_tail(TRAINER)
     except PenstockError as err:
         print(f"penstock train: {err}", file=sys.stderr)
         return 1
     if code is None:
-        again = [*(sys.argv[1:] if arguments is None else arguments), "--local"]
         print(f"penstock train: {resumption.stopped('train', again)}", file=sys.stderr)
         return _STOPPED_ON_REQUEST
     if code:
@@ -75,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"penstock train: {run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time", file=sys.stderr
     )
     write_report(run.folder, summary, as_json=options.json)
+    for line in trackers.finish():
+        print(f"penstock train: {line}", file=sys.stderr)
     return 0
 
 
@@ -102,7 +125,9 @@ def next_steps(folder: Path) -> list[str]:
     return [f"penstock chat {folder.name} --model {folder / 'model'}"]
 
 
-def _watch(run: LocalRun, stop_requested: threading.Event, *, quiet: bool) -> tuple[int | None, RunSummary]:
+def _watch(
+    run: LocalRun, trackers: TrackerProcesses, stop_requested: threading.Event, *, quiet: bool
+) -> tuple[int | None, RunSummary]:
     """Start the trainer and show the run until it exits; the code is None when a stop was requested."""
     with Bus.connect(run.nats, name="local-run") as bus:
         panel = LivePanel(
@@ -110,6 +135,7 @@ def _watch(run: LocalRun, stop_requested: threading.Event, *, quiet: bool) -> tu
         )
         with panel:
             run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
+            trackers.on_incident(panel.note)
             run.start_trainer()
             code = None
             while code is None and not stop_requested.is_set():

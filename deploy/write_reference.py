@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -37,7 +37,7 @@ from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
 from penstock.trainer.commands import data_check
 
-_NAMES = ("trainer", "rollout worker", "reward service")
+_NAMES = ("trainer", "rollout worker", "reward service", "trackers")
 _CLEARS = ["none", "None", "null"]  # TOML has no null: these words stand for it, see `run_file`
 
 _PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
@@ -91,7 +91,8 @@ def run_file_schema() -> dict[str, Any]:
         sections |= {name: schema for name, schema in service["properties"].items() if name not in sections}
     for schema in sections.values():
         schema.pop("default", None)
-        definitions[schema["$ref"].rpartition("/")[2]].pop("required", None)
+        if "$ref" in schema:  # not a list of tables, each of which is whole
+            definitions[schema["$ref"].rpartition("/")[2]].pop("required", None)
     return _for_toml(
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -121,8 +122,10 @@ def _for_toml(schema: Any) -> Any:
 
 def _section(name: str) -> type[BaseModel]:
     field = next(service.model_fields[name] for service in SERVICES if name in service.model_fields)
-    assert isinstance(field.annotation, type), name
-    return field.annotation
+    found = field.annotation
+    while not isinstance(found, type):  # the tables of a list
+        found = get_args(found)[0]
+    return found
 
 
 def _first_line(model: type[BaseModel]) -> str:

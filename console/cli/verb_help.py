@@ -91,6 +91,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "weights export": _FIND,
     "replay": _FIND,
     "rescore": _FIND,
+    "track": (*_FIND, "tracker", "tracking.project", "tracking.name", "tracking.folder", "tracking.samples"),
+    "log": _FIND,
     "lineage": _FIND,
     "audit": _FIND,
     "reward errors": _FIND,

@@ -23,9 +23,10 @@ def known_keys() -> set[str]:
 
 def run_file_text(settings: Mapping[str, Any]) -> str:
     """Return the settings as TOML, section by section in the order of the documentation."""
-    blocks = []
+    lists = [f"{key} = {toml_text(value)}" for key, value in settings.items() if "." not in key]
+    blocks = ["\n".join(lists)] if lists else []  # before the first table, or they would belong to it
     for section in SECTIONS:
-        rows = [(key.partition(".")[2], value) for key, value in settings.items() if key.partition(".")[0] == section]
+        rows = [(key.partition(".")[2], value) for key, value in settings.items() if key.startswith(f"{section}.")]
         if rows:
             blocks.append(
                 "\n".join([f"[{section}]", *(f"{name} = {toml_text(value)}" for name, value in sorted(rows))])

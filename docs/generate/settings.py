@@ -14,7 +14,8 @@ from pydantic_core import PydanticUndefined
 from docs.generate import table
 from penstock.deploy.config_show import SERVICES
 
-_READERS = {"TrainerSettings": "trainer", "RolloutSettings": "rollout worker", "RewardSettings": "reward service"}
+_READERS = {"TrainerSettings": "trainer", "RolloutSettings": "rollout worker", "RewardSettings": "reward service",
+            "TrackSettings": "trackers"}  # fmt: skip
 _DYNAMIC = {"worker.id", "reward_service.id"}  # made from host and process id
 
 
@@ -33,6 +34,8 @@ def sections() -> dict[str, tuple[type[BaseModel], list[str]]]:
     for service in SERVICES:
         for name, field in service.model_fields.items():
             model = field.annotation
+            while get_origin(model) in (list, Annotated):  # [[tracker]]
+                model = get_args(model)[0]
             if isinstance(model, type) and issubclass(model, BaseModel):
                 found.setdefault(name, (model, []))[1].append(_READERS.get(service.__name__, service.__name__))
     return found

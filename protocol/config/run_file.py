@@ -69,7 +69,10 @@ SECTIONS = (
     "vllm",
     "reward_service",
     "retention",
+    "tracker",
+    "tracking",
 )
+_LISTS = ("tracker",)  # sections that are lists: [[tracker]]
 
 S = TypeVar("S", bound=BaseModel)
 _MASK = "********"
@@ -197,6 +200,8 @@ def toml_text(value: Any) -> str:
     """Return a value as TOML; None as the text that clears a value, or left out of a table."""
     if value is None:
         return '"none"'
+    if isinstance(value, BaseModel):
+        return toml_text(value.model_dump(mode="json", exclude_defaults=True))
     if isinstance(value, dict):
         pairs = (f"{_toml_key(name)} = {toml_text(item)}" for name, item in value.items() if item is not None)
         return f"{{{', '.join(pairs)}}}"
@@ -233,7 +238,8 @@ def _without_aliases(one: Given) -> Iterator[Given]:
 
 def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, Given]) -> None:
     section = one.path[0].replace("-", "_")
-    if section in SECTIONS and section not in settings_class.model_fields and (len(one.path) > 1 or one.value == {}):
+    is_section = len(one.path) > 1 or one.value == {} or section in _LISTS
+    if section in SECTIONS and section not in settings_class.model_fields and is_section:
         return  # another service's section
     path, annotation = _locate(settings_class, one.path)
     members, table = _members(annotation), _table(annotation)
@@ -246,9 +252,7 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
             f"{dotted} is refused on the command line, which every user of this machine can read (ps); set "
             f"{dotted}_file = FILE, or the environment variable {variable}",
         )
-    value = one.value
-    if one.text is not None and not isinstance(value, (str, list)) and _is_text_only(members):
-        value = one.text  # a run named 7, a password of digits
+    value = _meant(one, section, members)
     if isinstance(value, str) and value in NOTHING:
         for cleared in [known for known in chosen if known[: len(path)] == path]:
             del chosen[cleared]
@@ -260,6 +264,15 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
         raise _UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
     elif _replaces(path, one, chosen.get(path)):
         chosen[path] = Given(path, value, one.origin)
+
+
+def _meant(one: Given, section: str, members: tuple[Any, ...]) -> Any:
+    """Return a value as its field needs it: the text of a run named 7, a list of one."""
+    if one.text is not None and not isinstance(one.value, (str, list)) and _is_text_only(members):
+        return one.text
+    if section in _LISTS and not isinstance(one.value, list) and one.value not in NOTHING:
+        return [one.value]
+    return one.value
 
 
 def _replaces(path: KeyPath, one: Given, earlier: Given | None) -> bool:

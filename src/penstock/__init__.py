@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.console.tracking.metrics_log import MetricsLog as MetricsLog
     from penstock.protocol.errors import ConfigError as ConfigError
     from penstock.protocol.errors import PenstockError as PenstockError
     from penstock.protocol.extensions import Extension as Extension
@@ -68,6 +69,7 @@ _MODULES = {
     "Filter": "penstock.trainer.algorithm.filters.interface",
     "Loss": "penstock.trainer.algorithm.losses.interface",
     "LossTerms": "penstock.trainer.algorithm.losses.interface",
+    "MetricsLog": "penstock.console.tracking.metrics_log",
     "Options": "penstock.trainer.algorithm.losses.interface",
     "Outcomes": "penstock.trainer.algorithm.estimators.interface",
     "PenstockError": "penstock.protocol.errors",
@@ -105,6 +107,7 @@ __all__ = [
     "Filter",
     "Loss",
     "LossTerms",
+    "MetricsLog",
     "Options",
     "Outcomes",
     "PenstockError",

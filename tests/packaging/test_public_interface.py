@@ -135,6 +135,12 @@ INTERFACE: dict[str, list[str]] = {
         "loss",
         "ratio",
     ],
+    "MetricsLog": [
+        "class() (run: 'str', *arguments: 'str') -> 'None'",
+        "close(self) -> 'None'",
+        "finish(self) -> 'None'",
+        "log(self, step: 'int', values: 'Mapping[str, float]') -> 'None'",
+    ],
     "Options": ["class(Section) () -> None", "model_config"],
     "Outcomes": [
         "dataclass() (rewards: 'Tensor', groups: 'Tensor', lengths: 'Tensor', baselines: 'Tensor | None' = None) -> None",

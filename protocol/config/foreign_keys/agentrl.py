@@ -61,10 +61,6 @@ ABSENT: dict[str, str] = {
     "target_concurrency": "the load of an engine is set by worker.packs_in_flight and worker.max_running",
     "task_type": "a row names its reward by data_source, and its environment is rollout.environment",
     "tp_size": "not offered: trainer.zero_stage shards the model over trainer.num_ranks",
-    "wandb_config": METRICS,
-    "wandb_enabled": METRICS,
-    "wandb_entity": METRICS,
-    "wandb_tags": METRICS,
     "weight_sync_interval": "every step is published; rollout.max_staleness bounds how old samples may be",
 }
 

@@ -33,6 +33,7 @@ RAY = "there is no Ray: services are started by themselves, and communicate thro
 PROFILER = "not offered; every step's times are in metrics.jsonl, and `penstock watch` shows them"
 TEXT_ONLY = "text only: images and videos are not read"
 REMOTE_CODE = "code in a model folder is never run: model.path must be a model that transformers knows"
+TRACKER = 'tracker = ["wandb"] in the run file, or a table [[tracker]]; the library reads its credentials from the environment'
 QUANTISED = "no quantised training; model.lora.rank saves most of the optimizer's memory"
 HUB = "nothing is uploaded; `penstock weights export` writes a model folder"
 SHAPE = "the shape of the model is that of config.json at model.path"
@@ -45,12 +46,19 @@ class Alias:
     keys: tuple[str, ...]
     values: Mapping[Any, Any] = field(default_factory=dict)
     as_list: bool = False  # a single text is a list of one
+    left_out: tuple[str, ...] = ()  # entries of a list that are always on here
 
     def value(self, theirs: Any) -> Any:
         """Return a foreign value as Penstock spells it."""
+        if self.left_out:
+            listed = [theirs] if isinstance(theirs, str) and theirs not in ("None", "none", "null") else theirs
+            return [one for one in listed if one not in self.left_out] if isinstance(listed, list) else listed
         if self.as_list and isinstance(theirs, str) and theirs not in ("None", "none", "null"):
             return [theirs]
         return self.values.get(theirs, theirs) if isinstance(theirs, (str, int)) else theirs
+
+
+TRACKERS = Alias(("tracker",), as_list=True, left_out=("console", "file", "stdout"))  # panel and metrics.jsonl
 
 
 def taken(*keys: str, values: Mapping[Any, Any] | None = None, as_list: bool = False) -> Alias:

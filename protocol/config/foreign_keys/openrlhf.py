@@ -9,7 +9,6 @@ from penstock.protocol.config.foreign_keys.answers import (
     HUB,
     LINEAR,
     LOGITS,
-    METRICS,
     MICRO,
     MICRO_REWARD,
     NO_PADDING,
@@ -87,8 +86,6 @@ RENAMED: dict[str, str] = {
 
 ABSENT: dict[str, str] = {
     "vllm_is_truncated_threshold": "use algorithm.token_tis_cap, or algorithm.importance with importance_low and importance_high",
-    "use_wandb": "use `penstock watch` and `penstock report` (all metrics are in metrics.jsonl)",
-    "use_tensorboard": "use `penstock watch` and `penstock report` (all metrics are in metrics.jsonl)",
     "reward_pretrain": "use critic.path; a reward model is served by `python -m penstock.reward_model`",
     "reward_model_url": "use reward.name, with the URL registered as an endpoint (docs/rewards.md, dialect openrlhf)",
     "remote_rm_url": "use reward.name, with the URL registered as an endpoint (docs/rewards.md, dialect openrlhf)",
@@ -130,14 +127,9 @@ ABSENT: dict[str, str] = {
     "train_max_tokens_per_gpu": MICRO,
     "use_ds_universal_ckpt": "a checkpoint is read by any number of ranks: trainer.num_ranks",
     "use_dynamic_batch": MICRO,
-    "use_mlflow": METRICS,
     "use_ms": HUB,
     "value_head_prefix": "the critic's head is new; its body starts from critic.path",
     "vllm_enable_sleep": COLOCATED,
-    "wandb_group": METRICS,
-    "wandb_org": METRICS,
-    "wandb_project": METRICS,
-    "wandb_run_name": METRICS,
     "zpg": "DeepSpeed is started with the trainer's own settings: trainer.zero_stage",
 }
 

@@ -8,7 +8,6 @@ from penstock.protocol.config.foreign_keys.answers import (
     ENGINE,
     INEXACT,
     LINEAR,
-    METRICS,
     MICRO,
     NO_PADDING,
     NO_PARALLEL,
@@ -21,6 +20,10 @@ from penstock.protocol.config.foreign_keys.answers import (
 )
 
 TAKEN: dict[str, Alias] = {
+    "tracker_kwargs.log_dir": taken("tracking.folder"),
+    "tracker_kwargs.name": taken("tracking.name"),
+    "tracker_kwargs.project": taken("tracking.project"),
+    "tracker_kwargs.tags": taken("tracking.tags", as_list=True),
     "actor_infer.generating_args.max_new_tokens": taken("rollout.max_new_tokens"),
     "actor_infer.generating_args.num_return_sequences": taken("rollout.group_size"),
     "actor_infer.generating_args.stop_strings": taken("rollout.stop", as_list=True),
@@ -201,8 +204,7 @@ ABSENT: dict[str, str] = {
     "tag_included": "a reward is named by the row's data_source: reward.name = auto",
     "tags": "no environments are simulated here; a row is a prompt, and its reward is named by data_source",
     "tensor_model_parallel_size": NO_PARALLEL,
-    "track_with": "all metrics are in the run folder's metrics.jsonl and on the event stream",
-    "tracker_kwargs": "all metrics are in the run folder's metrics.jsonl and on the event stream",
+    "tracker_kwargs": "options of a table [[tracker]], or the settings of [tracking]",
     "use_distributed_optimizer": "trainer.zero_stage = 1 shards the optimizer",
     "use_turn_scores": "rewards are of trajectories; a token's share is the estimator's: algorithm.advantage",
     "val_batch_size": "evaluation takes eval.num_prompts prompts with eval.samples completions each",
@@ -231,7 +233,7 @@ PREFIXES: dict[str, str] = {
     "reference.strategy_args.": OTHER_ENGINE,
     "rewards.": "rewards are services: `penstock reward serve FILE`; reward.name and reward.define choose and weigh them",
     "system_envs.": "set variables in the shell that starts a service; of a server: sglang.environ or vllm.environ",
-    "tracker_kwargs.": METRICS,
+    "tracker_kwargs.": "options of a table [[tracker]]: options = {NAME = VALUE}",
     "train_env_manager.": "environments of several turns are your own: rollout.environment",
     "val_env_manager.": "environments of several turns are your own: eval.environment",
     "validation.": "data.eval and the section [eval]",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.config.foreign_keys.answers import KL, STEPS, Alias, taken
+from penstock.protocol.config.foreign_keys.answers import KL, STEPS, TRACKER, TRACKERS, Alias, taken
 
 TAKEN: dict[str, Alias] = {
     "algorithm.ppo_epochs": taken("algorithm.epochs"),
@@ -31,6 +31,7 @@ TAKEN: dict[str, Alias] = {
     "norm_adv_by_std": taken("algorithm.normalise_by_std"),
     "num_generations": taken("rollout.group_size"),
     "rollout_batch_size": taken("rollout.groups_per_step"),
+    "report_to": TRACKERS,
     "rollout_n": taken("rollout.group_size"),
     "save_steps": taken("trainer.checkpoint_every"),
     "seed": taken("run.seed"),
@@ -38,7 +39,15 @@ TAKEN: dict[str, Alias] = {
     "stop_sequences": taken("rollout.stop", as_list=True),
     "stop_strings": taken("rollout.stop", as_list=True),
     "temperature": taken("rollout.temperature"),
+    "track_with": TRACKERS,
     "train_batch_size": taken("rollout.groups_per_step"),
+    "wandb_entity": taken("tracking.entity"),
+    "wandb_group": taken("tracking.group"),
+    "wandb_org": taken("tracking.entity"),
+    "wandb_project": taken("tracking.project"),
+    "wandb_run_name": taken("tracking.name"),
+    "wandb_tags": taken("tracking.tags", as_list=True),
+    "wandb_team": taken("tracking.entity"),
     "warmup_steps": taken("trainer.warmup_steps"),
     "weight_decay": taken("trainer.weight_decay"),
 }
@@ -58,6 +67,11 @@ RENAMED: dict[str, str] = {
 }
 
 ABSENT: dict[str, str] = {
+    "use_mlflow": TRACKER,
+    "use_tensorboard": TRACKER,
+    "use_wandb": TRACKER,
+    "wandb_config": "options of a table [[tracker]]: options = {NAME = VALUE}",
+    "wandb_enabled": TRACKER,
     "nproc_per_node": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "nnodes": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",
     "node_rank": "an option of torchrun, which `penstock train` starts by itself: trainer.num_ranks",

@@ -6,7 +6,6 @@ from penstock.protocol.config.foreign_keys.answers import (
     COLOCATED,
     INEXACT,
     LOGITS,
-    METRICS,
     MICRO,
     NO_PADDING,
     NO_PARALLEL,
@@ -149,7 +148,6 @@ ABSENT: dict[str, str] = {
     "use_precision_aware_optimizer": OFFLOAD,
     "use_rotary_position_embeddings": SHAPE,
     "vocab_size": SHAPE,
-    "wandb_team": METRICS,
 }
 
 PREFIXES: dict[str, str] = {

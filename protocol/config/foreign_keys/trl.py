@@ -10,13 +10,13 @@ from penstock.protocol.config.foreign_keys.answers import (
     INEXACT,
     LINEAR,
     LOGITS,
-    METRICS,
     NO_FSDP,
     NO_PADDING,
     QUANTISED,
     REMOTE_CODE,
     SCHEDULE,
     STEPS,
+    TRACKER,
     Alias,
     taken,
 )
@@ -113,7 +113,6 @@ RENAMED: dict[str, str] = {
 
 ABSENT: dict[str, str] = {
     "reward_funcs": "use reward.name, and reward.define for several with weights",
-    "report_to": "use `penstock watch` and `penstock report` (all metrics are in metrics.jsonl)",
     "multi_objective_aggregation": "use reward.define; algorithm.advantage = gdpo normalises each part by itself",
     "max_seq_length": "use data.max_prompt_tokens and rollout.max_new_tokens, separately",
     "max_length": "use data.max_prompt_tokens and rollout.max_new_tokens, separately",
@@ -228,5 +227,5 @@ PREFIXES: dict[str, str] = {
     "lr_scheduler_kwargs.": "trainer.min_lr_ratio is the end of linear and cosine",
     "model_init_kwargs.": "the model is the folder at model.path, in model.dtype",
     "vllm_": "an option of vLLM: the section [vllm], or vllm.extra_args",
-    "wandb_": METRICS,
+    "wandb_": TRACKER,
 }

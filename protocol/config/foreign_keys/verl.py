@@ -22,11 +22,13 @@ from penstock.protocol.config.foreign_keys.answers import (
     SCHEDULE,
     STEPS,
     TEXT_ONLY,
+    TRACKERS,
     Alias,
     taken,
 )
 
 TAKEN: dict[str, Alias] = {
+    "trainer.logger": TRACKERS,
     "actor_rollout_ref.actor.clip_ratio": taken("algorithm.clip_low", "algorithm.clip_high"),
     "actor_rollout_ref.actor.clip_ratio_c": taken("algorithm.dual_clip"),
     "actor_rollout_ref.actor.clip_ratio_high": taken("algorithm.clip_high"),
@@ -344,7 +346,6 @@ ABSENT: dict[str, str] = {
     "trainer.checkpoint.save_contents": "a checkpoint always holds model, optimizer and everything else that a resume needs",
     "trainer.del_local_ckpt_after_load": "trainer.keep_checkpoints says how many stay",
     "trainer.esi_redundant_time": "trainer.checkpoint_every_s writes checkpoints by time",
-    "trainer.logger": "all metrics are in the run folder's metrics.jsonl and on the event stream",
     "trainer.nnodes": "the number of nodes is an option of torchrun; trainer.num_ranks is the number of ranks",
     "trainer.ray_wait_register_center_timeout": RAY,
     "trainer.remove_previous_ckpt_in_save": "trainer.keep_checkpoints says how many stay",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.console.tracking.settings import TrackSettings
 from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED, SYSTEMS, advice
 from penstock.protocol.config.foreign_keys.answers import Alias
@@ -58,6 +60,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "trainer.betas": ("[0.8, 0.9]",), "trainer.checkpoint_every": ("20",), "trainer.keep_checkpoints": ("3",), "trainer.lr": ("0.5",),
     "trainer.max_grad_norm": ("2.0",), "trainer.min_lr_ratio": ("0.2",), "trainer.schedule": ("cosine",), "trainer.steps": ("55",),
     "trainer.warmup_steps": ("4",), "trainer.weight_decay": ("0.1",), "trainer.zero_stage": ("3",),
+    "tracker": ("[]",), "tracking.entity": ("x",), "tracking.folder": ("x",), "tracking.group": ("x",),
+    "tracking.name": ("x",), "tracking.project": ("x",), "tracking.tags": ('["x"]',),
 }  # fmt: skip
 
 
@@ -131,11 +135,13 @@ def test_every_key_of_the_guides_has_its_answer(guide: str, given: str, kind: st
         assert answer in line
         assert "unknown key" not in line
         return
-    settings = load(TrainerSettings, overrides=overrides).settings
     ours, _, value = answer.partition(" = ")
-    node: object = settings
+    service = TrackSettings if ours.startswith("track") else TrainerSettings
+    node: Any = load(service, overrides=overrides).settings
     for part in ours.split("."):
-        node = node[part] if isinstance(node, dict) else getattr(node, part)
+        node = (
+            node[int(part)] if isinstance(node, list) else node[part] if isinstance(node, dict) else getattr(node, part)
+        )
     assert str(node) == value
 
 

@@ -175,8 +175,7 @@ reward_func: reward.name
 n_gpus: trainer.num_ranks
 ROLL
 rpc_timeout: trainer.collect_deadline_s
-track_with: metrics.jsonl
-tracker_kwargs: metrics.jsonl
+tracker_kwargs: [tracking]
 logging_steps: every step
 resume_from_checkpoint: trainer.resume
 val_batch_size: eval.num_prompts
@@ -236,7 +235,6 @@ reward_model.path: reward.name
 trainer.n_gpus_per_node: trainer.num_ranks
 trainer.nnodes: trainer.num_ranks
 trainer.total_epochs: trainer.steps
-trainer.logger: metrics.jsonl
 trainer.project_name: run.id
 trainer.test_freq=5: data.eval
 context_length: rollout.max_new_tokens

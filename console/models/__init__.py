@@ -1,0 +1,1 @@
+"""Work on model folders without torch: read, merge, write; imports protocol only."""

@@ -1,0 +1,99 @@
+"""``python -m penstock.console.tracking RUN LABEL``: the process that writes one run to one of its trackers.
+
+Ends with 0 when the run has ended and all is written, or when it was stopped; with 2 for an error that is explained;
+with 1 when the tracker's library failed: then it may be started again, and resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from penstock.console.tracking import position, samples
+from penstock.console.tracking.consumer import Consumer, Job
+from penstock.console.tracking.interface import TRACKERS, Destination
+from penstock.console.tracking.settings import TrackSettings
+from penstock.console.tracking.trackers import load_settings
+from penstock.protocol import logs
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.transport.bus import Bus
+
+_CONNECT_S = 60.0
+_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the run; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="penstock track", allow_abbrev=False)
+    parser.add_argument("run")
+    parser.add_argument("label")
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--await-report", action="store_true")
+    options, rest = parser.parse_known_args(arguments)
+    logs.configure(f"tracker-{options.label}", level="warning")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        settings = load_settings(options.run, rest, os.environ)
+        folder = settings.run.folder.absolute()
+        job = _job(settings, options.label, rest, once=options.once, awaits_report=options.await_report)
+        with (
+            position.opened(folder, options.label) as file,
+            Bus.connect(settings.nats, name="track", deadline_s=_CONNECT_S) as bus,
+        ):
+            done = Consumer(job, bus, file, stop).work()
+    except PenstockError as err:
+        print(f"penstock track: {options.label}: {err}", file=sys.stderr)
+        return _ERROR if isinstance(err, ConfigError) else 1
+    repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
+    print(f"{options.label}: {done.num_rows} rows written{repeated}", file=sys.stderr)
+    return 0
+
+
+def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once: bool, awaits_report: bool) -> Job:
+    tracker = next((one for one in settings.tracker if one.label == label), None)
+    if tracker is None:
+        raise ConfigError(f'no tracker {label} is set; set tracker = ["{label}"], or a table [[tracker]] with its type')
+    kind = TRACKERS.find(tracker.type).value
+    kind.require_installed()
+    shared = settings.tracking
+    folder = settings.run.folder.absolute()
+    run_id = settings.run.id
+    chosen = tracker.folder or (shared.folder / run_id / label if shared.folder else None)
+
+    def destination(key: str, config: dict[str, object]) -> Destination:
+        return Destination(
+            run_id=run_id,
+            key=key,
+            project=tracker.project or shared.project,
+            name=tracker.name or shared.name or run_id,
+            folder=(chosen or folder / "trackers" / label).absolute(),
+            is_folder_chosen=chosen is not None,
+            group=shared.group,
+            entity=shared.entity,
+            tags=shared.tags,
+            options=tracker.options,
+            config=config,
+        )
+
+    return Job(
+        run_id=run_id,
+        folder=folder,
+        open=kind.open,
+        destination=destination,
+        read_samples=(lambda: samples.read_samples(run_id, arguments, os.environ, shared.samples))
+        if shared.samples
+        else None,
+        once=once,
+        awaits_report=awaits_report,
+        on_read=lambda: position.read_marker(folder, label).touch(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

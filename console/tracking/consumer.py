@@ -1,0 +1,220 @@
+"""Writes the events of one run to one tracker, in their order, from where it stopped.
+
+What makes a row exactly one row: the library is asked what it holds (`TrackerWriter.last_event`); where it cannot tell,
+the position file counts, which is replaced after each batch, once the batch was flushed. Nothing here is waited for by
+the run: events are read as by `penstock watch`, and an error ends this process only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.console.report.event_fields import StateFields, UnreadableEvent, read
+from penstock.console.tracking import samples
+from penstock.console.tracking.interface import Destination, TrackerWriter
+from penstock.console.tracking.position import PositionFile
+from penstock.console.tracking.rows import RowFold
+from penstock.protocol import streams, subjects
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.facts import RunEvent
+from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.transport.bus import Bus
+
+log = structlog.get_logger("console.tracking")
+
+_BATCH = 256
+_WHO_FINISHES = ("trainer", "log")  # Penstock's trainer; another one, by `MetricsLog`
+_WAIT_S = 0.2
+_QUIET_S = 10.0  # without an event, at the end of a run
+_REPORT_S = 30.0  # from the end of the run to its report
+_MOST_CONFIG_BYTES = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to write where."""
+
+    run_id: str
+    folder: Path  # of the run; its position, settings and report are there
+    open: Callable[[Destination], TrackerWriter]
+    destination: Callable[[str, dict[str, Any]], Destination]  # of a key and the run's settings
+    read_samples: Callable[[], samples.SampleTable] | None = None
+    once: bool = False  # write what is there, then end, finished or not
+    awaits_report: bool = False  # it will be written after the run has ended
+    on_read: Callable[[], object] = lambda: None  # called once nothing of the run's servers is needed any more
+
+
+@dataclass(slots=True)
+class Written:
+    """What was done."""
+
+    num_rows: int = 0
+    num_repeated: int = 0
+    finished: bool = False
+
+
+class Consumer:
+    """One run, one tracker. `work` returns when the run has ended, a stop was asked for, or (``once``) all is written."""
+
+    def __init__(self, job: Job, bus: Bus, file: PositionFile, stop: threading.Event) -> None:
+        """Read from where the position is; raises ConfigError when the run's events are others than those it counts."""
+        self._job = job
+        self._bus = bus
+        self._file = file
+        self._stop = stop
+        self._stream = streams.stream_name(job.run_id, "events")
+        self._arrived: queue.SimpleQueue[tuple[int, RunEvent]] = queue.SimpleQueue()
+        self._writer: TrackerWriter | None = None
+        self._rows = RowFold(file.position.steps)
+        self._is_finished = file.position.finished
+        self._quiet_since = time.monotonic()
+        self._resumed_at = file.position.event
+        self._read_up_to = self._begin()
+        self._target = bus.stream_state(self._stream).wait().last_sequence
+        if file.position.event > self._target:
+            raise ConfigError(
+                f"the events of run {job.run_id} were deleted and begin again, after {file.position.event} were written to "
+                f"this tracker; remove {job.folder / 'trackers'} to write them to a new run of the tracker"
+            )
+        bus.follow(
+            self._stream,
+            subjects.events(job.run_id),
+            RunEvent,
+            lambda fact, sequence, _: self._arrived.put((sequence, fact)),
+            after=self._read_up_to,
+        ).wait()
+
+    def _begin(self) -> int:
+        """Return the event to read after; for a position, open the tracker and ask it."""
+        position = self._file.position
+        self._file.save()  # the key, before anything is written under it
+        if position.event == 0:
+            return 0
+        held = self._open().last_event
+        if held is not None and held < position.row:  # it lost rows, or was emptied: from the beginning, for the steps
+            self._rows = RowFold()
+            return 0
+        return position.event
+
+    def work(self) -> Written:
+        """Write until the end; raises what the tracker raises."""
+        done = Written()
+        position = self._file.position
+        while not self._stop.is_set():
+            batch = self._next_batch()
+            for event, fact in batch:
+                row = self._rows.row(event, fact)
+                self._follow_state(fact)
+                self._read_up_to = event
+                if row is None:
+                    continue
+                writer = self._open()
+                if event > self._held(writer):
+                    writer.write(row)
+                    done.num_rows += 1
+                position.row = max(position.row, event)
+            if batch and self._writer is not None:
+                self._writer.flush()
+                position.event = max(position.event, self._read_up_to)
+                position.steps = dict(self._rows.steps)
+                position.finished = self._is_finished
+                self._file.save()
+            if not batch and self._has_ended():
+                done.finished = self._is_finished
+                break
+        done.num_repeated = self._rows.num_repeated
+        if self._writer is not None:
+            if done.finished:
+                self._store_results(self._writer)
+            self._writer.close(finished=done.finished)
+        return done
+
+    def _held(self, writer: TrackerWriter) -> int:
+        """Return the event up to which the tracker held the rows when it was opened."""
+        held = writer.last_event
+        return self._resumed_at if held is None else held
+
+    def _open(self) -> TrackerWriter:
+        if self._writer is None:
+            self._writer = self._job.open(self._job.destination(self._file.position.key, self._settings()))
+        return self._writer
+
+    def _next_batch(self) -> list[tuple[int, RunEvent]]:
+        batch: list[tuple[int, RunEvent]] = []
+        with contextlib.suppress(queue.Empty):
+            batch.append(self._arrived.get(timeout=_WAIT_S))
+            self._quiet_since = time.monotonic()
+            while len(batch) < _BATCH:
+                batch.append(self._arrived.get_nowait())
+        return batch
+
+    def _follow_state(self, fact: RunEvent) -> None:
+        if fact.kind == "state" and fact.source in _WHO_FINISHES:
+            with contextlib.suppress(UnreadableEvent):
+                self._is_finished = bool(read(StateFields, fact.data).finished)
+
+    def _has_ended(self) -> bool:
+        """Return True if everything is written that will come: all of the stream, or what arrives of it.
+
+        The last messages may be unreadable or deleted, and the servers of a local run end with it.
+        """
+        if not (self._is_finished or self._job.once):
+            return False
+        if time.monotonic() - self._quiet_since > _QUIET_S:
+            return True
+        with contextlib.suppress(PenstockError):
+            self._target = self._bus.stream_state(self._stream).wait().last_sequence
+        return self._read_up_to >= self._target
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the run's settings by dotted key, as its folder has them; empty without it."""
+        try:
+            document = json.loads(read_regular(self._job.folder / "config.json", _MOST_CONFIG_BYTES))
+            return {
+                f"{section}.{key}": value
+                for section, values in document["settings"].items()
+                for key, value in dict(values).items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _store_results(self, writer: TrackerWriter) -> None:
+        """Write samples and report once for each end of the run; what cannot be read is logged and left out."""
+        position = self._file.position
+        end = max(self._rows.steps.values(), default=0)
+        if self._job.read_samples is not None and f"samples {end}" not in position.stored:
+            try:
+                table = self._job.read_samples()
+            except PenstockError as err:
+                log.warning("no table of samples", error=str(err))
+            else:
+                writer.table("samples", table.step, samples.COLUMNS, table.rows)
+                position.stored.append(f"samples {end}")
+        self._job.on_read()
+        if f"report {end}" not in position.stored:
+            files = self._report_files()
+            for path in files:
+                writer.file(path)
+            position.stored += [f"report {end}"] if files else []
+        writer.flush()
+        self._file.save()
+
+    def _report_files(self) -> list[Path]:
+        give_up = time.monotonic() + (_REPORT_S if self._job.awaits_report else 0.0)
+        started = time.time()
+        while True:
+            files = samples.report_files(self._job.folder)
+            is_new = files and (not self._job.awaits_report or files[0].stat().st_mtime >= started - 1.0)
+            if is_new or time.monotonic() > give_up or self._stop.is_set():
+                return files
+            time.sleep(_WAIT_S)

@@ -1,0 +1,73 @@
+"""Weights & Biases. What a server holds is asked when a run is resumed: every row is there exactly once.
+
+Offline (``WANDB_MODE=offline``) the library has no way to ask or to flush: each session writes a folder of its own, and
+rows that were on their way when all of its processes were killed are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.console.tracking.interface import Destination, Row, TrackerKind, TrackerWriter, library
+
+_ID_CHARS = 64
+
+
+class WandbWriter(TrackerWriter):
+    """Writes one W&B run, whose history has the numbers of events as its steps: they rise, those of evaluations do not."""
+
+    def __init__(self, destination: Destination) -> None:
+        """Begin or resume the run; waits until the server has answered."""
+        self._wandb = library("wandb")
+        destination.folder.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {
+            "project": destination.project,
+            "name": destination.name,
+            "entity": destination.entity or None,
+            "group": destination.group or None,
+            "tags": list(destination.tags) or None,
+            "dir": str(destination.folder),
+            "config": dict(destination.config or {}),
+            **(destination.options or {}),
+            "id": f"{destination.run_id[: _ID_CHARS - 17]}-{destination.key}",
+            "resume": "allow",
+        }
+        settings = self._wandb.Settings(
+            console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True
+        )
+        self._run = self._wandb.init(**options, settings=settings)
+        self._run.define_metric("*", step_metric="step")
+        self._run_id = destination.run_id
+
+    @property
+    def last_event(self) -> int | None:
+        """The number of the newest row on the server; None offline."""
+        return None if self._run.offline else max(0, self._run.starting_step - 1)
+
+    def write(self, row: Row) -> None:
+        """Write one row of history."""
+        self._run.log({"step": row.step, **row.values}, step=row.event, commit=True)
+
+    def flush(self) -> None:
+        """Do nothing: rows are with the library's own process, which survives this one's kill."""
+
+    def table(self, name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
+        """Store a table as an artifact; a row of history for it would take the number of an event."""
+        artifact = self._wandb.Artifact(f"{self._run_id}-{name}", type=name, metadata={"step": step})
+        artifact.add(self._wandb.Table(columns=list(columns), data=[list(row) for row in rows]), name)
+        self._run.log_artifact(artifact)
+
+    def file(self, path: Path) -> None:
+        """Store a file as an artifact."""
+        artifact = self._wandb.Artifact(f"{self._run_id}-{path.stem}", type="report")
+        artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
+
+    def close(self, *, finished: bool) -> None:
+        """Send what is left; the run is marked as finished or, when it will be continued, as crashed."""
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+KIND = TrackerKind("wandb", "wandb", "penstock[wandb]", WandbWriter)

@@ -1,0 +1,167 @@
+"""Model folders are merged tensor by tensor, by the formulas of the papers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.console.models.merge import merge_folders
+from penstock.console.models.merge_methods import METHODS, Method, Recipe, dare, parse_weights, slerp, ties
+from penstock.console.models.tensor_files import INDEX, open_model, packed
+from penstock.protocol.errors import ConfigError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _tensors(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a.weight": (4, 6), "b.weight": (7,), "c.bias": (1,)}
+    found = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {**found, "positions": torch.arange(5)}
+
+
+def _folder(path: Path, tensors: Tensors) -> Path:
+    """A model folder of two shards."""
+    path.mkdir()
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    for file, some in parts.items():
+        save_file({name: tensors[name] for name in some}, path / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, some in parts.items() for name in some}}
+    (path / INDEX).write_text(json.dumps(index))
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def _loaded(folder: Path) -> Tensors:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_a_weighted_mean_is_that_of_torch_and_keeps_shards_dtype_and_files(tmp_path: Path) -> None:
+    """bfloat16 is averaged in float32 and rounded once, as torch rounds it."""
+    models = [_tensors(seed, torch.bfloat16) for seed in (1, 2, 3)]
+    folders = [_folder(tmp_path / str(n), one) for n, one in enumerate(models)]
+    assert merge_folders(folders, None, tmp_path / "out", Recipe("linear", (1.0, 2.0, 1.0))) == 4
+    merged = _loaded(tmp_path / "out")
+    for name in ("a.weight", "b.weight", "c.bias"):
+        mean = sum(w * one[name].float() for w, one in zip((1.0, 2.0, 1.0), models, strict=True)) / 4
+        assert isinstance(mean, torch.Tensor)
+        assert torch.equal(merged[name], mean.to(torch.bfloat16)), name
+    assert torch.equal(merged["positions"], torch.arange(5))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", INDEX, "merge.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "out" / "merge.json").read_text())["weights"] == [1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_models_that_are_equal_stay_what_they_are(method: Method, tmp_path: Path) -> None:
+    """Also on their own base, where all changes are 0."""
+    folders = [_folder(tmp_path / name, _tensors(1)) for name in ("x", "y", "base")]
+    base = None if method in ("linear", "slerp") else folders[2]
+    merge_folders(folders[:2], base, tmp_path / "out", Recipe(method, (1.0, 1.0)))
+    for name, tensor in _tensors(1).items():
+        torch.testing.assert_close(_loaded(tmp_path / "out")[name], tensor)
+
+
+def test_task_arithmetic_adds_changes_to_the_base(tmp_path: Path) -> None:
+    """B + λ Σ wᵢ (xᵢ - b)."""
+    one, two, base = (_folder(tmp_path / str(n), _tensors(n)) for n in (1, 2, 3))
+    merge_folders([one, two], base, tmp_path / "out", Recipe("task_arithmetic", (1.0, -0.5), scale=0.25))
+    x, y, b = (_tensors(n)["a.weight"] for n in (1, 2, 3))
+    torch.testing.assert_close(_loaded(tmp_path / "out")["a.weight"], b + 0.25 * ((x - b) - 0.5 * (y - b)))
+
+
+def test_slerp_stays_on_the_arc() -> None:
+    """Half way between two perpendicular vectors; on the line between parallel ones; at its ends the models."""
+    x, y = np.array([1.0, 0.0], np.float32), np.array([0.0, 1.0], np.float32)
+    np.testing.assert_allclose(slerp(x, y, 0.5), [2**-0.5, 2**-0.5], rtol=1e-6)
+    np.testing.assert_allclose(slerp(x, 3 * x, 0.5), [2.0, 0.0])
+    np.testing.assert_allclose(slerp(x, y, 0.0), x)
+    np.testing.assert_allclose(slerp(x, 0 * y, 0.25), [0.75, 0.0])
+
+
+def test_ties_trims_elects_and_averages() -> None:
+    """The smaller half is dropped, the heavier sign wins, and only those that have it are averaged."""
+    one, two = np.array([4.0, 0.1, -3.0, 0.2], np.float32), np.array([2.0, 0.1, 5.0, -0.3], np.float32)
+    np.testing.assert_allclose(ties([one, two], [1.0, 1.0], 0.5), [3.0, 0.0, 5.0, 0.0])
+    np.testing.assert_allclose(ties([one, two], [3.0, 1.0], 0.5), [3.5, 0.0, -3.0, 0.0])
+
+
+def test_dare_keeps_the_expected_change_and_is_repeatable() -> None:
+    """A tenth is kept, ten times as large; the seed decides which."""
+    change = np.ones(100_000, np.float32)
+    kept = dare(change, 0.1, "0 0 a")
+    assert set(np.unique(kept)) == {np.float32(0), np.float32(10)}
+    assert abs(float(kept.mean()) - 1.0) < 0.05
+    assert np.array_equal(kept, dare(change, 0.1, "0 0 a"))
+    assert not np.array_equal(kept, dare(change, 0.1, "0 1 a"))
+
+
+def test_rounding_to_bfloat16_is_that_of_torch() -> None:
+    """Nearest, ties to even, with NaN, infinities, zeros and subnormal numbers."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
+    values = np.concatenate([bits.view(np.float32), np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45], np.float32)])
+    ours = np.frombuffer(packed(values, "BF16"), "<u2")
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    nan = np.isnan(values)
+    assert np.array_equal(ours[~nan], theirs[~nan])
+    assert np.isnan((ours[nan].astype(np.uint32) << 16).view(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has_base", "message"),
+    [
+        (Recipe("linear", (1.0,)), False, "at least two models"),
+        (Recipe("slerp", (1.0, 1.0, 1.0)), False, "slerp merges two models, got 3"),
+        (Recipe("ties", (1.0, 1.0)), False, "name it with --base"),
+        (Recipe("linear", (1.0, 1.0)), True, "leave out --base"),
+        (Recipe("dare", (1.0, 1.0), density=0.0), True, "density 0 must be above 0"),
+        (Recipe("linear", (1.0, -1.0)), False, "add up to 0"),
+    ],
+)
+def test_what_a_method_cannot_do_is_refused(recipe: Recipe, has_base: bool, message: str) -> None:
+    """Before anything is read."""
+    with pytest.raises(ConfigError, match=message):
+        recipe.check(has_base=has_base)
+
+
+def test_models_of_different_shape_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    """The tensor is named; a damaged file, a missing shard and whole numbers that differ are refused too."""
+    first = _folder(tmp_path / "first", _tensors(1))
+    other = _tensors(2)
+    cases = {
+        "shape": ({**other, "a.weight": torch.zeros(6, 4)}, r"a.weight is F32 \[4, 6\] .* F32 \[6, 4\]"),
+        "names": ({**other, "d.weight": torch.zeros(1)}, "d.weight is only in .*names"),
+        "whole": ({**other, "positions": torch.arange(1, 6)}, "positions has whole numbers that differ"),
+        "nan": ({**other, "b.weight": torch.full((7,), float("nan"))}, "b.weight .* not finite"),
+    }
+    for name, (tensors, message) in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            merge_folders(
+                [first, _folder(tmp_path / name, tensors)], None, tmp_path / "out", Recipe("linear", (1.0, 1.0))
+            )
+    torn = next((tmp_path / "names").glob("model-00001*"))
+    torn.write_bytes(torn.read_bytes()[:-4])
+    with pytest.raises(ConfigError, match="is no whole safetensors file"):
+        open_model(tmp_path / "names")
+    torn.unlink()
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002\.safetensors is missing"):
+        open_model(tmp_path / "names")
+    with pytest.raises(ConfigError, match="exists; name another folder"):
+        merge_folders([first, first], None, first, Recipe("linear", (1.0, 1.0)))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_weight_for_each_model() -> None:
+    """1 each when none are given."""
+    assert parse_weights(None, 3) == (1.0, 1.0, 1.0)
+    assert parse_weights("0.3,0.7", 2) == (0.3, 0.7)
+    for wrong in ("0.3", "a,b", "1,nan"):
+        with pytest.raises(ConfigError, match="--weights"):
+            parse_weights(wrong, 2)

@@ -1,0 +1,37 @@
+"""Events of a run as its trainer publishes them."""
+
+from __future__ import annotations
+
+import secrets
+
+from penstock.protocol import subjects
+from penstock.protocol.facts import RunEvent
+from penstock.protocol.transport.bus import Bus
+
+
+def step(number: int, *, loss: float = 0.5, run_id: str = "r") -> RunEvent:
+    """An optimizer step with figures, nested figures, texts and a histogram."""
+    data = {
+        "step": number, "version": number, "loss": loss, "reward_mean": number / 100, "lr": None, "groups_digest": "ab",
+        "staleness_tokens": {"0": 10, "1": 3}, "groups": {"issued": 8 * number, "dropped": {"stale": 1}},
+    }  # fmt: skip
+    return RunEvent(run_id=run_id, source="trainer", kind="step", at=1000.0 + number, data=data)
+
+
+def evaluation(number: int, accuracy: float, *, run_id: str = "r") -> RunEvent:
+    """An evaluation of the version that a step made; later steps may come before it."""
+    data = {"split": "eval", "step": number, "version": number, "accuracy": accuracy, "pass_at": {"1": accuracy}}
+    return RunEvent(run_id=run_id, source="trainer", kind="eval", at=1000.0 + number, data=data)
+
+
+def finished(run_id: str = "r") -> RunEvent:
+    """The end of the run."""
+    data = {"text": "finished", "finished": True}
+    return RunEvent(run_id=run_id, source="trainer", kind="state", at=9000.0, data=data)
+
+
+def publish(bus: Bus, events: list[RunEvent]) -> None:
+    """Publish events in order, and wait until all are stored."""
+    pending = [bus.publish(subjects.events(one.run_id, one.kind), one, msg_id=secrets.token_hex(8)) for one in events]
+    for one in pending:
+        one.wait()

@@ -1,0 +1,143 @@
+"""One process writes a run to TensorBoard: every step once, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.console.tracking.recorded_events import evaluation, finished, publish, step
+
+from penstock.console.tracking import position
+from penstock.console.tracking.__main__ import _job
+from penstock.console.tracking.consumer import Consumer, Written
+from penstock.console.tracking.trackers import load_settings
+from penstock.deploy.bootstrap import bootstrap
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+pytest.importorskip("tensorboardX")
+from tests.console.tracking import event_files
+
+
+@pytest.fixture
+def run(bus: Bus, blobs: Blobs, run_id: str) -> str:
+    """A run with streams and no events."""
+    bootstrap(bus, blobs, run_id)
+    return run_id
+
+
+def _arguments(folder: Path, nats: NatsSettings) -> list[str]:
+    return [f"nats.url={nats.url}", f"run.dir={folder}", "tracker=tensorboard", "tracking.samples=0"]
+
+
+def _work(run: str, bus: Bus, folder: Path, *, once: bool = False) -> Written:
+    """Write the run as the process of a tracker does."""
+    arguments = _arguments(folder, NatsSettings(url=bus.url))
+    settings = load_settings(run, arguments, {})
+    job = _job(settings, "tensorboard", arguments, once=once, awaits_report=False)
+    with position.opened(folder / run, "tensorboard") as file:
+        return Consumer(job, bus, file, threading.Event()).work()
+
+
+def _losses(folder: Path, run: str) -> Counter[int]:
+    found = event_files.values(folder / run / "trackers" / "tensorboard")
+    return Counter({number: count for (tag, number, _), count in found.items() if tag == "train/loss"})
+
+
+def test_a_run_is_written_once_and_continued_where_it_stopped(bus: Bus, run: str, tmp_path: Path) -> None:
+    """A second session writes what is new; the run's settings, its report and its end are there."""
+    publish(bus, [step(n, run_id=run) for n in range(1, 6)])
+    assert _work(run, bus, tmp_path, once=True) == Written(num_rows=5)
+    folder = tmp_path / run
+    (folder / "report.md").write_text("# The report\n")
+    publish(bus, [step(4, run_id=run), step(6, run_id=run), evaluation(5, 0.75, run_id=run), finished(run)])
+    assert _work(run, bus, tmp_path) == Written(num_rows=2, num_repeated=1, finished=True)
+    assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 7), 1))
+    values = event_files.values(folder / "trackers" / "tensorboard")
+    assert values["eval/accuracy", 5, 0.75] == 1
+    assert event_files.texts(folder / "trackers" / "tensorboard")["report/text_summary"] == "# The report\n"
+    assert _work(run, bus, tmp_path) == Written(finished=True), "nothing is written again"
+
+
+def test_rows_that_were_written_but_not_noted_are_not_written_again(bus: Bus, run: str, tmp_path: Path) -> None:
+    """A kill between the tracker's files and the position file, and one in the middle of a record."""
+    publish(bus, [step(n, run_id=run) for n in range(1, 4)])
+    _work(run, bus, tmp_path, once=True)
+    noted = tmp_path / run / "trackers" / "tensorboard.json"
+    earlier = noted.read_bytes()
+    publish(bus, [step(n, run_id=run) for n in range(4, 9)])
+    _work(run, bus, tmp_path, once=True)
+    noted.write_bytes(earlier)  # as before the second batch
+    newest = max(
+        (tmp_path / run / "trackers" / "tensorboard").glob("events.*"), key=lambda path: path.stat().st_mtime_ns
+    )
+    newest.write_bytes(newest.read_bytes()[:-20])  # the record of step 8 is torn
+    assert _work(run, bus, tmp_path, once=True).num_rows == 1
+    assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 9), 1))
+
+
+def test_rows_that_the_tracker_lost_are_written_again(bus: Bus, run: str, tmp_path: Path) -> None:
+    """The tracker's own files count, not what was noted about them."""
+    publish(bus, [step(n, run_id=run) for n in range(1, 4)])
+    _work(run, bus, tmp_path, once=True)
+    for path in (tmp_path / run / "trackers" / "tensorboard").iterdir():
+        path.unlink()
+    assert _work(run, bus, tmp_path, once=True).num_rows == 3
+    assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 4), 1))
+
+
+def test_a_killed_process_goes_on_where_it_was(bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path) -> None:
+    """SIGKILL while steps arrive; every step is there once."""
+    publish(bus, [step(n, run_id=run) for n in range(1, 101)])
+    arguments = _arguments(tmp_path, nats_settings)
+    command = [sys.executable, "-P", "-m", "penstock.console.tracking", run, "tensorboard", *arguments]
+    login = {"PENSTOCK_NATS__USER": nats_settings.user, "PENSTOCK_NATS__PASSWORD": nats_settings.secret()}
+    process = subprocess.Popen(command, env={**os.environ, **login}, stderr=subprocess.DEVNULL)
+    noted, deadline = tmp_path / run / "trackers" / "tensorboard.json", time.monotonic() + 60
+    while not (noted.exists() and json.loads(noted.read_text())["event"] >= 100) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    publish(bus, [step(n, run_id=run) for n in range(101, 151)])
+    process.kill()
+    process.wait()
+    publish(bus, [step(n, run_id=run) for n in range(151, 201)])
+    written = sum(_losses(tmp_path, run).values())
+    assert 100 <= written <= 150
+    assert _work(run, bus, tmp_path, once=True).num_rows == 200 - written
+    assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 201), 1))
+
+
+def test_two_processes_do_not_write_one_run_to_one_tracker(tmp_path: Path) -> None:
+    """The second is refused while the first runs."""
+    refused = pytest.raises(ConfigError, match="another process writes this run to wandb")
+    with position.opened(tmp_path, "wandb"), refused, position.opened(tmp_path, "wandb"):
+        pass
+    with position.opened(tmp_path, "wandb"):
+        pass
+
+
+def test_events_that_begin_again_are_not_taken_for_the_old_ones(bus: Bus, run: str, tmp_path: Path) -> None:
+    """A run that was deleted and created again has other events under the same numbers."""
+    publish(bus, [step(1, run_id=run)])
+    with position.opened(tmp_path / run, "tensorboard") as file:
+        file.position.event = 50
+        file.save()
+    with pytest.raises(ConfigError, match="deleted and begin again, after 50 were written"):
+        _work(run, bus, tmp_path, once=True)
+
+
+def test_a_position_that_is_not_ours_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """A damaged position is never taken for an empty one, which would write the run twice."""
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "wandb.json").write_text('{"key": "../../etc"}')
+    refused = pytest.raises(ConfigError, match="remove it to write the whole run to a new run")
+    with refused, position.opened(tmp_path, "wandb"):
+        pass
