@@ -177,12 +177,10 @@ def make_plan(
                     )
                     trajectory = group.group.trajectories[place]
                     lengths.append(len(trajectory.token_ids))
-                    start = trajectory.version_runs[0].start
-                    shared = (
-                        len(groups) + beginnings.setdefault(trajectory.token_ids[:start].tobytes(), len(beginnings))
-                        if group.group.episodes
-                        else group_number
-                    )
+                    shared = group_number
+                    if group.group.episodes:
+                        begin = trajectory.token_ids[: trajectory.version_runs[0].start].tobytes()
+                        shared = len(groups) + beginnings.setdefault(begin, len(beginnings))
                     prompts.append(prompt_of(trajectory.loss_mask, shared))
             position += 1
     cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_shares, prompts=prompts)
