@@ -75,8 +75,15 @@ _OF_EPISODE = (
 class Rows(Protocol):
     """Rows of several groups, as a pack reads them."""
 
-    table: pa.Table
-    starts: list[int]
+    @property
+    def table(self) -> pa.Table:
+        """The columns that were read."""
+        ...
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each group begins, and the number of rows."""
+        ...
 
     def values(self, name: str) -> list[Any]:
         """Return a column as Python values."""

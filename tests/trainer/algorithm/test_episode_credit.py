@@ -11,8 +11,10 @@ import pytest
 import torch
 from tests.episodes import forked, group_of, one_turn
 
+from penstock.protocol import group_pack
 from penstock.protocol.episode import Turn
 from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.record.lineage import RecordedGroup
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.algorithm.credit import Scored, credit_rule
@@ -20,6 +22,7 @@ from penstock.trainer.algorithm.losses.tokens import Sequences, Tokens
 from penstock.trainer.algorithm.losses.turn_ratio import turn_ratio
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.groups.batcher import staleness_tokens
+from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, by_trajectory, make_plan, rows_of
 
 
@@ -89,6 +92,20 @@ def test_a_plan_survives_the_way_to_other_ranks() -> None:
     batch = build(rows)
     assert batch.turns.index.tolist() == [0, 0, 1, 1, 2, 2]
     assert batch.sequences.index.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_replay_reads_the_rows_that_were_trained() -> None:
+    """From the stored pack and the run's record come the same plan and the same rows, and the record holds episodes."""
+    ready, plan = _ready(name="return_to_go", normalise_by_std=True)
+    recorded = RecordedGroup(prompt=0, pack=0, scored=ready.scored)
+    recorded = RecordedGroup.model_validate_json(recorded.model_dump_json(), strict=False)
+    assert recorded.num_tokens == 13
+    [again] = ready_groups([ready.pack], [recorded], lambda _: group_pack.encode([ready.group]))
+    assert again.trained == ready.trained
+    for one, two in zip(*(rows_of(plan, range(6), {(0, 0): it.group}) for it in (ready, again)), strict=True):
+        assert (one.turns, one.turn_advantages, one.weight) == (two.turns, two.turn_advantages, two.weight)
+        assert one.token_ids.tolist() == two.token_ids.tolist()
+        assert one.loss_mask.tolist() == two.loss_mask.tolist()
 
 
 def test_rows_share_a_prompt_only_where_they_begin_alike() -> None:

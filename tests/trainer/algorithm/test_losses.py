@@ -26,6 +26,7 @@ from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.losses.sapo import sapo
 from penstock.trainer.algorithm.losses.tokens import PolicyLoss, Sequences, Tokens
 from penstock.trainer.algorithm.losses.topr import topr, topr_token
+from penstock.trainer.algorithm.losses.turn_ratio import turn_ratio
 from penstock.trainer.algorithm.losses.vespo import vespo
 from penstock.trainer.algorithm.registries import LOSSES as REGISTRY
 
@@ -43,6 +44,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "gspo": partial(gspo, **CLIP),
     "gspo dual": partial(gspo, **CLIP, dual_clip=1.5),
     "gspo_token": partial(gspo_token, **CLIP),
+    "turn_ratio": partial(turn_ratio, **CLIP),
     "gmpo": partial(gmpo, clip_low=0.4, clip_high=0.4),
     "reinforce": reinforce,
     "cispo": partial(cispo, weight_cap=4.0),

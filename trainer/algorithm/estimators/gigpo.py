@@ -51,8 +51,7 @@ def gigpo(
     Returns:
         [K] one advantage per turn.
     """
-    assert outcomes.turns is not None
-    turns = outcomes.turns
+    turns = outcomes.each_turn
     group = outcomes.groups[turns.trajectory]
     episodes = compared(outcomes.rewards, outcomes.groups[:, None], normalise_by_std=normalise_by_std)
     alone = -1 - torch.arange(len(group))  # a key of its own for every turn of no known state

@@ -38,13 +38,21 @@ class Outcomes:
     groups: Tensor  # [B] int64, equal for the completions of one prompt
     lengths: Tensor  # [B] sampled tokens of each
     baselines: Tensor | None = None  # [B] reward of the prompt's greedy completion, for ReMax
-    turns: Turns | None = None  # for an estimator by turn
+    turns: Turns | None = None  # for an estimator by turn; None: every trajectory is one turn
 
     @property
     def group_index(self) -> tuple[Tensor, int]:
         """Groups renumbered 0..G-1 [B], and G."""
         names, index = torch.unique(self.groups, return_inverse=True)
         return index, len(names)
+
+    @property
+    def each_turn(self) -> Turns:
+        """The turns, of which a trajectory that is no episode is one."""
+        if self.turns is not None:
+            return self.turns
+        places = torch.arange(len(self.rewards))
+        return Turns(places, torch.zeros_like(places), self.rewards, torch.full_like(places, -1))
 
 
 AdvantageFunction = Callable[..., Tensor]

@@ -53,8 +53,7 @@ def return_to_go(outcomes: Outcomes, *, turn_discount: float = 1.0, turn_baselin
     Returns:
         [K] one advantage per turn; 0 where nothing compares. An episode of one turn has the advantage of Dr. GRPO.
     """
-    assert outcomes.turns is not None
-    turns = outcomes.turns
+    turns = outcomes.each_turn
     returns = turns.returns(turn_discount)
     group = outcomes.groups[turns.trajectory]
     by_number = torch.stack([group, turns.number, torch.zeros_like(group)], dim=1)
