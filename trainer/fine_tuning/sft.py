@@ -86,6 +86,7 @@ class SftTask:
             [len(row.token_ids) for row in rows],
             budget_tokens=self._budget,
             num_ranks=self._dims.rows.count,
+            pair_cost=self.policy.pair_cost,
             padded=self.policy.pads_rows,
         )
         return [build([rows[number] for number in part]) for part in shares[self._dims.rows.index]]
