@@ -245,7 +245,9 @@ class Sender:
             elif "seq" in answer:
                 attack.stream, attack.sequence = answer["stream"], answer["seq"]
                 if not answer.get("duplicate"):
-                    self.by_sequence[attack.stream, attack.sequence] = Sent(attack.number, attack.kind, attack.name)
+                    self.by_sequence[attack.stream, attack.sequence] = Sent(
+                        attack.number, attack.kind, attack.name, attack.role
+                    )
                 self._close(role, name, "duplicate" if answer.get("duplicate") else "stored")
             else:
                 self._close(role, name, "answered")
