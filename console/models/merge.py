@@ -36,10 +36,10 @@ def merge_folders(models: Sequence[Path], base: Path | None, to: Path, recipe: R
         raise ConfigError(f"{to} exists; name another folder, or remove it")
     opened = [open_model(folder) for folder in models]
     opened_base = None if base is None else open_model(base)
-    for folder, one in zip(
-        [*models[1:], *([base] if base else [])], [*opened[1:], *([opened_base] if opened_base else [])], strict=True
-    ):
+    for folder, one in zip(models[1:], opened[1:], strict=True):
         _check_same(models[0], opened[0], folder, one)
+    if base is not None and opened_base is not None:
+        _check_same(models[0], opened[0], base, opened_base)
     partial = to.with_name(to.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -65,10 +65,10 @@ def merge(recipe: Recipe, models: Sequence[Float32s], base: Float32s | None, nam
     assert base is not None
     changes = [model - base for model in models]
     if recipe.method == "ties":
-        return base + np.float32(recipe.scale) * ties(changes, recipe.weights, recipe.density)
+        return base + ties(changes, recipe.weights, recipe.density) * np.float32(recipe.scale)
     if recipe.method == "dare":
         changes = [dare(change, recipe.density, f"{recipe.seed} {n} {name}") for n, change in enumerate(changes)]
-    return base + np.float32(recipe.scale) * _sum(changes, recipe.weights)
+    return base + _sum(changes, recipe.weights) * np.float32(recipe.scale)
 
 
 def slerp(first: Float32s, second: Float32s, t: float) -> Float32s:

@@ -79,13 +79,13 @@ class Consumer:
         self._is_finished = file.position.finished
         self._quiet_since = time.monotonic()
         self._resumed_at = file.position.event
-        self._read_up_to = self._begin()
         self._target = bus.stream_state(self._stream).wait().last_sequence
         if file.position.event > self._target:
             raise ConfigError(
                 f"the events of run {job.run_id} were deleted and begin again, after {file.position.event} were written to "
                 f"this tracker; remove {job.folder / 'trackers'} to write them to a new run of the tracker"
             )
+        self._read_up_to = self._begin()
         bus.follow(
             self._stream,
             subjects.events(job.run_id),

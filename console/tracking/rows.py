@@ -39,7 +39,7 @@ class RowFold:
         name = fact.data.get("name")
         series = f"{group}/{name}" if isinstance(name, str) and name else group
         step = fact.data.get("step")
-        if not _is_step(step):
+        if step is None or not _is_step(step):
             return None
         if step <= self.steps.get(series, -1):
             self.num_repeated += 1

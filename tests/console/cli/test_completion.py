@@ -21,7 +21,7 @@ CASES = {
     "penstock quickstart --en": {"--engine"},
     "penstock train mine.toml rollout.max_": {"rollout.max_attempts=", "rollout.max_new_tokens=", "rollout.max_staleness="},
     "penstock train mine.toml --trainer.step": {"--trainer.steps"},
-    "penstock train algorithm.name=gsp": {"gspo", "gspo_token"},
+    "penstock train algorithm.name=gsp": {"gspo", "gspo_token", "gspo_turn"},
     "penstock train model.dtype=": {"float32", "bfloat16"},
     "penstock train data.train=mi": {"mine.toml"},
     "penstock train ev": {"eval."},

@@ -16,7 +16,7 @@ GIVEN = Answers(model="models/Qwen", data='d "1".jsonl', reward="gsm8k")
 
 
 def settings_of(file: Path) -> dict[str, object]:
-    trainer, rollout, _ = (one.settings for one in load_all([file], [], {}))
+    trainer, rollout, *_ = (one.settings for one in load_all([file], [], {}))
     return {
         "id": trainer.run.id, "model": trainer.model.path, "data": trainer.data.train_files, "reward": trainer.reward.name,
         "ranks": trainer.trainer.num_ranks, "engine": rollout.worker.engine, "device": rollout.worker.device,

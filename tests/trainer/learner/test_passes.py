@@ -22,7 +22,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.passes import Passes, batch_figures, plan_passes
 from penstock.trainer.learner.policy import StepFigures
-from penstock.trainer.learner.step_plan import StepPlan, make_plan
+from penstock.trainer.learner.step_plan import Capacity, StepPlan, make_plan
 from penstock.trainer.recovery.recorded_settings import what_steps_read
 
 NUM_GROUPS = 5
@@ -70,7 +70,7 @@ def plan_of(rewards: list[tuple[float, ...]], minibatches: int, **settings: obje
     )
     return make_plan(
         [ready(number, some) for number, some in enumerate(rewards)], credit=credit_rule(algorithm, longest=10),
-        aggregation=algorithm.aggregation, max_completion_tokens=10, budget_tokens=60, num_shares=2, sft_coefficient=0.5,
+        aggregation=algorithm.aggregation, max_completion_tokens=10, capacity=Capacity(60, num_shares=2), sft_coefficient=0.5,
         split=split,
     )  # fmt: skip
 
