@@ -65,10 +65,10 @@ def merge(recipe: Recipe, models: Sequence[Float32s], base: Float32s | None, nam
     assert base is not None
     changes = [model - base for model in models]
     if recipe.method == "ties":
-        return base + ties(changes, recipe.weights, recipe.density) * np.float32(recipe.scale)
+        return np.add(base, ties(changes, recipe.weights, recipe.density) * np.float32(recipe.scale), dtype=np.float32)
     if recipe.method == "dare":
         changes = [dare(change, recipe.density, f"{recipe.seed} {n} {name}") for n, change in enumerate(changes)]
-    return base + _sum(changes, recipe.weights) * np.float32(recipe.scale)
+    return np.add(base, _sum(changes, recipe.weights) * np.float32(recipe.scale), dtype=np.float32)
 
 
 def slerp(first: Float32s, second: Float32s, t: float) -> Float32s:

@@ -29,8 +29,8 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
     }, ["data.train_files", "trainer.n_gpus_per_node", "trainer.total_epochs"]),
     "verl_sft.sh": ("verl", 1, {
         "sft.lr": 1e-5, "model.lora.rank": 32, "model.lora.alpha": 64, "data.map.response": "response", "trainer.num_ranks": 4,
-        "run.id": "qwen7b-sft",
-    }, ["data.max_length", "trainer.total_epochs"]),
+        "run.id": "qwen7b-sft", "sft.epochs": 3,
+    }, ["data.max_length"]),
     "verl_ppo.yaml": ("verl", 1, {
         "algorithm.name": "ppo", "critic.lam": 0.95, "trainer.steps": 100, "trainer.checkpoint_every": 20, "sglang.tp_size": 2,
         "trainer.lr": 1e-6, "algorithm.aggregation": "seq-mean-token-sum-norm", "rollout.max_new_tokens": 1024,
@@ -143,8 +143,8 @@ def test_the_text_of_the_report_leads_on(tmp_path: Path, capsys: pytest.CaptureF
     assert f"penstock train {tmp_path / 'a.toml'}" in text
     assert main([str(FILES / "verl_sft.sh"), "--to", str(tmp_path / "b.toml")]) == 1
     text = capsys.readouterr().out
-    assert text.index("needs a decision (2)") < text.index("taken (")
-    assert "set sft.steps: 3 x rows of data.train / sft.batch_size" in text
+    assert text.index("needs a decision (1)") < text.index("taken (")
+    assert "sft.epochs = 3" in text
     assert f"penstock sft {tmp_path / 'b.toml'}" in text
 
 

@@ -118,11 +118,11 @@ def test_the_quickstart_is_resumed_from_its_run_file(tmp_path: Path, warm: bool,
 def test_a_command_of_the_trainer_that_is_stopped_has_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Supervised fine-tuning says that nothing is kept, and what to type."""
+    """Supervised fine-tuning says what to type to go on from its checkpoint."""
 
     def stop(_: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer, "import_module", lambda _: SimpleNamespace(main=stop))
     assert trainer.main(["sft", "run.toml", "sft.steps=3"]) == 130
-    assert "nothing of it is kept; start it again with: penstock sft run.toml sft.steps=3" in capsys.readouterr().err
+    assert "stopped on request; start it again with: penstock sft run.toml sft.steps=3" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from penstock.console.tools import reference
 from penstock.protocol.config.setting_description import ANY_NAME
 
 ROOT = Path(__file__).parents[2]
-_PACKAGES = ("protocol", "trainer", "rollout_service", "reward_service")
+_PACKAGES = ("protocol", "trainer", "rollout_service", "reward_service", "console/tracking", "deploy")
 _CHECKS = ("field_validator", "model_validator")  # a setting that only these read is checked, and has no effect
 
 

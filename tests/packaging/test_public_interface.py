@@ -95,11 +95,12 @@ INTERFACE: dict[str, list[str]] = {
     ],
     "Environment": [
         "class(ABC) ()",
-        "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'list[list[Trajectory]]'",
+        "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode]]'",
     ],
     "Estimator": [
-        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False) -> None",
+        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False, by_turn: 'bool' = False) -> None",
         "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
+        "by_turn",
         "group_relative",
         "has_critic",
         "needs_baseline",
@@ -143,12 +144,14 @@ INTERFACE: dict[str, list[str]] = {
     ],
     "Options": ["class(Section) () -> None", "model_config"],
     "Outcomes": [
-        "dataclass() (rewards: 'Tensor', groups: 'Tensor', lengths: 'Tensor', baselines: 'Tensor | None' = None) -> None",
+        "dataclass() (rewards: 'Tensor', groups: 'Tensor', lengths: 'Tensor', baselines: 'Tensor | None' = None, turns: 'Turns | None' = None) -> None",
         "baselines",
+        "each_turn",
         "group_index",
         "groups",
         "lengths",
         "rewards",
+        "turns",
     ],
     "PenstockError": ["class(Exception)"],
     "Registry": [
@@ -195,11 +198,11 @@ INTERFACE: dict[str, list[str]] = {
     ],
     "StdNormalisation": ["class(Options) (*, normalise_by_std: bool = True) -> None", "model_config"],
     "Task": [
-        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False) -> None",
+        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None) -> None",
         "model_config",
     ],
     "Tokens": [
-        "dataclass() (current: 'Tensor', anchor: 'Tensor', behaviour: 'Tensor', advantages: 'Tensor', sequences: 'Sequences') -> None",
+        "dataclass() (current: 'Tensor', anchor: 'Tensor', behaviour: 'Tensor', advantages: 'Tensor', sequences: 'Sequences', turns_of_episodes: 'Sequences | None' = None) -> None",
         "advantages",
         "anchor",
         "behaviour",
@@ -207,6 +210,8 @@ INTERFACE: dict[str, list[str]] = {
         "log_ratio",
         "sequence_log_ratio",
         "sequences",
+        "turns",
+        "turns_of_episodes",
     ],
     "Trajectory": [
         "dataclass() (token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool' = False) -> None",
@@ -225,7 +230,7 @@ INTERFACE: dict[str, list[str]] = {
     "WeightCap": ["class(Options) (*, weight_cap: typing.Annotated[float, Gt(gt=0)] = 4.0) -> None", "model_config"],
     "__version__": ["str"],
     "advantage_estimator": [
-        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False) -> 'Callable[[AdvantageFunction], Estimator[OptionsT_co]]'"
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False, by_turn: 'bool' = False) -> 'Callable[[AdvantageFunction], Estimator[OptionsT_co]]'"
     ],
     "correction": [
         "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', switch: 'str' = '', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, repeats_ratio: 'bool' = False) -> 'Callable[[CorrectionFunction], Correction[OptionsT_co]]'"

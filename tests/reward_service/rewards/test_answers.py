@@ -40,10 +40,10 @@ async def graders() -> AsyncIterator[Graders]:
 
 
 def test_the_table_is_large_and_gives_reasons() -> None:
-    """At least 200 different answers, each with its reason, for every built-in reward except `code`."""
+    """At least 200 different answers, each with its reason, for every built-in reward that reads an answer's text."""
     assert len({json.dumps(row, sort_keys=True) for row in TABLE}) == len(TABLE) >= 200
     assert all(row["why"] for row in TABLE)
-    assert {row["reward"] for row in TABLE} == BUILT_INS.keys() - {"code", "format"}
+    assert {row["reward"] for row in TABLE} == BUILT_INS.keys() - {"code", "format", "environment"}
     assert all(Counter(row["score"] > 0 for row in TABLE).values())
 
 
@@ -104,7 +104,7 @@ HOSTILE = {
     "times": "1 × 10^" * 17_000,
     "lines": "\n" * 125_000,
 }
-PURE = {name: one for name, one in BUILT_INS.items() if name not in {"code", "length", "overlong"}}
+PURE = {name: one for name, one in BUILT_INS.items() if name not in {"code", "length", "overlong", "environment"}}
 SET = {
     "classification": {"labels": ["positive", "negative"], "where": "whole"},
     "multiple_choice": {"where": "whole"},

@@ -22,7 +22,7 @@ from penstock.rollout_service.errors import EngineAborted, ReplyRefused
 Row = dict[str, Any]
 
 tokens = st.integers(0, 2**31 - 1)
-logprobs = st.floats(-200, 0, width=32)
+logprobs = st.floats(-104, 0, width=32)
 
 
 @st.composite

@@ -23,7 +23,7 @@ from penstock.trainer.algorithm.losses.turn_ratio import turn_ratio
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.stored_groups import ready_groups
-from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, by_trajectory, make_plan, rows_of
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, by_trajectory, make_plan, rows_of
 
 
 def _turns(*rewards: float, states: Sequence[str] = (), tokens: int = 2) -> list[Turn]:
@@ -55,8 +55,7 @@ def _ready(aggregation: str = "seq-mean-token-mean", **settings: object) -> tupl
         credit=rule,
         aggregation=aggregation,
         max_completion_tokens=10,
-        budget_tokens=100,
-        num_shares=1,
+        capacity=Capacity(100),
         version=3,  # type: ignore[arg-type]
     )
     return ready, plan

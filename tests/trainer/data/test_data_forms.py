@@ -29,7 +29,7 @@ from penstock.trainer.settings import DataSettings, TrainerSettings
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
 TEMPLATE = (
-    "{{ '<think>' if enable_thinking }}{% for t in tools %}{{ t.name }};{% endfor %}"
+    "{{ '<think>' if enable_thinking }}{% for t in tools or [] %}{{ t.name }};{% endfor %}"
     "{% for m in messages if m.role != 'tool' %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )

@@ -139,11 +139,11 @@ class Sgd:
         """Add the gradients."""
         loss.backward()
 
-    def update(self, lr_factor: float) -> Any:
-        """Step."""
+    def update(self, lr_scale: float = 1.0, *, ends_batch: bool = True) -> Any:
+        """Step; every step ends a batch here."""
         with torch.no_grad():
             for parameter in self._module.parameters():
-                parameter -= LR * lr_factor * parameter.grad
+                parameter -= LR * lr_scale * parameter.grad
                 parameter.grad = None
         return SimpleNamespace(grad_norm=0.0, lr=LR)
 
