@@ -298,6 +298,8 @@ def _drawn(rng: random.Random, annotation: Any, field: FieldInfo | None = None) 
 def _drawn_scalar(rng: random.Random, annotation: Any, metadata: list[Any]) -> Any:
     if annotation is type(None):
         return None
+    if annotation is bool:
+        return rng.random() < 0.5
     if annotation is int:
         low = max(_limit(metadata, Ge, "ge", 0), _limit(metadata, Gt, "gt", -1) + 1)
         high = min(_limit(metadata, Le, "le", 2**53), _limit(metadata, Lt, "lt", 2**53 + 1) - 1)
