@@ -126,7 +126,7 @@ async def test_a_server_that_crashes_at_an_update_restarts_with_the_version_befo
     before = await greedy(engine)
     assert before == Dense(model).greedy(PROMPT, 10)
     first = engine.client
-    with pytest.raises(WeightsUnusable, match="neither took version 1 nor started from it"):
+    with pytest.raises(WeightsUnusable, match="neither loaded version 1 nor started with it"):
         await asyncio.wait_for(engine.load(bad, V1), 3 * START_S)
     with pytest.raises(EngineError):
         await first.generate([PROMPT], GREEDY, 1)
