@@ -37,7 +37,8 @@ class TaskSettings(NamedTuple):
     def fault(self, num: int, longest: int, has_baseline: bool, least: int | None = None) -> str:
         """Return what is wrong with a group of ``num`` trajectories without a baseline; empty if nothing is.
 
-        ``longest`` is the largest number of sampled tokens of a trajectory.
+        ``longest`` is the largest number of sampled tokens of a trajectory; ``least`` the number of trajectories that is
+        enough, the size of the group unless given.
         """
         if not (self.group_size if least is None else least) <= num <= self.group_size:
             return f"{num} trajectories, its task asked for {self.group_size}"

@@ -16,9 +16,8 @@ from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 if TYPE_CHECKING:
     from penstock.protocol.episode import Episode, Turn
 
-LOWEST_LOGPROB = (
-    -1000.0
-)  # of recorded groups; a token of probability exp(-1000), which is 0 in every format, is never sampled
+# Of recorded groups: a token of probability exp(-1000), which is 0 in every format, is never sampled.
+LOWEST_LOGPROB = -1000.0
 # Engines draw from probabilities in float32, whose smallest number above 0 is exp(-103.28): a token of less is never drawn.
 LOWEST_SAMPLED_LOGPROB = -104.0
 LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import listening_socket
 from penstock.reward_service.api.request_clock import MAX_CONNECTIONS, RequestClock
 
 log = structlog.get_logger("reward_service.web_server")
@@ -31,21 +31,7 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n
 
 def listen(host: str, port: int, *, key: str) -> socket.socket:
     """Bind a socket; raises ConfigError naming the setting ``key`` when the address cannot be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen(_BACKLOG)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as err:
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({err.strerror or err}); set {key} to a free port, or to 0"
-        ) from None
-    return bound
+    return listening_socket.listen(host, port, key=key, backlog=_BACKLOG)
 
 
 async def serve(app: FastAPI, bound: socket.socket, done: asyncio.Event) -> None:

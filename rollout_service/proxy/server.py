@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import listening_socket
 from penstock.rollout_service.proxy.api.app import ProxyApp
 from penstock.rollout_service.proxy.proxy import AgentProxy
 
@@ -24,7 +23,7 @@ async def serving(proxy: AgentProxy, host: str = "127.0.0.1", port: int = 0) -> 
 
     Raises ConfigError when the address cannot be had.
     """
-    listener = _listen(host, port)
+    listener = listening_socket.listen(host, port, key="the proxy's port", backlog=_BACKLOG)
     config = uvicorn.Config(
         ProxyApp(proxy),  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
         log_config=None,
@@ -52,19 +51,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's algorithm off for its connections: an answer has two writes.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(_BACKLOG)
-    except OSError as err:
-        bound.close()
-        raise ConfigError(
-            f"the proxy cannot listen on {host} port {port} ({err.strerror or err}); choose a free port, or 0"
-        ) from None
-    return bound

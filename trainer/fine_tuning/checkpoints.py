@@ -7,19 +7,20 @@ compared before anything is loaded.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.protocol.record.checkpoint_state import PARTIAL
 from penstock.trainer.errors import CheckpointError
+from penstock.trainer.recovery import durable_folders
 from penstock.trainer.recovery.checkpoint_files import hash_files
 
 STATE_FILE = "state.json"
-_PARTIAL = ".partial"
 _AGAIN = "to begin again from the first step, set trainer.resume=false"
 
 
@@ -45,35 +46,40 @@ class TrainingState(BaseModel):
 
 def partial_folder(root: Path, step: int) -> Path:
     """Return the folder in which a checkpoint is written before it is committed."""
-    return root / f"step{step:08d}{_PARTIAL}"
+    return root / f"step{step:08d}{PARTIAL}"
+
+
+@contextmanager
+def written(root: Path, step: int) -> Iterator[Path]:
+    """Yield the folder into which this rank writes its files; raises CheckpointError where that fails."""
+    partial = partial_folder(root, step)
+    try:
+        yield partial
+    except (OSError, RuntimeError) as err:  # torch raises RuntimeError when the disk is full
+        durable_folders.raise_not_written(partial, err)
 
 
 def begin(root: Path, step: int) -> None:
     """Make an empty folder for a checkpoint."""
-    folder = partial_folder(root, step)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    with written(root, step) as partial:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
 
 
 def commit(root: Path, state: TrainingState, *, keep: int) -> None:
     """Make the files that were written since `begin` the newest checkpoint; removes all but the newest ``keep``."""
-    partial = partial_folder(root, state.step)
-    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
-    complete = state.model_copy(update={"files": hash_files(partial)})
-    (partial / STATE_FILE).write_text(complete.model_dump_json(indent=1), encoding="utf-8")
-    for parent, _, names in os.walk(partial):
-        for name in [*names, "."]:
-            _sync(Path(parent) / name)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _sync(root)
+    with written(root, state.step) as partial:
+        complete = state.model_copy(update={"files": hash_files(partial)})
+        (partial / STATE_FILE).write_text(complete.model_dump_json(indent=1), encoding="utf-8")
+        durable_folders.sync_tree(partial)
+    durable_folders.commit(partial, partial.with_name(partial.name.removesuffix(PARTIAL)))
     for old in _committed(root)[:-keep]:
-        _remove(old)
+        durable_folders.remove(old)
 
 
 def newest(root: Path) -> tuple[Path, TrainingState] | None:
     """Return the newest checkpoint and its state; None if there is none. Raises CheckpointError for a damaged one."""
-    for leftover in root.glob(f"*{_PARTIAL}"):
+    for leftover in root.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover)
     found = _committed(root)
     if not found:
@@ -122,24 +128,9 @@ def check_same(
 def remove_all(root: Path) -> None:
     """Remove every checkpoint."""
     for folder in _committed(root):
-        _remove(folder)
+        durable_folders.remove(folder)
     shutil.rmtree(root, ignore_errors=True)
 
 
 def _committed(root: Path) -> list[Path]:
-    return sorted(folder for folder in root.glob("step*") if folder.suffix != _PARTIAL)
-
-
-def _remove(folder: Path) -> None:
-    """Rename a checkpoint, then remove it, so that a crash leaves no incomplete one under its name."""
-    removed = folder.with_name(folder.name + _PARTIAL)
-    folder.rename(removed)
-    shutil.rmtree(removed)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return sorted(folder for folder in root.glob("step*") if folder.suffix != PARTIAL)

@@ -1,6 +1,6 @@
 """The loop of a training on given answers: steps, validations, checkpoints, the result; the same call on every rank.
 
-    TLDR: resume ─▶ ( step ─▶ validate when due ─▶ checkpoint when due ) × num_steps ─▶ validate ─▶ write the result
+    resume ─▶ ( step ─▶ validate when due ─▶ checkpoint when due ) × num_steps ─▶ validate ─▶ write the result
 
 A step uses the next positions of the data's order, which follows from the seed, so a checkpoint holds the number of steps and
 no list of rows: a resumed training makes the same steps as one that was never interrupted.
@@ -189,7 +189,8 @@ class Training:
         if self._folder is not None:
             checkpoints.begin(root, self._step)
         self._dims.ranks.barrier()
-        self._task.policy.save(checkpoints.partial_folder(root, self._step))
+        with checkpoints.written(root, self._step) as partial:
+            self._task.policy.save(partial)
         if self._folder is not None:
             checkpoints.commit(root, self._state(), keep=self._plan.keep_checkpoints)
             self._folder.keep_best(self._best.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import torch
@@ -40,8 +40,7 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
         if how.gradient_checkpointing:  # a checkpointed layer needs an input that requires a gradient
             model.enable_input_require_grads()
     scorer = CompletionScorer(model, temperature)
-    if scorer.padding_reason is not None and dims.writes_files:
-        log.warning("rows are padded, and prompts are not shared: slower, and equal", reason=scorer.padding_reason)
+    warn_if_padded(scorer.padding_reason, dims)
     return Policy(Trainable(scorer, how, dims), scorer, dims)
 
 
@@ -52,30 +51,59 @@ def load_reference(folder: Path, how: Optimisation, device: torch.device, *, tem
 
 def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
     """Load a causal language model for training; raises UnsupportedModel."""
+    model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how)
+    check_loaded(model, report, folder)
+    prepare(model, how)
+    return model
+
+
+def from_folder(
+    loader: str, kind: str, folder: Path, how: Optimisation, **options: object
+) -> tuple[Any, dict[str, Any]]:
+    """Load a model folder with a class of `transformers`; returns the model and which of its weights were found.
+
+    Args:
+        loader: Name of the class.
+        kind: What the class loads, for errors.
+        folder: A Hugging Face model folder; code in it is never executed.
+        how: Its dtype is that of the weights.
+        options: Further arguments of ``from_pretrained``.
+
+    Raises:
+        UnsupportedModel: The folder is missing or cannot be loaded as one of the kind.
+    """
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
     check_folder(folder)
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds of import, only where it is needed
+    import transformers  # noqa: PLC0415  seconds of import, only where it is needed
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
     transformers_logging.disable_progress_bar()
     try:
-        model: Any
-        model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
+        return getattr(transformers, loader).from_pretrained(
             folder,
             dtype=getattr(torch, how.dtype),
             trust_remote_code=False,  # otherwise it asks on a terminal
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            **options,
         )
     except Exception as err:  # noqa: BLE001 - files from outside: transformers raises errors of every kind
         raise UnsupportedModel(
-            f"model.path = {folder} is not a usable causal language model ({type(err).__name__}: {err}); set it to a Hugging "
-            "Face model folder of an architecture that transformers has: code in the folder is never executed"
+            f"model.path = {folder} is not {kind} ({type(err).__name__}: {err}); set it to a Hugging Face model "
+            "folder of an architecture that transformers has: code in the folder is never executed"
         ) from None
-    check_loaded(model, report, folder)
+
+
+def prepare(model: Any, how: Optimisation) -> None:
+    """Set a loaded model up for training: no cache of keys and values, gradient checkpointing where it is set."""
     model.config.use_cache = False
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+
+
+def warn_if_padded(reason: str | None, dims: ParallelDims) -> None:
+    """Log, on the rank that writes files, why the rows of a model are padded."""
+    if reason is not None and dims.writes_files:
+        log.warning("rows are padded, and prompts are not shared: slower, and equal", reason=reason)

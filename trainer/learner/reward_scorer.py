@@ -12,7 +12,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
-from penstock.trainer.learner.model_folder_check import check_folder, check_loaded
+from penstock.trainer.learner.load_model import from_folder, prepare, warn_if_padded
+from penstock.trainer.learner.model_folder_check import check_loaded
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
@@ -60,29 +61,9 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
     """
     if how.lora is not None:
         raise ConfigError("reward models are trained whole: the score is no linear layer that adapters change")
-    if not (folder / "config.json").is_file():
-        raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
-    check_folder(folder)
-    from transformers import AutoModelForSequenceClassification  # noqa: PLC0415  seconds of import
-    from transformers.utils import logging as transformers_logging  # noqa: PLC0415
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any
-        model, report = cast(Any, AutoModelForSequenceClassification).from_pretrained(
-            folder,
-            num_labels=1,
-            dtype=getattr(torch, how.dtype),
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except Exception as err:  # noqa: BLE001 - files from outside: transformers raises errors of every kind
-        raise UnsupportedModel(
-            f"model.path = {folder} cannot be loaded as a sequence classifier ({type(err).__name__}: {err}); set it to a model "
-            "folder of an architecture whose classifier transformers has"
-        ) from None
+    model, report = from_folder(
+        "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how, num_labels=1
+    )
     missing = set(report["missing_keys"])
     if not hasattr(model, "score") or tuple(model.score.weight.shape) != (
         1,
@@ -95,10 +76,9 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
     if _HEAD in missing:
         with torch.no_grad():
             model.score.weight.zero_()
-    model.config.use_cache = False
-    if how.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    prepare(model, how)
     scorer = RewardScorer(model)
+    warn_if_padded(scorer.padding_reason, dims)
     changed = {
         "architectures": [type(model).__name__],
         "num_labels": 1,

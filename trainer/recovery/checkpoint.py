@@ -11,11 +11,9 @@ was altered since is refused before it is loaded.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from pydantic import ValidationError
 
@@ -31,6 +29,7 @@ from penstock.protocol.record.checkpoint_state import (
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
+from penstock.trainer.recovery import durable_folders
 from penstock.trainer.recovery.checkpoint_files import hash_files
 
 
@@ -69,20 +68,19 @@ def commit(
         write(partial)
         data = _to_json(state, hash_files(partial))
         (partial / STATE_FILE).write_bytes(data)
-        _sync_tree(partial)
+        durable_folders.sync_tree(partial)
     except Exception as err:
         confirm()  # raises LeaseLost if a new holder of the lease has removed the folder
         if isinstance(err, (OSError, RuntimeError)):  # torch raises RuntimeError when the disk is full
-            _raise_not_written(partial, err)
+            durable_folders.raise_not_written(partial, err)
         raise
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
-    if final.exists():  # left by a trainer that had lost its lease: it was never acknowledged
-        _remove(final)
-    partial.rename(final)
-    _sync(root)
+    durable_folders.commit(
+        partial, final
+    )  # one of its name is of a trainer that had lost its lease: never acknowledged
     for old, _ in committed(root)[:-keep]:
-        _remove(old)
+        durable_folders.remove(old)
     return data
 
 
@@ -115,17 +113,6 @@ def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
     return folder, state
 
 
-def _raise_not_written(partial: Path, err: Exception) -> NoReturn:
-    """Remove a checkpoint that could not be written, and raise CheckpointError with the free space."""
-    shutil.rmtree(partial, ignore_errors=True)
-    free = shutil.disk_usage(partial.parent).free
-    raise CheckpointError(
-        f"{partial.name.split('.')[0]} could not be written below {partial.parent} ({type(err).__name__}: {err}); "
-        f"{free / 1e6:.0f} MB are free there. The checkpoint before it is unchanged, nothing is lost: free disk space "
-        "(trainer.keep_checkpoints, run.dir) and start the trainer again"
-    ) from err
-
-
 def _to_json(state: CheckpointState, files: Mapping[str, str]) -> bytes:
     """Return ``state.json``; raises CheckpointError for a state that no later trainer could read."""
     data = state.model_copy(update={"files": dict(files)}).model_dump_json(indent=1).encode()
@@ -153,30 +140,8 @@ def _is_ours(found: CheckpointState, state: CheckpointState, folder: Path) -> bo
 def _replace_state(folder: Path, data: bytes, confirm: Callable[[], None]) -> None:
     partial = folder / (STATE_FILE + PARTIAL)
     partial.write_bytes(data)
-    _sync(partial)
+    durable_folders.sync(partial)
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
     partial.rename(folder / STATE_FILE)
-    _sync(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Rename a checkpoint, then remove it, so that a crash leaves no partial checkpoint under its name."""
-    removed = folder.with_name(folder.name + ".removed" + PARTIAL)
-    folder.rename(removed)
-    shutil.rmtree(removed)
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    durable_folders.sync(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_a_checkpoint_is_whole_or_is_not_there(tmp_path: Path) -> None:
     assert found is not None
     assert (found[0].name, found[1].step) == ("step00000003", 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step00000002", "step00000003"]
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_names_the_fix(tmp_path: Path) -> None:
+    """The error names folder and free space; what was written is removed, so that its space is free again."""
+
+    def write_too_much() -> None:
+        with checkpoints.written(tmp_path, 4) as partial:
+            (partial / "weights.bin").write_bytes(bytes(100))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    write(tmp_path, 2)
+    checkpoints.begin(tmp_path, 4)
+    with pytest.raises(CheckpointError, match=r"step00000004 could not be written below .*\(OSError.*MB are free"):
+        write_too_much()
+    assert [path.name for path in tmp_path.iterdir()] == ["step00000002"]
 
 
 def test_an_altered_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -69,6 +69,17 @@ def test_another_text_is_refused(hostile: Group) -> None:
         CompletionTexts(decode, rows=1).check([group("forty", 1, finish="length"), hostile])
 
 
+def test_a_missing_text_is_refused_where_others_have_one() -> None:
+    """Empty beside other texts, it would be scored as such; a group without any text is of an engine that returns none."""
+    [right] = group("forty", 1, finish="length").trajectories
+    [missing] = group("", 2, finish="length").trajectories
+    [silent] = group("", _END).trajectories
+    CompletionTexts(decode, rows=2).check([replace(make_group(), trajectories=(right, silent))])
+    CompletionTexts(decode, rows=2).check([replace(make_group(), trajectories=(missing, missing))])
+    with pytest.raises(TextMismatch, match="completion 1 was scored as '', and its tokens say '-two'"):
+        CompletionTexts(decode, rows=2).check([replace(make_group(), trajectories=(right, missing))])
+
+
 def test_any_completion_of_a_group_may_be_decoded() -> None:
     """A group with one wrong text among four is found in time, and at once where all are decoded."""
     [wrong] = group("two", 1, finish="length").trajectories
