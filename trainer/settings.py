@@ -7,7 +7,7 @@ Lengths are in tokens, times in seconds, sizes of a batch in groups (one group: 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -289,11 +289,10 @@ class OptimizerSettings(Section):
         ge=1,
         description="Consecutive comparisons beyond max_mismatch before the run stops; at the first comparison it stops at once.",
     )
-    check_texts: int = Field(
-        default=1,
-        ge=0,
-        description="Completions of each group, chosen at random, whose text (which was scored) is compared with their decoded "
-        "tokens (which are trained on); only of the environment single_turn. 0: none.",
+    check_texts: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        default="all",
+        description="Completions of each group whose text (which was scored) is compared with their decoded tokens (which are "
+        "trained on); only of the environment single_turn. A number: as many, chosen at random. 0: none.",
     )
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = Field(
         default="as-trained",

@@ -74,10 +74,10 @@ def test_a_missing_text_is_refused_where_others_have_one() -> None:
     [right] = group("forty", 1, finish="length").trajectories
     [missing] = group("", 2, finish="length").trajectories
     [silent] = group("", _END).trajectories
-    CompletionTexts(decode, rows=2).check([replace(make_group(), trajectories=(right, silent))])
-    CompletionTexts(decode, rows=2).check([replace(make_group(), trajectories=(missing, missing))])
+    CompletionTexts(decode, rows=None).check([replace(make_group(), trajectories=(right, silent))])
+    CompletionTexts(decode, rows=None).check([replace(make_group(), trajectories=(missing, missing))])
     with pytest.raises(TextMismatch, match="completion 1 was scored as '', and its tokens say '-two'"):
-        CompletionTexts(decode, rows=2).check([replace(make_group(), trajectories=(right, missing))])
+        CompletionTexts(decode, rows=None).check([replace(make_group(), trajectories=(right, missing))])
 
 
 def test_any_completion_of_a_group_may_be_decoded() -> None:
@@ -86,6 +86,6 @@ def test_any_completion_of_a_group_may_be_decoded() -> None:
     [right] = group("forty", 1, finish="length").trajectories
     mixed = replace(make_group(), trajectories=(right, right, wrong, right))
     with pytest.raises(TextMismatch, match="completion 2 was scored as 'two'"):
-        CompletionTexts(decode, rows=4).check([mixed])
+        CompletionTexts(decode, rows=None).check([mixed])
     with pytest.raises(TextMismatch):
         CompletionTexts(decode, rows=1).check([mixed] * 200)
