@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.protocol import episode_columns, pack_bounds
+from penstock.protocol import episode_columns, pack_bounds, pack_footer
 from penstock.protocol.arrow_lists import list_of, lists
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest
@@ -244,16 +244,17 @@ def _read(
     names: Sequence[str] | None,
     described: Sequence[GeneratedGroup] | None,
 ) -> _Rows:
-    pack_bounds.check_footer(data)
+    footer = pack_bounds.check_footer(data)
     file = pq.ParquetFile(pa.BufferReader(data))
     metadata = file.metadata
     keys = metadata.metadata or {}
     if (tag := keys.get(b"schema", b"")) != SCHEMA_TAG.encode():
         raise PackError(f"expected schema {SCHEMA_TAG}, got {tag[:100].decode('utf-8', 'replace') or 'none'}")
     columns = pack_bounds.check_schema(file, _accepted(), keys.keys())
-    wanted = list(range(metadata.num_row_groups)) if row_groups is None else list(row_groups)
+    stored = pack_footer.row_groups(data, footer, columns)
+    wanted = list(range(len(stored))) if row_groups is None else list(row_groups)
     numbered = [(i, column) for i, column in enumerate(columns) if names is None or column.path in names]
-    starts = [0, *itertools.accumulate(pack_bounds.check_pages(file, data, wanted, numbered, described))]
+    starts = [0, *itertools.accumulate(pack_bounds.check_pages(data, stored, wanted, numbered, described))]
     present = None if names is None else [column.path for _, column in numbered]
     table = file.read_row_groups(wanted, columns=present, use_threads=False).combine_chunks()
     if len(table) != starts[-1] or not wanted:

@@ -12,7 +12,6 @@ import functools
 import io
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef, GeneratedGroup
+from penstock.protocol.pack_footer import Chunk, RowGroup, StoredColumn
 
 MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline; of episodes, all their rows together
 MAX_ROW_TOKENS = 2**25  # of all rows of a group's episodes, shared beginnings counted in each
@@ -85,28 +85,20 @@ def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:
             )
 
 
-def check_footer(data: bytes) -> None:
-    """Raise PackError unless an object ends with a Parquet footer whose schema is as small as that of a pack."""
+def check_footer(data: bytes) -> int:
+    """Return where an object's Parquet footer begins; raises PackError unless its schema is as small as that of a pack."""
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1" or size > len(data) - 12:
         raise PackError(
             f"not a Parquet object (its magic bytes or the size of its footer are wrong); {len(data)} bytes"
         )
-    found = _FOOTER.match(data, len(data) - 8 - size)
+    start = len(data) - 8 - size
+    found = _FOOTER.match(data, start)
     if found is None or (found[2] is not None and found[2][0] > _MAX_SCHEMA_ELEMENTS):
         raise PackError(
             f"the Parquet footer is not that of a pack: no schema, or more than {_MAX_SCHEMA_ELEMENTS} elements in it"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StoredColumn:
-    """One leaf column as the schema of a file describes it, and not as its chunks claim."""
-
-    path: str
-    width: int  # of a decoded value, in bytes
-    is_text: bool
-    is_list: bool
+    return start
 
 
 def check_schema(
@@ -140,30 +132,33 @@ def _stored(schema: pa.Schema) -> tuple[pq.ParquetSchema, tuple[StoredColumn, ..
     leaves = [found.column(i) for i in range(len(found.names))]
     return found, tuple(
         StoredColumn(
-            leaf.path, _WIDTHS[leaf.physical_type], leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
+            leaf.path,
+            _WIDTHS[leaf.physical_type],
+            leaf.physical_type == "BYTE_ARRAY",
+            leaf.max_repetition_level,
+            leaf.max_definition_level,
         )
         for leaf in leaves
     )
 
 
 def check_pages(
-    file: pq.ParquetFile,
     data: bytes,
+    stored: Sequence[RowGroup],
     row_groups: Sequence[int],
     columns: Sequence[tuple[int, StoredColumn]],
     groups: Sequence[GeneratedGroup] | None,
 ) -> list[int]:
     """Return the rows of each row group; raises PackError if reading the columns could allocate more than is promised.
 
-    ``columns`` are numbered as in the file; ``groups`` are the message's, in the order of ``row_groups``, and None when no
+    ``stored`` are all row groups of the footer, ``row_groups`` the numbers of those to read. ``columns`` are numbered as in the file; ``groups`` are the message's, in the order of ``row_groups``, and None when no
     message describes the pack.
     """
-    metadata, left, sizes = file.metadata, max_bytes(groups), []
+    left, sizes = max_bytes(groups), []
     for position, number in enumerate(row_groups):
-        if not 0 <= number < min(metadata.num_row_groups, MAX_ROW_GROUPS):
-            raise PackError(f"row group {number} of a pack that has {metadata.num_row_groups}")
-        row_group = metadata.row_group(number)
-        rows = row_group.num_rows
+        if not 0 <= number < min(len(stored), MAX_ROW_GROUPS):
+            raise PackError(f"row group {number} of a pack that has {len(stored)}")
+        rows = stored[number].num_rows
         most = MAX_ROWS if groups is None else groups[position].num_rows
         if not 0 < rows <= most or (groups is not None and rows != most):
             raise PackError(
@@ -171,7 +166,7 @@ def check_pages(
             )
         sizes.append(rows)
         for index, column in columns:
-            left -= _column_bytes(data, row_group.column(index), column, rows, left)
+            left -= _column_bytes(data, stored[number].chunks[index], column, rows, left)
             if left < 0:
                 raise PackError(
                     f"row groups {list(row_groups)[:8]} would decode to more than {max_bytes(groups)} bytes, which is the "
@@ -180,7 +175,7 @@ def check_pages(
     return sizes
 
 
-def _column_bytes(data: bytes, chunk: pq.ColumnChunkMetaData, column: StoredColumn, rows: int, limit: int) -> int:
+def _column_bytes(data: bytes, chunk: Chunk, column: StoredColumn, rows: int, limit: int) -> int:
     """Return an upper bound of the bytes that decoding a column allocates; raises PackError for a page not of our writer."""
     num_values = chunk.num_values
     start = position = chunk.data_page_offset

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.protocol import pack_bounds
 from penstock.protocol.errors import PackError
-from penstock.protocol.pack_bounds import StoredColumn
+from penstock.protocol.pack_footer import Chunk, StoredColumn
 
 START = 4  # behind the magic bytes
 LIMIT = 10**9
-NUMBERS = StoredColumn("numbers", width=4, is_text=False, is_list=False)
-LISTS = StoredColumn("lists", width=4, is_text=False, is_list=True)
-TEXTS = StoredColumn("texts", width=4, is_text=True, is_list=False)
+NUMBERS = StoredColumn("numbers", width=4, is_text=False, max_repetition_level=0, max_definition_level=0)
+LISTS = StoredColumn("lists.list.element", width=4, is_text=False, max_repetition_level=1, max_definition_level=1)
+TEXTS = StoredColumn("texts", width=4, is_text=True, max_repetition_level=0, max_definition_level=0)
 PLAIN, DICTIONARY = 0, 8
 
 
@@ -44,7 +43,7 @@ def column_bytes(pages: bytes, column: StoredColumn, *, rows: int, **claims: Any
     data = b"PAR1" + pages + b"footer"
     chunk = {"num_values": rows, "data_page_offset": START, "dictionary_page_offset": None}
     chunk |= {"total_compressed_size": len(pages)} | claims
-    return pack_bounds._column_bytes(data, SimpleNamespace(**chunk), column, rows, LIMIT)  # type: ignore[arg-type]
+    return pack_bounds._column_bytes(data, Chunk(**chunk), column, rows, LIMIT)
 
 
 def test_honest_pages_are_counted() -> None:
