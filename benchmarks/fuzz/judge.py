@@ -17,6 +17,7 @@ report and that are not those of the tokens, and a text that is not that of the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections import defaultdict
@@ -35,10 +36,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from penstock.deploy.quickstart_task import MAX_NEW_TOKENS
+from penstock.protocol import blob_keys
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import Sampling, WeightsPublished
+from penstock.protocol.facts import BlobRef, Sampling, WeightsPublished
 from penstock.protocol.record.lineage import LineageChapter, RecordedStep
 from penstock.protocol.trajectory import LOGPROB_SLACK, LOWEST_SAMPLED_LOGPROB, Group
 from penstock.protocol.transport.blobs import Blobs
@@ -143,8 +145,10 @@ class Judge:
                 by_versions[version].append(group)
         self.found.versions = len(by_versions)
         for version, groups in sorted(by_versions.items()):
-            if not self._load(version):
-                self.found.add("unknown version", f"{groups[0].group_id}: no published weights of version {version}")
+            if problems := self._load(version):
+                self.found.add(
+                    "unknown version", f"{groups[0].group_id}: no published weights of version {version} ({problems})"
+                )
                 continue
             for group in groups:
                 self._check_logprobs(group, version)
@@ -233,23 +237,35 @@ class Judge:
     def _reward(text: str, truth: Any) -> float:
         return compute_score("", text, truth)
 
-    def _load(self, version: int) -> bool:
-        """Load a version's published weights; False when none of its manifests has the root that the record states."""
+    def _manifests(self, version: int) -> dict[BlobRef, None]:
+        """Return the announced manifests of a version, and those stored: an announcement may be lost, or too old to be kept."""
+        found = {fact.manifest: None for fact in self._evidence.announced if fact.version == version}
+        key = blob_keys.weights_manifest(self._evidence.run_id, PolicyVersion(version), "any")
+        for stat in self._blobs.list(key.rsplit("/", 2)[0] + "/"):
+            if stat.key.endswith("/manifest.json"):
+                data = self._blobs.get_unverified(stat.key)
+                found[BlobRef(key=stat.key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())] = None
+        return found
+
+    def _load(self, version: int) -> str:
+        """Load a version's published weights; returns why no manifest with the root that the record states can be read."""
         folder = self._scratch / f"v{version}"
-        refs = {fact.manifest.sha256: fact.manifest for fact in self._evidence.announced if fact.version == version}
-        for ref in refs.values():
+        problems = []
+        for ref in self._manifests(version):
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 manifest = self._reader.manifest(ref, PolicyVersion(version))
                 if manifest.state_root != self._roots.get(version, manifest.state_root):
+                    problems.append(f"{ref.key} has another root")
                     continue
                 export_version(manifest, folder, reader=self._reader, blobs=self._blobs)
-            except PenstockError:
+            except PenstockError as err:
+                problems.append(f"{type(err).__name__}: {err}"[:300])
                 continue
             state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
             self._model.load_state_dict(state, strict=False)
-            return True
-        return False
+            return ""
+        return "; ".join(problems[:8]) or "no manifest"
 
     @torch.inference_mode()
     def _check_logprobs(self, group: Group, version: int) -> None:
