@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from typing import Any
@@ -23,7 +24,7 @@ OTHERS: tuple[Any, ...] = (
     {},
     b"",
     b"\xff" * 40,
-    [[]] * 40,
+    [[] for _ in range(40)],
     {"": {}},
     [None],
     {"a": [1, {"b": 2}]},
@@ -67,7 +68,7 @@ def leaf(rng: random.Random) -> Any:
         return text(rng)
     if kind == 3:
         return nested(rng.choice((2, 31, 33, 300)))
-    return rng.choice(OTHERS)
+    return copy.deepcopy(rng.choice(OTHERS))  # what is drawn is mutated further
 
 
 def same_type(rng: random.Random, value: Any) -> Any:
