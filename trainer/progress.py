@@ -32,8 +32,13 @@ class ProgressLine:
             sys.stderr.write(f"\r\x1b[K{self._job} {step}/{self._num_steps} {text}" + ("\n" if last else ""))
             sys.stderr.flush()
         elif last or step % max(1, self._num_steps // _LINES_PER_JOB) == 0:
-            log.info(self._job, step=step, of=self._num_steps, **{k: _short(v) for k, v in figures.items()})
+            log.info(self._job, step=step, of=self._num_steps, **{k: _rounded(v) for k, v in figures.items()})
 
 
 def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _rounded(value: float | str) -> float | str:
+    """Return a number that stays one in a log line of JSON."""
+    return value if isinstance(value, str) else float(_short(value))

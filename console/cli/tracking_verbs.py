@@ -33,7 +33,7 @@ def track(run: str, *arguments: Raw, once: Flag = False) -> int:
     from penstock.console.record import stored_run
     from penstock.console.tracking import trackers
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:], finished_only=True)
+    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:], finished_only=not once)
     return trackers.track(run, arguments, os.environ, once=once)
 
 

@@ -79,6 +79,7 @@ def from_folder(
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # `check_loaded` says in our words what is missing
     try:
         return getattr(transformers, loader).from_pretrained(
             folder,
