@@ -126,13 +126,14 @@ async def run(settings: RewardSettings) -> None:
                 run_id=run_id,
                 nats_down_s=lambda: bus.down_s,
                 num_held=lambda: inbox.num_held,
+                heartbeat=lambda: heartbeat.newest,
             ),
             access=section.access(),
             hosts=(section.host,),
             max_request_bytes=section.max_request_bytes,
             max_requests_bytes=section.max_requests_bytes,
         )
-        _report_port(bound, section.port_file, section.host)
+        heartbeat.metrics_url = f"{_report_port(bound, section.port_file, section.host)}/metrics"
 
         activity.restart()
         activity.state = "waiting"
@@ -164,11 +165,14 @@ def _sandboxes(
     return pool
 
 
-def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> None:
+def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> str:
+    """Report the port in the log and the file; return the URL of the API."""
     port = bound.getsockname()[1]
-    log.info("listening", url=f"http://{host}:{port}")
+    url = f"http://{host}:{port}"
+    log.info("listening", url=url)
     if port_file is not None:
         port_file.parent.mkdir(parents=True, exist_ok=True)
         partial = port_file.with_name(port_file.name + ".partial")
         partial.write_text(f"{port}\n")
         partial.replace(port_file)
+    return url

@@ -21,7 +21,7 @@ from penstock.protocol.logs import configure
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
-from penstock.rollout_service import loop
+from penstock.rollout_service import loop, worker_metrics
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
 from penstock.rollout_service.environments.environment import load_environments
@@ -83,9 +83,11 @@ async def _serve(settings: RolloutSettings) -> None:
         await asyncio.to_thread(blobs.check)
         mirror = Mirror(blobs, settings.cache_dir, run_id)
         engine = _engine(settings)
-        gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time
         try:
-            await loop.run(await _wire(settings, bus, blobs, mirror, engine, stop), stop)
+            worker = await _wire(settings, bus, blobs, mirror, engine, stop)
+            with worker_metrics.serving(settings.metrics, run_id, worker_id, worker.heartbeat):
+                gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time
+                await loop.run(worker, stop)
         finally:
             await engine.stop()
             mirror.close()

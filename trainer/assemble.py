@@ -61,9 +61,12 @@ from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import DataSettings, TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
+from penstock.trainer.telemetry import trainer_metrics
 from penstock.trainer.telemetry.event_writer import EventWriter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
+from penstock.trainer.telemetry.queue_reader import QueueReader
 from penstock.trainer.telemetry.step_reporter import StepReporter
+from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 from penstock.trainer.training import Training
 
 log = structlog.get_logger("trainer.assemble")
@@ -112,6 +115,18 @@ def _lead(
     stop: threading.Event,
     watched: Callable[[], Unchanged | None],
 ) -> None:
+    with trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK) as metrics:
+        _hold_lease(settings, config, ranks, stop, watched, metrics)
+
+
+def _hold_lease(
+    settings: TrainerSettings,
+    config: bytes,
+    ranks: Ranks,
+    stop: threading.Event,
+    watched: Callable[[], Unchanged | None],
+    metrics: TrainerMetrics,
+) -> None:
     data = _open_data(settings)
     connections = connect(settings)
     try:
@@ -119,7 +134,7 @@ def _lead(
         with lease.acquire(
             state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
         ) as held:
-            session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop)
+            session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop, metrics)
             with run_lock.hold(settings.run.folder):
                 _run(session, ranks)
     finally:
@@ -137,6 +152,7 @@ class _Session:
     lease: HeldLease
     pointer: FencedKey
     stop: threading.Event
+    metrics: TrainerMetrics
 
 
 def _run(session: _Session, ranks: Ranks) -> None:
@@ -245,10 +261,17 @@ def _training(
 ) -> Iterator[tuple[Training, EvaluationLog]]:
     """Build the parts, resume them, start their threads, and stop these at the end."""
     settings, connections, data = session.settings, session.connections, session.data
-    events = EventWriter(bus=connections.bus, run_id=connections.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
+    events = EventWriter(
+        bus=connections.bus,
+        run_id=connections.run_id,
+        folder=settings.run.folder,
+        clock=_EVENT_CLOCK,
+        observe=session.metrics.observe,
+    )
     _report_rolled_back(events, resumed)
     activity = Activity()
     heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
+    heartbeat.metrics_url, session.metrics.heartbeat = session.metrics.url, lambda: heartbeat.newest
     history = GroupHistory.resume(resumed)
     publisher = Publisher(
         connections,
@@ -299,6 +322,7 @@ def _training(
         reporter=StepReporter(events, heartbeat, source.issuer.groups()["dropped"]),
         heartbeat=heartbeat,
         activity=activity,
+        metrics=session.metrics,
         ledger=history.ledger,
         lease=session.lease,
         record_writer=record_writer,
@@ -322,6 +346,8 @@ def _training(
     holder = session.lease.holder
     group_gc = GroupGc(connections, settings.retention, holder=holder, clock=lambda: datetime.now(UTC))
     threads = [heartbeat, *source.threads, weight_gc, group_gc]
+    if session.metrics.url is not None:
+        threads.append(QueueReader(connections.bus, connections.run_id, session.metrics))
     with contextlib.ExitStack() as running:
         running.callback(events.close)
         for part in [evaluator, *threads] if evaluator is not None else threads:

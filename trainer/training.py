@@ -41,6 +41,7 @@ from penstock.trainer.telemetry.event_writer import EventWriter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
 from penstock.trainer.telemetry.step_reporter import StepReporter
+from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
 log = structlog.get_logger("trainer.training")
 
@@ -64,6 +65,7 @@ class Training:
     reporter: StepReporter
     heartbeat: HeartbeatWriter
     activity: Activity
+    metrics: TrainerMetrics
     ledger: Ledger
     lease: HeldLease
     record_writer: RunRecordWriter
@@ -255,7 +257,9 @@ class Training:
         started = time.monotonic()
         with self.activity.working("checkpointing"):
             self.committer.commit(step=self.num_steps_done, version=self.version, weights_dtype=self.submitter.dtype)
-        self.schedule.written(started=started, now=time.monotonic())
+        finished = time.monotonic()
+        self.schedule.written(started=started, now=finished)
+        self.metrics.checkpoint_written(finished - started)
 
     def _set_state(self, text: str, **more: object) -> None:
         self.activity.state = text
