@@ -23,6 +23,7 @@ from pathlib import Path
 from penstock.protocol import internal_errors, logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.traces.traces import recording
 from penstock.reward_service.settings import RewardSettings
 
 
@@ -78,7 +79,8 @@ def _run_service(arguments: Sequence[str]) -> int:
     files, overrides = split_arguments(arguments)
     settings = load(RewardSettings, files=files, overrides=overrides, environ=os.environ).settings
     logs.configure("reward", level=settings.reward_service.log_level)
-    asyncio.run(service.run(settings))
+    with recording(os.environ, "reward", service_id=settings.reward_service.id, run_id=settings.run.id) as traces:
+        asyncio.run(service.run(settings, traces))
     return 0
 
 

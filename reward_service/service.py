@@ -13,6 +13,7 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity
 from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.traces.traces import Traces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
@@ -46,7 +47,7 @@ log = structlog.get_logger("reward_service")
 _S3_DEADLINE_S = 20.0  # then the pack is requeued; a thread that waits longer would delay a stop
 
 
-async def run(settings: RewardSettings) -> None:
+async def run(settings: RewardSettings, traces: Traces) -> None:
     """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
     section, run_id = settings.reward_service, settings.run.id
     definitions.check(settings.reward.define)  # before any connection is opened
@@ -114,6 +115,7 @@ async def run(settings: RewardSettings) -> None:
             progress=progress,
             metrics=metrics,
             activity=activity,
+            traces=traces,
         )
         api = app.build(
             app.ApiContext(
@@ -127,6 +129,7 @@ async def run(settings: RewardSettings) -> None:
                 nats_down_s=lambda: bus.down_s,
                 num_held=lambda: inbox.num_held,
                 heartbeat=lambda: heartbeat.newest,
+                spans=traces.counts,
             ),
             access=section.access(),
             hosts=(section.host,),

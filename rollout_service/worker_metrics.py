@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from penstock.protocol.facts import Heartbeat
@@ -49,8 +49,17 @@ def collect(beat: Heartbeat | None, samples: Samples) -> None:
 
 
 @contextlib.contextmanager
-def serving(settings: MetricsSettings, run_id: str, worker_id: str, heartbeat: HeartbeatWriter) -> Iterator[None]:
-    """Serve the worker's metrics in the block if a port is set; raises ConfigError when it cannot be listened on."""
+def serving(
+    settings: MetricsSettings,
+    run_id: str,
+    worker_id: str,
+    heartbeat: HeartbeatWriter,
+    spans: Callable[[], Mapping[str, int]] = dict,
+) -> Iterator[None]:
+    """Serve the worker's metrics in the block if a port is set; raises ConfigError when it cannot be listened on.
+
+    ``spans`` returns the spans of traces so far by outcome.
+    """
     if settings.rollout_port is None:
         yield
         return
@@ -60,6 +69,7 @@ def serving(settings: MetricsSettings, run_id: str, worker_id: str, heartbeat: H
         service_id=worker_id,
         heartbeat=lambda: heartbeat.newest,
         collect=lambda samples: collect(heartbeat.newest, samples),
+        spans=spans,
     )
     with MetricsServer(settings.host, settings.rollout_port, exporter.page, key="rollout_port") as server:
         heartbeat.metrics_url = server.url

@@ -10,10 +10,11 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -26,6 +27,7 @@ from penstock.protocol.facts import KeptVersion
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.task_promise import TaskSettings
+from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import CHECKPOINTS, Committer
@@ -63,7 +65,7 @@ from penstock.trainer.settings import DataSettings, TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
 from penstock.trainer.telemetry import trainer_metrics
 from penstock.trainer.telemetry.event_writer import EventWriter
-from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
+from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
 from penstock.trainer.telemetry.queue_reader import QueueReader
 from penstock.trainer.telemetry.step_reporter import StepReporter
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
@@ -81,10 +83,13 @@ def train(
     ranks: Ranks,
     stop: threading.Event,
     watched: Callable[[], Unchanged | None] = lambda: None,
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError.
 
-    ``config`` is the settings as JSON, for the run record; ``watched`` returns what is known about the run's lease.
+    ``config`` is the settings as JSON, for the run record; ``watched`` returns what is known about the run's lease;
+    ``environ`` may name a collector of traces.
     """
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
@@ -93,7 +98,8 @@ def train(
         )
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
-        _lead(settings, config, ranks, stop, watched)
+        with recording(environ, "trainer", service_id=SERVICE_ID, run_id=settings.run.id) as traces:
+            _lead(settings, config, ranks, stop, watched, traces)
     else:
         _follow(settings, ranks)
 
@@ -114,9 +120,10 @@ def _lead(
     ranks: Ranks,
     stop: threading.Event,
     watched: Callable[[], Unchanged | None],
+    traces: Traces,
 ) -> None:
-    with trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK) as metrics:
-        _hold_lease(settings, config, ranks, stop, watched, metrics)
+    with trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts) as metrics:
+        _hold_lease(settings, config, ranks, stop, watched, metrics, traces)
 
 
 def _hold_lease(
@@ -126,9 +133,10 @@ def _hold_lease(
     stop: threading.Event,
     watched: Callable[[], Unchanged | None],
     metrics: TrainerMetrics,
+    traces: Traces,
 ) -> None:
     data = _open_data(settings)
-    connections = connect(settings)
+    connections = connect(settings, traces=traces)
     try:
         state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
         with lease.acquire(
@@ -323,6 +331,7 @@ def _training(
         heartbeat=heartbeat,
         activity=activity,
         metrics=session.metrics,
+        traced=connections.traced,
         ledger=history.ledger,
         lease=session.lease,
         record_writer=record_writer,

@@ -12,6 +12,8 @@ import structlog
 from penstock.protocol.activity import Activity
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.step_digest import STEP_DIGEST, group_digest, step_digest
+from penstock.protocol.traces.held_groups import HeldGroups
+from penstock.protocol.traces.spans import Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import EngineCheck
@@ -66,6 +68,7 @@ class Training:
     heartbeat: HeartbeatWriter
     activity: Activity
     metrics: TrainerMetrics
+    traced: HeldGroups
     ledger: Ledger
     lease: HeldLease
     record_writer: RunRecordWriter
@@ -144,6 +147,9 @@ class Training:
         crash_points.reach(CrashPoint.STEPPED)
         self._compare_engine(learned.figures)
         self._step_s = time.monotonic() - started
+        ids = [group.group_id for group in batch]
+        step: dict[str, Value] = {"step": self.num_steps_done, "version": self.version}
+        self.traced.trained(ids, time.time() - self._step_s, step)
         return learned
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:

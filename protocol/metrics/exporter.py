@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import penstock
 from penstock.protocol.facts import Heartbeat
@@ -23,13 +23,15 @@ class Exporter:
         service_id: str,
         heartbeat: Callable[[], Heartbeat | None],
         collect: Collect,
+        spans: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """``heartbeat`` returns the newest one; ``collect`` adds the service's own samples. Both must return at once."""
+        """All functions must return at once: the newest heartbeat, the service's own samples, spans of traces by outcome."""
         self._service: Service = service
         self._who = {"role": service, "worker": service_id}
         self._run_id = run_id
         self._heartbeat = heartbeat
         self._collect = collect
+        self._spans = spans
         self._values = LabelValues()
 
     def samples(self) -> Samples:
@@ -43,6 +45,8 @@ class Exporter:
             samples.add("penstock_cpu_seconds_total", beat.cpu_s, **self._who)
             if beat.version is not None:
                 samples.add("penstock_weights_version", float(beat.version), **self._who)
+        for outcome, number in self._spans().items():
+            samples.add("penstock_trace_spans_total", number, outcome=outcome)
         self._collect(samples)
         return samples
 

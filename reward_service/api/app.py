@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -60,6 +60,7 @@ class ApiContext:
     nats_down_s: Callable[[], float]
     num_held: Callable[[], int]
     heartbeat: Callable[[], Heartbeat | None]
+    spans: Callable[[], Mapping[str, int]]
 
 
 def build(
@@ -130,7 +131,12 @@ def _metrics(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller])
         metrics_samples.collect(samples, context.metrics, context.activity, endpoints, num_held=context.num_held())
 
     exporter = Exporter(
-        "reward", run_id=context.run_id, service_id=context.replica, heartbeat=context.heartbeat, collect=collect
+        "reward",
+        run_id=context.run_id,
+        service_id=context.replica,
+        heartbeat=context.heartbeat,
+        collect=collect,
+        spans=context.spans,
     )
 
     @app.get("/metrics", dependencies=[Depends(may_read)], response_class=Response)

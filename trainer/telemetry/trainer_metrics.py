@@ -137,8 +137,13 @@ class TrainerMetrics:
 
 
 @contextlib.contextmanager
-def serving(settings: MetricsSettings, run_id: str, clock: Callable[[], float]) -> Iterator[TrainerMetrics]:
-    """Serve the trainer's metrics in the block if a port is set; raises ConfigError when it cannot be listened on."""
+def serving(
+    settings: MetricsSettings, run_id: str, clock: Callable[[], float], spans: Callable[[], Mapping[str, int]] = dict
+) -> Iterator[TrainerMetrics]:
+    """Serve the trainer's metrics in the block if a port is set; raises ConfigError when it cannot be listened on.
+
+    ``spans`` returns the spans of traces so far by outcome.
+    """
     metrics = TrainerMetrics(clock)
     if settings.trainer_port is None:
         yield metrics
@@ -149,6 +154,7 @@ def serving(settings: MetricsSettings, run_id: str, clock: Callable[[], float]) 
         service_id=SERVICE_ID,
         heartbeat=lambda: metrics.heartbeat(),  # noqa: PLW0108  set later
         collect=metrics.collect,
+        spans=spans,
     )
     with MetricsServer(settings.host, settings.trainer_port, exporter.page, key="trainer_port") as server:
         metrics.url = server.url
