@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.traces.spans import Span
+from penstock.protocol.traces.traces import Traces
+
 
 class Receiver:
     """Holds what was sent to it; ``status`` and ``delay_s`` are how it answers."""
@@ -76,3 +79,22 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
     yield receiver
     receiver.close()
+
+
+class Recorded:
+    """Takes the place of a recorder's thread: keeps the spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def counts(self) -> dict[str, int]:
+        return {"exported": len(self.spans)}
+
+
+def recorded() -> tuple[Traces, list[Span]]:
+    """Return traces that record into a list, without a thread."""
+    kept: Any = Recorded()
+    return Traces(kept), kept.spans

@@ -289,7 +289,7 @@ class EndpointQueue:
             if waiting.trace is not None:
                 error = type(outcome).__name__ if isinstance(outcome, RewardError) else ""
                 attributes: dict[str, Value] = {
-                    "endpoint": self.endpoint.scorer,
+                    "endpoint": self.endpoint.name,
                     "attempt": waiting.attempt,
                     "num_groups": len(batch),
                     "num_completions": len(waiting.group.completions),

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from tests import otlp_receiver
 from tests.groups import make_task
-from tests.otlp_receiver import Receiver, attributes
+from tests.otlp_receiver import Receiver, attributes, recorded
 
 from penstock.protocol import trace_context
 from penstock.protocol.traces import recorder as recorder_module
 from penstock.protocol.traces.held_groups import HeldGroups
 from penstock.protocol.traces.recorder import SpanRecorder
 from penstock.protocol.traces.spans import MAX_TEXT, Span, SpanContext, group_context, new_context
-from penstock.protocol.traces.traces import NO_TRACES, Traces, recording
+from penstock.protocol.traces.traces import NO_TRACES, recording
 
 receiver = pytest.fixture(otlp_receiver.running)
 TRACEPARENT = "00-" + "1a" * 16 + "-" + "2b" * 8 + "-01"
@@ -27,24 +27,6 @@ HOSTILE = [
     "", "x", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", TRACEPARENT.upper(), TRACEPARENT + "\n", TRACEPARENT + "-more",
     "ff" + TRACEPARENT[2:], TRACEPARENT[:-2] + "00", "00-" + "٣" * 32 + "-" + "2b" * 8 + "-01", "x" * 100_000, "\x00" * 55,
 ]  # fmt: skip
-
-
-class Recorded:
-    """Takes the place of a recorder's thread: keeps the spans."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def put(self, span: Span) -> None:
-        self.spans.append(span)
-
-    def counts(self) -> dict[str, int]:
-        return {"exported": len(self.spans)}
-
-
-def recorded() -> tuple[Traces, list[Span]]:
-    kept: Any = Recorded()
-    return Traces(kept), kept.spans
 
 
 @pytest.mark.parametrize("header", HOSTILE)
