@@ -13,6 +13,7 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity
 from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -136,7 +137,7 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
             max_request_bytes=section.max_request_bytes,
             max_requests_bytes=section.max_requests_bytes,
         )
-        heartbeat.metrics_url = f"{_report_port(bound, section.port_file, section.host)}/metrics"
+        heartbeat.metrics_url = metrics_url(section.host, _report_port(bound, section.port_file, section.host))
 
         activity.restart()
         activity.state = "waiting"
@@ -168,14 +169,13 @@ def _sandboxes(
     return pool
 
 
-def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> str:
-    """Report the port in the log and the file; return the URL of the API."""
+def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> int:
+    """Report the port in the log and the file, and return it."""
     port = bound.getsockname()[1]
-    url = f"http://{host}:{port}"
-    log.info("listening", url=url)
+    log.info("listening", url=f"http://{host}:{port}")
     if port_file is not None:
         port_file.parent.mkdir(parents=True, exist_ok=True)
         partial = port_file.with_name(port_file.name + ".partial")
         partial.write_text(f"{port}\n")
         partial.replace(port_file)
-    return url
+    return port

@@ -32,7 +32,7 @@ class MetricsServer:
         self._socket = _listen(host, port, key)
         address, bound = self._socket.getsockname()[:2]
         self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
-        self.url = f"http://{f'[{address}]' if ':' in address else address}:{bound}/metrics"
+        self.url = metrics_url(address, bound)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._clients: set[asyncio.Task[None]] = set()
@@ -107,6 +107,13 @@ class MetricsServer:
             log.exception("the metrics could not be written")
             return _message("500 Internal Server Error", b"the metrics could not be written; see the log\n")
         return _message("200 OK", body, content_type, with_body=method == "GET")
+
+
+def metrics_url(host: str, port: int) -> str:
+    """Return where a service that listens on an address is scraped: by this machine's name if it listens on all."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104  what was configured
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
 
 
 def _message(
