@@ -80,7 +80,7 @@ class MetricsServer:
                 writer.write(answer)
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the client's own failure; it asks again
+            writer.transport.abort()  # the client's own failure: what it did not take is not kept for it
         except asyncio.CancelledError:
             pass  # the service stops; the stream's callback would log the cancellation as an error
         finally:

@@ -102,3 +102,29 @@ def test_stopping_does_not_wait_for_a_client() -> None:
         started = time.monotonic()
     assert time.monotonic() - started < 2
     client.close()
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client did not take within the deadline is not kept for it: it gets a part of the page and a reset."""
+    monkeypatch.setattr(server, "_REQUEST_S", 0.2)
+    size = 30_000_000
+    with MetricsServer("127.0.0.1", 0, lambda _accept: (b"x" * size, "text/plain"), key="trainer_port") as running:
+        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(0.6)
+            num_bytes = 0
+            with contextlib.suppress(ConnectionResetError):
+                while part := client.recv(1 << 20):
+                    num_bytes += len(part)
+    assert num_bytes < size
+
+
+def test_more_clients_than_allowed_are_closed() -> None:
+    """The seventeenth connection at a time is closed at once, long before the deadline of the others."""
+    with served() as running:
+        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=2) for _ in range(17)]
+        assert idle[-1].recv(1) == b""
+        for client in idle:
+            client.close()
