@@ -39,6 +39,20 @@ def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:
         read_model_config(trainer.model.path)
 
 
+def check_metrics_ports(rollout: RolloutSettings, num_workers: int) -> None:
+    """Check that the services of one machine do not share a port for their metrics; raises ConfigError."""
+    metrics = rollout.metrics
+    if metrics.rollout_port and num_workers > 1:
+        raise ConfigError(
+            f"metrics.rollout_port = {metrics.rollout_port} with {num_workers} workers on this machine: each needs a port of "
+            "its own; set it to 0 for any free one (the log and the heartbeats name it), or start one worker"
+        )
+    if metrics.rollout_port and metrics.rollout_port == metrics.trainer_port:
+        raise ConfigError(
+            f"metrics.trainer_port and metrics.rollout_port are both {metrics.rollout_port}; set one of them to another port"
+        )
+
+
 def check_reward_files(files: Sequence[Path]) -> None:
     """Check that the files of ``--serve`` exist and are Python; raises ConfigError with file and line."""
     if missing := [str(file) for file in files if not file.is_file()]:

@@ -33,7 +33,7 @@ from penstock.deploy.child import (
     release_orphans,
     wait_until,
 )
-from penstock.deploy.early_checks import check_engine, check_inputs, check_reward_files
+from penstock.deploy.early_checks import check_engine, check_inputs, check_metrics_ports, check_reward_files
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.servers import port_is_free
 from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
@@ -159,6 +159,7 @@ class LocalRun:
         check_inputs(self.settings)
         if self._input is None:
             check_engine(self.settings, self._rollout_settings)
+            check_metrics_ports(self._rollout_settings, self._num_workers)
         elif self._own_servers:
             local_inputs.find(self._input, self.folder)
 

@@ -369,6 +369,7 @@ class Heartbeat(Fact):
     cpu_s: Duration = 0.0
     figures: dict[str, Finite] = {}
     period_s: Annotated[Finite, Field(gt=0)] | None = None  # seconds until the next one; None: 1
+    metrics_url: Annotated[str, Field(max_length=300)] | None = None  # where Prometheus may scrape it; None: nowhere
 
 
 class RunEvent(Fact):

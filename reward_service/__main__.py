@@ -23,6 +23,7 @@ from pathlib import Path
 from penstock.protocol import internal_errors, logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.traces.traces import recording
 from penstock.reward_service import process_memory
 from penstock.reward_service.settings import RewardSettings
 
@@ -80,7 +81,8 @@ def _run_service(arguments: Sequence[str]) -> int:
     settings = load(RewardSettings, files=files, overrides=overrides, environ=os.environ).settings
     logs.configure("reward", level=settings.reward_service.log_level)
     process_memory.use_one_heap()  # before any thread has a heap of its own
-    asyncio.run(service.run(settings))
+    with recording(os.environ, "reward", service_id=settings.reward_service.id, run_id=settings.run.id) as traces:
+        asyncio.run(service.run(settings, traces))
     return 0
 
 

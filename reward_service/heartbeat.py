@@ -26,7 +26,7 @@ log = structlog.get_logger("reward_service.heartbeat")
 ROLE = "reward"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeartbeatWriter:
     """Writes heartbeats and offers to their buckets."""
 
@@ -39,6 +39,8 @@ class HeartbeatWriter:
     metrics: ServiceMetrics
     activity: Activity
     replica: str
+    metrics_url: str | None = None
+    newest: Heartbeat | None = None
 
     async def run(self, done: asyncio.Event) -> None:
         """Write until ``done``, then delete this replica's records; while NATS is unreachable, skip."""
@@ -78,7 +80,9 @@ class HeartbeatWriter:
             cpu_s=cpu_seconds(),
             figures=self.metrics.as_dict(),  # the stored field has the older name
             period_s=heartbeats.PERIOD_S,
+            metrics_url=self.metrics_url,
         )
+        self.newest = beat
         expiry_s = heartbeats.expires_after_s(heartbeats.PERIOD_S)
         try:
             await self.live.put(heartbeat_key(ROLE, self.replica), encode(beat), ttl_s=expiry_s)

@@ -6,6 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from penstock.protocol.facts import ScoredGroup
+from penstock.protocol.metrics.histogram import Histogram
+from penstock.protocol.metrics.table import REQUEST_BUCKETS
 
 WINDOW = 512  # most recent durations kept; enough for a p99, few enough to sort at every read
 
@@ -18,6 +20,7 @@ class Timings:
         self.num_calls = 0
         self.num_failed = 0
         self.total_s = 0.0
+        self.by_outcome = {"ok": Histogram(REQUEST_BUCKETS), "failed": Histogram(REQUEST_BUCKETS)}
         self._recent_s: deque[float] = deque(maxlen=WINDOW)
 
     def record(self, seconds: float, *, failed: bool) -> None:
@@ -26,6 +29,7 @@ class Timings:
         self.num_failed += failed
         self.total_s += seconds
         self._recent_s.append(seconds)
+        self.by_outcome["failed" if failed else "ok"].observe(seconds)
 
     def quantile(self, q: float) -> float:
         """Return the ``q``-quantile (0 to 1) of the window in seconds, nearest rank; 0.0 before the first call."""

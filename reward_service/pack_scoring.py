@@ -16,13 +16,16 @@ import structlog
 from penstock.protocol.activity import Activity
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, PenstockError
 from penstock.protocol.facts import GeneratedGroup, GroupGenerated
+from penstock.protocol.traces.spans import Value
+from penstock.protocol.traces.traces import NO_TRACES, Traces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
-from penstock.reward_service import pack_progress, pack_texts
+from penstock.reward_service import pack_progress, pack_texts, pack_trace
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.errors import NotCalled, RewardCrashed
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
+from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.retry_policy import RetryPolicy, is_permanent
 from penstock.reward_service.scores import Outcome
@@ -42,6 +45,7 @@ class ScoringContext:
     progress: ProgressStore
     metrics: ServiceMetrics
     activity: Activity
+    traces: Traces = NO_TRACES
 
 
 @dataclass(slots=True)
@@ -70,8 +74,15 @@ async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable
     """
     started = time.monotonic()
     delivery, groups = pack.delivery, pack.unsettled
+    trace = PackTrace.start(
+        context.traces,
+        delivery.traceparent,
+        [group.group_id for group in groups],
+        {"pack_id": delivery.fact.pack_id, "num_delivered": delivery.num_delivered},
+    )
+    pack_trace.CURRENT.set(trace if context.traces.is_on else None)  # for the tasks of this pack
     try:
-        failed = await _score(pack, groups, context, release_slot)
+        failed = await _score(pack, groups, context, release_slot, trace)
     except PenstockError:
         raise
     except Exception as err:
@@ -83,6 +94,8 @@ async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable
     await _dead_letter(delivery, dead, context)
     pack.progress = pack.progress.settle(dead)
     waiting = {group_id: err for group_id, err in failed.items() if group_id not in dead}
+    for group_id, err in failed.items():
+        trace.failed(group_id, type(err).__name__, "dead-lettered" if group_id in dead else "requeued")
     context.metrics.packs.record(time.monotonic() - started, failed=bool(failed))
     context.metrics.groups_waited(type(err).__name__ for err in waiting.values())
     log.info(
@@ -138,7 +151,11 @@ def _delay_s(pack: Pack, waiting: Mapping[str, Exception], retry: RetryPolicy) -
 
 
 async def _score(
-    pack: Pack, groups: Sequence[GeneratedGroup], context: ScoringContext, release_slot: Callable[[], None]
+    pack: Pack,
+    groups: Sequence[GeneratedGroup],
+    context: ScoringContext,
+    release_slot: Callable[[], None],
+    trace: PackTrace,
 ) -> dict[str, Exception]:
     """Score groups and announce them as they get ready; returns the errors of the others by group id."""
     failed: dict[str, Exception] = {}
@@ -149,7 +166,11 @@ async def _score(
         }
         if scored:
             wrong |= await context.announcer.scored(pack.delivery, scored)
-        context.metrics.groups_scored(group for group in scored if group.generated.group_id not in wrong)
+        announced = [group for group in scored if group.generated.group_id not in wrong]
+        context.metrics.groups_scored(announced)
+        for group in announced:
+            attributes: dict[str, Value] = {"scorer": group.scorer, "num_completions": len(group.rewards)}
+            trace.scored(group.generated.group_id, attributes)
         pack.progress = pack.progress.settle({group.group_id for group, _ in some} - wrong.keys())
         failed |= wrong
     return failed

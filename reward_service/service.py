@@ -13,6 +13,8 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity
 from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.metrics.server import metrics_url
+from penstock.protocol.traces.traces import Traces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
@@ -46,7 +48,7 @@ log = structlog.get_logger("reward_service")
 _S3_DEADLINE_S = 20.0  # then the pack is requeued; a thread that waits longer would delay a stop
 
 
-async def run(settings: RewardSettings) -> None:
+async def run(settings: RewardSettings, traces: Traces) -> None:
     """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
     section, run_id = settings.reward_service, settings.run.id
     definitions.check(settings.reward.define)  # before any connection is opened
@@ -114,6 +116,7 @@ async def run(settings: RewardSettings) -> None:
             progress=progress,
             metrics=metrics,
             activity=activity,
+            traces=traces,
         )
         api = app.build(
             app.ApiContext(
@@ -126,13 +129,15 @@ async def run(settings: RewardSettings) -> None:
                 run_id=run_id,
                 nats_down_s=lambda: bus.down_s,
                 num_held=lambda: inbox.num_held,
+                heartbeat=lambda: heartbeat.newest,
+                spans=traces.counts,
             ),
             access=section.access(),
             hosts=(section.host,),
             max_request_bytes=section.max_request_bytes,
             max_requests_bytes=section.max_requests_bytes,
         )
-        _report_port(bound, section.port_file, section.host)
+        heartbeat.metrics_url = metrics_url(section.host, _report_port(bound, section.port_file, section.host))
 
         activity.restart()
         activity.state = "waiting"
@@ -164,7 +169,8 @@ def _sandboxes(
     return pool
 
 
-def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> None:
+def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> int:
+    """Report the port in the log and the file, and return it."""
     port = bound.getsockname()[1]
     log.info("listening", url=f"http://{host}:{port}")
     if port_file is not None:
@@ -172,3 +178,4 @@ def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> Non
         partial = port_file.with_name(port_file.name + ".partial")
         partial.write_text(f"{port}\n")
         partial.replace(port_file)
+    return port

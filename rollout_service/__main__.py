@@ -18,10 +18,11 @@ from penstock.protocol.config import run_file
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Split, TaskIssued
 from penstock.protocol.logs import configure
+from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
-from penstock.rollout_service import loop
+from penstock.rollout_service import loop, worker_metrics
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
 from penstock.rollout_service.environments.environment import load_environments
@@ -79,20 +80,31 @@ async def _serve(settings: RolloutSettings) -> None:
     run_id, worker_id = settings.run.id, settings.worker.id
     structlog.contextvars.bind_contextvars(run_id=run_id, worker_id=worker_id)
     blobs = Blobs(settings.s3, deadline_s=_BLOB_DEADLINE_S)
-    with Bus.connect(settings.nats, name=f"rollout-{worker_id}") as bus:
+    with (
+        recording(os.environ, "rollout", service_id=worker_id, run_id=run_id) as traces,
+        Bus.connect(settings.nats, name=f"rollout-{worker_id}") as bus,
+    ):
         await asyncio.to_thread(blobs.check)
         mirror = Mirror(blobs, settings.cache_dir, run_id)
         engine = _engine(settings)
-        gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time
         try:
-            await loop.run(await _wire(settings, bus, blobs, mirror, engine, stop), stop)
+            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces)
+            with worker_metrics.serving(settings.metrics, run_id, worker_id, worker.heartbeat, traces.counts):
+                gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time
+                await loop.run(worker, stop)
         finally:
             await engine.stop()
             mirror.close()
 
 
 async def _wire(
-    settings: RolloutSettings, bus: Bus, blobs: Blobs, mirror: Mirror, engine: Engine, stop: asyncio.Event
+    settings: RolloutSettings,
+    bus: Bus,
+    blobs: Blobs,
+    mirror: Mirror,
+    engine: Engine,
+    stop: asyncio.Event,
+    traces: Traces,
 ) -> loop.Worker:
     run_id, worker_id = settings.run.id, settings.worker.id
     metrics, activity, gate = WorkerMetrics(), Activity(), VersionGate()
@@ -128,6 +140,7 @@ async def _wire(
         worker_id=worker_id,
         task_attempts=settings.worker.task_attempts,
         retry_delay_s=settings.worker.retry_delay_s,
+        traces=traces,
     )
     tasks = TaskSource(inboxes, engine, stop, period_s=lambda: heartbeat.period_s)
     packs = PackGenerator(
@@ -141,7 +154,13 @@ async def _wire(
         activity=activity,
     )
     announcer = PackAnnouncer(
-        bus=bus, blobs=blobs, activity=activity, metrics=metrics, run_id=run_id, worker_id=worker_id
+        bus=bus,
+        blobs=blobs,
+        activity=activity,
+        metrics=metrics,
+        run_id=run_id,
+        worker_id=worker_id,
+        traces=traces,
     )
     heartbeat = HeartbeatWriter(
         bus=bus,

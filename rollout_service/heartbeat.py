@@ -47,6 +47,8 @@ class HeartbeatWriter:
     ) -> None:
         """``packs_held`` counts packs fetched and not yet settled; ``needs_version`` is the oldest version it may read."""
         self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
+        self.newest: Heartbeat | None = None
+        self.metrics_url: str | None = None
         self._bus = bus
         self._engine = engine
         self._activity = activity
@@ -94,7 +96,7 @@ class HeartbeatWriter:
 
     def _heartbeat(self) -> Heartbeat:
         busy_s, idle_s = self._activity.totals()
-        return Heartbeat(
+        self.newest = Heartbeat(
             role="rollout",
             service_id=self._worker_id,
             at=time.time(),
@@ -107,7 +109,9 @@ class HeartbeatWriter:
             # `figures` is the stored name of what is called metrics here.
             figures={**self._metrics.snapshot(), "packs_held": float(self._packs_held()), **self._engine_metrics},
             period_s=self.period_s,
+            metrics_url=self.metrics_url,
         )
+        return self.newest
 
     def _state(self) -> str:
         if not self._engine.ready.is_set():

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
+from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.engines.update_mode import UpdateMode
@@ -208,6 +209,7 @@ class RolloutSettings(Section):
     worker: WorkerSettings = WorkerSettings()  # pyright: ignore[reportCallIssue]
     sglang: SglangSettings = SglangSettings()  # pyright: ignore[reportCallIssue]
     vllm: VllmSettings = VllmSettings()  # pyright: ignore[reportCallIssue]
+    metrics: MetricsSettings = MetricsSettings()  # pyright: ignore[reportCallIssue]
 
     @model_validator(mode="after")
     def _only_the_chosen_engine_has_options(self) -> RolloutSettings:

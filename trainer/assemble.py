@@ -10,10 +10,11 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -26,6 +27,7 @@ from penstock.protocol.facts import KeptVersion
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.task_promise import TaskSettings
+from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import CHECKPOINTS, Committer
@@ -61,9 +63,12 @@ from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import DataSettings, TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
+from penstock.trainer.telemetry import trainer_metrics
 from penstock.trainer.telemetry.event_writer import EventWriter
-from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
+from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
+from penstock.trainer.telemetry.queue_reader import QueueReader
 from penstock.trainer.telemetry.step_reporter import StepReporter
+from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 from penstock.trainer.training import Training
 
 log = structlog.get_logger("trainer.assemble")
@@ -78,10 +83,13 @@ def train(
     ranks: Ranks,
     stop: threading.Event,
     watched: Callable[[], Unchanged | None] = lambda: None,
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError.
 
-    ``config`` is the settings as JSON, for the run record; ``watched`` returns what is known about the run's lease.
+    ``config`` is the settings as JSON, for the run record; ``watched`` returns what is known about the run's lease;
+    ``environ`` may name a collector of traces.
     """
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
@@ -90,7 +98,8 @@ def train(
         )
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
-        _lead(settings, config, ranks, stop, watched)
+        with recording(environ, "trainer", service_id=SERVICE_ID, run_id=settings.run.id) as traces:
+            _lead(settings, config, ranks, stop, watched, traces)
     else:
         _follow(settings, ranks)
 
@@ -111,15 +120,29 @@ def _lead(
     ranks: Ranks,
     stop: threading.Event,
     watched: Callable[[], Unchanged | None],
+    traces: Traces,
+) -> None:
+    with trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts) as metrics:
+        _hold_lease(settings, config, ranks, stop, watched, metrics, traces)
+
+
+def _hold_lease(
+    settings: TrainerSettings,
+    config: bytes,
+    ranks: Ranks,
+    stop: threading.Event,
+    watched: Callable[[], Unchanged | None],
+    metrics: TrainerMetrics,
+    traces: Traces,
 ) -> None:
     data = _open_data(settings)
-    connections = connect(settings)
+    connections = connect(settings, traces=traces)
     try:
         state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
         with lease.acquire(
             state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
         ) as held:
-            session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop)
+            session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop, metrics)
             with run_lock.hold(settings.run.folder):
                 _run(session, ranks)
     finally:
@@ -137,6 +160,7 @@ class _Session:
     lease: HeldLease
     pointer: FencedKey
     stop: threading.Event
+    metrics: TrainerMetrics
 
 
 def _run(session: _Session, ranks: Ranks) -> None:
@@ -245,10 +269,17 @@ def _training(
 ) -> Iterator[tuple[Training, EvaluationLog]]:
     """Build the parts, resume them, start their threads, and stop these at the end."""
     settings, connections, data = session.settings, session.connections, session.data
-    events = EventWriter(bus=connections.bus, run_id=connections.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
+    events = EventWriter(
+        bus=connections.bus,
+        run_id=connections.run_id,
+        folder=settings.run.folder,
+        clock=_EVENT_CLOCK,
+        observe=session.metrics.observe,
+    )
     _report_rolled_back(events, resumed)
     activity = Activity()
     heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
+    heartbeat.metrics_url, session.metrics.heartbeat = session.metrics.url, lambda: heartbeat.newest
     history = GroupHistory.resume(resumed)
     publisher = Publisher(
         connections,
@@ -299,6 +330,8 @@ def _training(
         reporter=StepReporter(events, heartbeat, source.issuer.groups()["dropped"]),
         heartbeat=heartbeat,
         activity=activity,
+        metrics=session.metrics,
+        traced=connections.traced,
         ledger=history.ledger,
         lease=session.lease,
         record_writer=record_writer,
@@ -322,6 +355,8 @@ def _training(
     holder = session.lease.holder
     group_gc = GroupGc(connections, settings.retention, holder=holder, clock=lambda: datetime.now(UTC))
     threads = [heartbeat, *source.threads, weight_gc, group_gc]
+    if session.metrics.url is not None:
+        threads.append(QueueReader(connections.bus, connections.run_id, session.metrics))
     with contextlib.ExitStack() as running:
         running.callback(events.close)
         for part in [evaluator, *threads] if evaluator is not None else threads:

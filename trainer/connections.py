@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from penstock.protocol.traces.held_groups import HeldGroups
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -15,3 +16,4 @@ class Connections:
     run_id: str
     bus: Bus
     blobs: Blobs
+    traced: HeldGroups = field(default_factory=HeldGroups, compare=False)

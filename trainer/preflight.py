@@ -25,6 +25,8 @@ from penstock.protocol.rewards_offered import (
     names_not_offered,
     nearest,
 )
+from penstock.protocol.traces.held_groups import HeldGroups
+from penstock.protocol.traces.traces import NO_TRACES, Traces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
@@ -38,15 +40,15 @@ _POLL_S = 0.2
 _SAMPLED_ROWS = 1000
 
 
-def connect(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Connections:
-    """Connect to NATS and the object store.
+def connect(settings: TrainerSettings, *, deadline_s: float = 20.0, traces: Traces = NO_TRACES) -> Connections:
+    """Connect to NATS and the object store; ``traces`` records what becomes of groups.
 
     Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused.
     """
     blobs = Blobs(settings.s3)
     blobs.check()
     bus = Bus.connect(settings.nats, name="trainer", deadline_s=deadline_s)
-    return Connections(settings.run.id, bus, blobs)
+    return Connections(settings.run.id, bus, blobs, HeldGroups(traces))
 
 
 def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:

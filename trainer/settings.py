@@ -16,6 +16,7 @@ from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Identifier, StopStrings
+from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
 from penstock.trainer.dpo_settings import DpoSettings
@@ -374,6 +375,7 @@ class TrainerSettings(Section):
     dpo: DpoSettings = Field(default_factory=DpoSettings)
     rm: RmSettings = Field(default_factory=RmSettings)
     retention: RetentionSettings = Field(default_factory=RetentionSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:

@@ -12,6 +12,8 @@ import structlog
 from penstock.protocol.activity import Activity
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.step_digest import STEP_DIGEST, group_digest, step_digest
+from penstock.protocol.traces.held_groups import HeldGroups
+from penstock.protocol.traces.spans import Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import EngineCheck
@@ -41,6 +43,7 @@ from penstock.trainer.telemetry.event_writer import EventWriter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
 from penstock.trainer.telemetry.step_reporter import StepReporter
+from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
 log = structlog.get_logger("trainer.training")
 
@@ -64,6 +67,8 @@ class Training:
     reporter: StepReporter
     heartbeat: HeartbeatWriter
     activity: Activity
+    metrics: TrainerMetrics
+    traced: HeldGroups
     ledger: Ledger
     lease: HeldLease
     record_writer: RunRecordWriter
@@ -142,6 +147,9 @@ class Training:
         crash_points.reach(CrashPoint.STEPPED)
         self._compare_engine(learned.figures)
         self._step_s = time.monotonic() - started
+        ids = [group.group_id for group in batch]
+        step: dict[str, Value] = {"step": self.num_steps_done, "version": self.version}
+        self.traced.trained(ids, time.time() - self._step_s, step)
         return learned
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
@@ -255,7 +263,9 @@ class Training:
         started = time.monotonic()
         with self.activity.working("checkpointing"):
             self.committer.commit(step=self.num_steps_done, version=self.version, weights_dtype=self.submitter.dtype)
-        self.schedule.written(started=started, now=time.monotonic())
+        finished = time.monotonic()
+        self.schedule.written(started=started, now=finished)
+        self.metrics.checkpoint_written(finished - started)
 
     def _set_state(self, text: str, **more: object) -> None:
         self.activity.state = text

@@ -61,6 +61,7 @@ SECTIONS = (
     "critic",
     "trainer",
     "eval",
+    "metrics",
     "sft",
     "dpo",
     "rm",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,10 +14,14 @@ from fastapi.security import HTTPBearer
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.errors import BusError
-from penstock.reward_service.api import endpoint_routes, metrics_text, scoring_routes
+from penstock.protocol.facts import Heartbeat
+from penstock.protocol.metrics.exporter import Exporter
+from penstock.protocol.metrics.samples import Samples
+from penstock.reward_service.api import endpoint_routes, metrics_samples, scoring_routes
 from penstock.reward_service.api.access_gate import CALLER, AccessGate
 from penstock.reward_service.api.api_models import Refusal
 from penstock.reward_service.api.body_limit import BodyLimit
+from penstock.reward_service.api.metrics_samples import EndpointState
 from penstock.reward_service.api.strict_route import StrictRoute
 from penstock.reward_service.endpoints.access import Access, Caller, Role
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
@@ -54,6 +59,8 @@ class ApiContext:
     run_id: str
     nats_down_s: Callable[[], float]
     num_held: Callable[[], int]
+    heartbeat: Callable[[], Heartbeat | None]
+    spans: Callable[[], Mapping[str, int]]
 
 
 def build(
@@ -65,7 +72,8 @@ def build(
     app.add_middleware(BodyLimit, max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes)
     app.add_middleware(AccessGate, access=access, hosts=hosts)  # the last one is the first that sees a request
     _answer_errors(app)
-    _health(app, context, needs(Role.READ))
+    _health(app, context)
+    _metrics(app, context, needs(Role.READ))
     endpoint_routes.add(app, context.registry, context.client, needs)
     scoring_routes.add(app, context.registry, context.reward_registry, needs)
     return app
@@ -104,7 +112,7 @@ def _answer_errors(app: FastAPI) -> None:
         return JSONResponse({"detail": "; ".join(wrong[:10])}, 422)
 
 
-def _health(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller]) -> None:
+def _health(app: FastAPI, context: ApiContext) -> None:
     @app.get("/healthz")
     async def healthz(response: Response) -> dict[str, Any]:
         """Return whether this replica can work: 503 while NATS is unreachable."""
@@ -113,9 +121,28 @@ def _health(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller]) 
         reason = f"NATS unreachable for {down_s:.0f} s" if down_s else ""
         return {"ok": not down_s, "replica": context.replica, "run_id": context.run_id, "reason": reason}
 
+
+def _metrics(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller]) -> None:
+    def collect(samples: Samples) -> None:
+        endpoints = {
+            name: EndpointState(context.client.metrics(endpoint), context.client.timings(endpoint))
+            for name, endpoint in context.registry.endpoints.items()
+        }
+        metrics_samples.collect(samples, context.metrics, context.activity, endpoints, num_held=context.num_held())
+
+    exporter = Exporter(
+        "reward",
+        run_id=context.run_id,
+        service_id=context.replica,
+        heartbeat=context.heartbeat,
+        collect=collect,
+        spans=context.spans,
+    )
+
     @app.get("/metrics", dependencies=[Depends(may_read)], response_class=Response)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Return the counters for Prometheus."""
-        live = {name: context.client.metrics(endpoint) for name, endpoint in context.registry.endpoints.items()}
-        text = metrics_text.render(context.metrics, context.activity, live, num_held=context.num_held())
-        return Response(text, media_type=metrics_text.CONTENT_TYPE)
+        samples = exporter.samples()  # here, where nothing changes meanwhile; written in a thread
+        accept = request.headers.get("accept", "")
+        body, content_type = await asyncio.to_thread(Exporter.written, samples, accept)
+        return Response(body, headers={"content-type": content_type})

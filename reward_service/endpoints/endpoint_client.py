@@ -11,6 +11,7 @@ from penstock.reward_service.endpoints.secret_store import SecretStore
 from penstock.reward_service.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import RewardUnavailable
+from penstock.reward_service.metrics import Timings
 from penstock.reward_service.scores import Outcome
 
 
@@ -64,6 +65,10 @@ class EndpointClient:
             if queue.endpoint.name == endpoint.name and queue.num_in_progress
         }
         return self.queue(endpoint).metrics().model_copy(update={"state": state, "finishing": finishing})
+
+    def timings(self, endpoint: Endpoint) -> Timings:
+        """Return the durations of an endpoint's calls."""
+        return self.queue(endpoint).timings
 
     async def call(self, endpoint: Endpoint, groups: Sequence[GroupToScore]) -> list[Outcome]:
         """Score a few rows at once, as a manual test does."""

@@ -20,6 +20,8 @@ import structlog
 from pydantic import BaseModel
 
 from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.traces.spans import Value
+from penstock.reward_service import pack_trace
 from penstock.reward_service.endpoints import group_pieces
 from penstock.reward_service.endpoints.breaker import Breaker, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
@@ -38,6 +40,7 @@ from penstock.reward_service.errors import (
     RewardError,
 )
 from penstock.reward_service.metrics import Timings
+from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.scores import Outcome
 
 log = structlog.get_logger("reward_service.endpoint_queue")
@@ -75,6 +78,8 @@ class QueuedGroup:
     group: GroupToScore
     attempt: int
     outcome: asyncio.Future[Outcome]
+    trace: PackTrace | None = None
+    traced_id: str = ""  # of the whole group
 
 
 class EndpointQueue:
@@ -198,7 +203,9 @@ class EndpointQueue:
             refused = QueuedGroup(group, attempt, new_future())
             refused.outcome.set_result(refusal)
             return [refused]
-        entered = [QueuedGroup(piece, attempt, new_future()) for piece in group_pieces.cut(self.endpoint, group)]
+        trace = pack_trace.CURRENT.get()
+        pieces = group_pieces.cut(self.endpoint, group)
+        entered = [QueuedGroup(piece, attempt, new_future(), trace, group.group_id) for piece in pieces]
         self._waiting.extend(entered)
         return entered
 
@@ -259,8 +266,10 @@ class EndpointQueue:
         return batch
 
     async def _call(self, batch: list[QueuedGroup]) -> None:
+        started = time.time()
         try:
             outcomes = await self._timed([waiting.group for waiting in batch], batch[0].attempt)
+            self._trace(batch, outcomes, started)
             for waiting, outcome in zip(batch, outcomes, strict=True):
                 self._answer(waiting, outcome)
             failure = outcomes[0] if all(isinstance(outcome, RewardError) for outcome in outcomes) else None
@@ -274,6 +283,18 @@ class EndpointQueue:
             self._num_in_progress -= len(batch)
             self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
         self._start_calls()
+
+    def _trace(self, batch: Sequence[QueuedGroup], outcomes: Sequence[Outcome], started: float) -> None:
+        for waiting, outcome in zip(batch, outcomes, strict=True):
+            if waiting.trace is not None:
+                error = type(outcome).__name__ if isinstance(outcome, RewardError) else ""
+                attributes: dict[str, Value] = {
+                    "endpoint": self.endpoint.name,
+                    "attempt": waiting.attempt,
+                    "num_groups": len(batch),
+                    "num_completions": len(waiting.group.completions),
+                }
+                waiting.trace.requested(waiting.traced_id, started, attributes, error)
 
     async def _timed(self, groups: Sequence[GroupToScore], attempt: int) -> list[Outcome]:
         started = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -11,6 +12,8 @@ import structlog
 from penstock.protocol import blob_keys, group_pack, subjects, trace_context
 from penstock.protocol.activity import Activity
 from penstock.protocol.facts import BlobRef, GroupGenerated
+from penstock.protocol.traces.spans import Value
+from penstock.protocol.traces.traces import NO_TRACES, Traces
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -28,9 +31,18 @@ class PackAnnouncer:
     """Stores and announces packs."""
 
     def __init__(
-        self, *, bus: Bus, blobs: Blobs, activity: Activity, metrics: WorkerMetrics, run_id: str, worker_id: str
+        self,
+        *,
+        bus: Bus,
+        blobs: Blobs,
+        activity: Activity,
+        metrics: WorkerMetrics,
+        run_id: str,
+        worker_id: str,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """Prepare; nothing is sent before `announce`."""
+        self._traces = traces
         self._bus = bus
         self._blobs = blobs
         self._activity = activity
@@ -46,6 +58,7 @@ class PackAnnouncer:
         """
         if not groups:
             return
+        generated_at = time.time()
         with self._activity.working("storing"):
             pack = await self._store(received.pack_id, groups)
             fact = GroupGenerated(
@@ -62,6 +75,7 @@ class PackAnnouncer:
                 lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S, traceparent=traceparent),
                 f"announce pack {received.pack_id}",
             )
+        self._trace(received, fact, generated_at)
         num_tokens = sum(sum(group.completion_tokens) for group in fact.groups)
         self._metrics.packs_announced += 1
         self._metrics.groups_generated += len(groups)
@@ -75,6 +89,21 @@ class PackAnnouncer:
             oldest_policy_version=min(group.oldest_version for group in fact.groups),
             attempt=received.delivery.num_delivered,
         )
+
+    def _trace(self, received: ReceivedPack, fact: GroupGenerated, generated_at: float) -> None:
+        for group in fact.groups if self._traces.is_on else ():
+            context = self._traces.group(received.delivery.traceparent, group.group_id)
+            attributes: dict[str, Value] = {
+                "group_id": group.group_id,
+                "pack_id": fact.pack_id,
+                "worker_id": self._worker_id,
+                "num_delivered": received.delivery.num_delivered,
+                "oldest_version": group.oldest_version,
+                "newest_version": group.newest_version,
+                "completion_tokens": sum(group.completion_tokens),
+            }
+            self._traces.record_in_group("generate", context, received.received_at, attributes, ended=generated_at)
+            self._traces.record_in_group("announce", context, generated_at, attributes)
 
     async def _store(self, pack_id: str, groups: Sequence[Group]) -> BlobRef:
         runs = [run for group in groups for row in group.trajectories for run in row.version_runs]

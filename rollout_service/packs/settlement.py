@@ -18,6 +18,8 @@ import structlog
 from penstock.protocol import subjects, trace_context
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
 from penstock.protocol.facts import DeadLetter, RunEvent, Task, TaskIssued, encode
+from penstock.protocol.traces.spans import Value
+from penstock.protocol.traces.traces import NO_TRACES, Traces
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.errors import EngineError, TaskRefused, WeightsUnverified
 from penstock.rollout_service.metrics import WorkerMetrics
@@ -35,7 +37,15 @@ class Settlement:
     """Settles the deliveries of one worker."""
 
     def __init__(
-        self, bus: Bus, metrics: WorkerMetrics, *, run_id: str, worker_id: str, task_attempts: int, retry_delay_s: float
+        self,
+        bus: Bus,
+        metrics: WorkerMetrics,
+        *,
+        run_id: str,
+        worker_id: str,
+        task_attempts: int,
+        retry_delay_s: float,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """Allow ``task_attempts`` deliveries, the first included; the delay between them doubles with each."""
         self._bus = bus
@@ -44,6 +54,7 @@ class Settlement:
         self._worker_id = worker_id
         self._task_attempts = task_attempts
         self._retry_delay_s = retry_delay_s
+        self._traces = traces
 
     @contextlib.asynccontextmanager
     async def settling(self, received: ReceivedPack) -> AsyncIterator[None]:
@@ -110,6 +121,7 @@ class Settlement:
             f"dead-letter tasks of pack {received.pack_id}",
         )
         self._metrics.groups_dead_lettered += len(tasks)
+        self._trace(received, tasks, reason.reason, "dead-lettered")
 
     async def _requeue_or_dead_letter(self, received: ReceivedPack, err: Exception) -> None:
         attempt = received.delivery.num_delivered
@@ -119,6 +131,7 @@ class Settlement:
             )
             return
         delay_s = min(self._retry_delay_s * 2 ** (attempt - 1), MAX_RETRY_DELAY_S)
+        self._trace(received, received.delivery.fact.tasks, type(err).__name__, "requeued")
         self._metrics.packs_given_back += 1
         self._metrics.packs_distrusted += isinstance(err, WeightsUnverified)
         log.warning("pack requeued", pack_id=received.pack_id, attempt=attempt, delay_s=delay_s, error=str(err))
@@ -126,8 +139,22 @@ class Settlement:
 
     async def _dead_letter(self, received: ReceivedPack, reason: str, detail: str) -> None:
         log.error("pack dead-lettered", pack_id=received.pack_id, reason=reason, detail=detail)
+        self._trace(received, received.delivery.fact.tasks, reason, "dead-lettered")
         self._metrics.groups_dead_lettered += max(1, len(received.delivery.fact.tasks))
         await self._end_delivery(received.delivery.dead_letter(reason, detail), received, "dead-letter")
+
+    def _trace(self, received: ReceivedPack, tasks: Sequence[Task], error: str, outcome: str) -> None:
+        """Record that groups were not generated; of a pack whose tasks are an object that was not read, nothing."""
+        for task in tasks if self._traces.is_on else ():
+            context = self._traces.group(received.delivery.traceparent, task.group_id)
+            attributes: dict[str, Value] = {
+                "group_id": task.group_id,
+                "pack_id": received.pack_id,
+                "worker_id": self._worker_id,
+                "num_delivered": received.delivery.num_delivered,
+                "outcome": outcome,
+            }
+            self._traces.record_in_group("generate", context, received.received_at, attributes, error=error)
 
     async def _end_delivery(self, ending: Awaitable[None], received: ReceivedPack, action: str) -> None:
         """Wait for NATS to confirm the end of a delivery.

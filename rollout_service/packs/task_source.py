@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.protocol import heartbeats
@@ -31,6 +31,7 @@ class ReceivedPack:
 
     split: Split
     delivery: Delivery[TaskIssued]
+    received_at: float = field(default_factory=time.time)  # seconds since the epoch
 
     @property
     def pack_id(self) -> str:

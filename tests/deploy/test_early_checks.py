@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.early_checks import check_engine, check_inputs, check_reward_files
+from penstock.deploy.early_checks import check_engine, check_inputs, check_metrics_ports, check_reward_files
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_lock
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
@@ -118,3 +118,25 @@ def test_a_run_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         run_lock.hold(tmp_path / "file" / "r"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("metrics", "num_workers", "refused"),
+    [
+        ({}, 3, ""),
+        ({"rollout_port": 0, "trainer_port": 0}, 3, ""),
+        ({"rollout_port": 9471, "trainer_port": 9470}, 1, ""),
+        ({"rollout_port": 9471}, 2, "rollout_port = 9471 with 2 workers.*0 for any free one"),
+        ({"rollout_port": 9470, "trainer_port": 9470}, 1, "both 9470"),
+    ],
+)
+def test_ports_that_services_of_one_machine_would_share_are_refused(
+    metrics: dict[str, int], num_workers: int, refused: str
+) -> None:
+    """Two workers, or worker and trainer, with one port for their metrics."""
+    rollout = RolloutSettings.model_validate({"metrics": metrics})
+    if not refused:
+        check_metrics_ports(rollout, num_workers)
+    else:
+        with pytest.raises(ConfigError, match=refused):
+            check_metrics_ports(rollout, num_workers)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.protocol import streams, subjects, trace_context
 from penstock.protocol.activity import Activity
 from penstock.protocol.facts import TaskIssued
+from penstock.protocol.traces.spans import group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
-from penstock.rollout_service.errors import TaskRefused
+from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import ReceivedPack
 from tests.groups import make_group, make_task, make_task_issued
+from tests.otlp_receiver import recorded
 from tests.servers import wait_for
 
 
@@ -67,3 +71,36 @@ async def test_the_id_of_a_dead_letter_cannot_be_taken_beforehand(
     assert (await bus.stream_state(f"{run_streams}-dead")).num_messages == len(guesses) + 1
     await received.delivery.dead_letter("r", "d")
     assert (await bus.stream_state(f"{run_streams}-dead")).num_messages == len(guesses) + 2
+
+
+async def test_spans_show_how_a_pack_was_generated(
+    bus: Bus, blobs: Blobs, run_streams: str, received: ReceivedPack
+) -> None:
+    """Generated, announced, requeued or dead-lettered: each group's trace says so; messages are as without traces."""
+    traces, spans = recorded()
+    common: dict[str, Any] = {"run_id": run_streams, "worker_id": "w0", "traces": traces}
+    settlement = Settlement(bus, WorkerMetrics(), task_attempts=2, retry_delay_s=0.01, **common)
+    announcer = PackAnnouncer(bus=bus, blobs=blobs, activity=Activity(), metrics=WorkerMetrics(), **common)
+    before = (await bus.stream_state(f"{run_streams}-generated")).num_messages
+    async with settlement.settling(received):
+        raise EngineError("secret")
+    inbox = await bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued)
+    [again] = await inbox.fetch(1, 10.0)
+    await announcer.announce(ReceivedPack("train", again), [make_group("e0.p0.a0")])
+    untraced = PackAnnouncer(
+        bus=bus, blobs=blobs, activity=Activity(), metrics=WorkerMetrics(), run_id=run_streams, worker_id="w0"
+    )
+    await untraced.announce(ReceivedPack("train", again), [make_group("e0.p0.a0")])
+    assert (await bus.stream_state(f"{run_streams}-generated")).num_messages == before + 1, "the same message id"
+    async with settlement.settling(ReceivedPack("train", again)):
+        raise EngineError("secret")
+    assert [(span.name, span.error, span.attributes.get("outcome", "")) for span in spans] == [
+        ("generate", "EngineError", "requeued"),
+        ("generate", "", ""),
+        ("announce", "", ""),
+        ("generate", "EngineError", "dead-lettered"),
+    ]
+    first = group_context(received.delivery.traceparent, "e0.p0.a0")
+    assert {span.parent for span in spans} == {first}
+    assert spans[1].end <= spans[2].start
+    assert "secret" not in repr(spans)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,9 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.deploy import quickstart_task
+from tests import otlp_receiver
+from tests.otlp_receiver import Receiver, attributes
 from tests.servers import require
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver | None]:
+    """A collector to which all services send their traces; None without the extra."""
+    if importlib.util.find_spec("opentelemetry.sdk") is None:
+        yield None
+    else:
+        yield from otlp_receiver.running(monkeypatch)
 
 
 @pytest.fixture
@@ -60,10 +73,13 @@ def _train(run_file: Path, *overrides: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_verl_parquet_is_trained_to_the_end_and_resumed(run_file: Path, tmp_path: Path, run_id: str):
+def test_a_verl_parquet_is_trained_to_the_end_and_resumed(
+    run_file: Path, tmp_path: Path, run_id: str, collector: Receiver | None
+):
     """Three steps with the math reward, then three more from the checkpoint: each step happens once, in order.
 
-    The last three are ReMax's: worker, reward service and trainer carry a greedy baseline in every group.
+    The last three are ReMax's: worker, reward service and trainer carry a greedy baseline in every group. With the extra
+    `traces`, each trained group has one trace through all three services.
     """
     assert _train(run_file)["steps"] == 3
     assert _train(run_file, "trainer.steps=6", "algorithm.name=remax")["steps"] == 6
@@ -81,3 +97,33 @@ def test_a_verl_parquet_is_trained_to_the_end_and_resumed(run_file: Path, tmp_pa
     assert totals["groups"]["trained"] == 6 * 4
     assert (folder / "model" / "model.safetensors").exists()
     assert "6 steps" in (folder / "report.md").read_text()
+    if collector is not None:
+        _check_traces(collector, num_steps=6, num_trained=6 * 4, run_id=run_id)
+
+
+def _check_traces(collector: Receiver, *, num_steps: int, num_trained: int, run_id: str) -> None:
+    """Each trained group: issued, generated, announced, scored, admitted and trained in one trace, linked from its step."""
+    services: dict[str, dict[str, str]] = {}  # trace -> span -> service
+    for span, service in zip(collector.spans, collector.services, strict=True):
+        services.setdefault(span.trace_id.hex(), {})[span.name] = service
+    trained = {span.trace_id.hex() for span in collector.named("train")}
+    assert len(trained) == num_trained
+    for trace in trained:
+        assert services[trace] == {
+            "issue": "penstock-trainer", "generate": "penstock-rollout", "announce": "penstock-rollout",
+            "score": "penstock-reward", "admitted": "penstock-trainer", "train": "penstock-trainer",
+        }  # fmt: skip
+    first = {span.trace_id: span.span_id for span in collector.named("issue")}
+    ids = {span.trace_id: attributes(span)["group_id"] for span in collector.named("issue")}
+    for span in collector.spans:
+        if span.trace_id in first and span.name != "issue":
+            assert span.parent_span_id == first[span.trace_id]
+            assert attributes(span)["group_id"] == ids[span.trace_id]
+    steps = {attributes(span)["step"]: span for span in collector.named("train step")}
+    assert sorted(steps) == list(range(1, num_steps + 1))
+    assert {link.trace_id.hex() for span in steps.values() for link in span.links} == trained
+    assert collector.named("evaluated"), "held-out groups have traces too"
+    sent = b"".join(collector.bodies)
+    assert run_id.encode() in sent
+    for secret in (b"what is", b"ground_truth", b"password", b"Bearer"):
+        assert secret not in sent, "no prompt and no secret"

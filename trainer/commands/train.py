@@ -65,7 +65,7 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
         )
     config = (json.dumps(config_document(loaded), indent=1) + "\n").encode()
     try:
-        train(settings, config, ranks, stop, watched)
+        train(settings, config, ranks, stop, watched, environ=os.environ)
         code = 128 + signals[0] if signals else 0
     except PenstockError as err:
         log.debug("run failed", exc_info=True)

@@ -111,6 +111,7 @@ class Evaluator:
             settings_before: Under which earlier sessions issued evaluations; empty: not known.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._traced = connections.traced
         self._prompts = prompts
         self._num_prompts = min(settings.num_prompts or len(prompts), len(prompts))
         self._samples = settings.samples
@@ -281,7 +282,9 @@ class Evaluator:
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
             message = pack.announced(self._run_id, stored)
             subject = subjects.tasks(self._run_id, "eval")
-            published.append(self._bus.publish(subject, message, msg_id=pack.pack_id, traceparent=new_trace()))
+            started, traceparent = time.time(), new_trace()
+            published.append(self._bus.publish(subject, message, msg_id=pack.pack_id, traceparent=traceparent))
+            self._traced.issued(traceparent, tasks, pack_id=pack.pack_id, started=started)
         for pending in published:
             pending.wait()
         evaluation.is_issued = True
@@ -313,6 +316,9 @@ class Evaluator:
             self._held[delivery.sequence] = delivery
             for group in delivery.fact.groups:
                 self._accept(group, delivery.fact.pack)
+        self._traced.arrived(delivery.traceparent, wanted)
+        for group_id in wanted:
+            self._traced.ended(group_id, "evaluated")
 
     def _awaiting(self, group: ScoredGroup) -> _Evaluation | None:
         """Return the evaluation that waits for a group; None if none does."""

@@ -83,7 +83,7 @@ class Collector:
         Raises:
             MissingStream: The run was not bootstrapped.
         """
-        self._run_id, self._bus = connections.run_id, connections.bus
+        self._run_id, self._bus, self._traced = connections.run_id, connections.bus, connections.traced
         self._tracker = DeliveryTracker(batcher, issued)
         self._issued = issued
         self._backoff = OvertakeBackoff()
@@ -221,6 +221,7 @@ class Collector:
             self._held[delivery.sequence] = delivery
             self._last_arrival = time.monotonic()
             wanted = self._tracker.receive(delivery.sequence, message.groups)
+            self._traced.arrived(delivery.traceparent, [scored.generated.group_id for scored in wanted])
         if not wanted:
             return
         try:

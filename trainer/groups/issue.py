@@ -7,6 +7,7 @@ again), which admits the next ones.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class Issuer:
         self._log: IssueLog | None = None
         self._paused = False
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._traced = connections.traced
         self._version = PolicyVersion(0)  # the newest that workers can fetch
         self._trainer_version = PolicyVersion(0)  # the version that the next step starts from
         self._most_outstanding = 0
@@ -294,6 +296,7 @@ class Issuer:
 
     def _drop(self, drop: Drop) -> None:
         """Close a group and queue its prompt again, unless it was dead-lettered: that service has used up its attempts."""
+        self._traced.ended(drop.group_id, "dropped", reason=str(drop.reason))
         self._accounting.drop("train", drop)
         if drop.reason is DropReason.DEAD:
             self._dispatch.dead_letter([drop.group_id])
@@ -305,10 +308,13 @@ class Issuer:
             )
 
     def _publish(self, pack: TaskPack) -> Pending[Receipt]:
+        started, traceparent = time.time(), new_trace()
         stored = self._blobs.put(blob_keys.task_list(self._run_id, pack.pack_id), pack.blob) if pack.blob else None
-        return self._bus.publish(
+        pending = self._bus.publish(
             subjects.tasks(self._run_id, "train"),
             pack.announced(self._run_id, stored),
             msg_id=pack.pack_id,
-            traceparent=new_trace(),
+            traceparent=traceparent,
         )
+        self._traced.issued(traceparent, pack.tasks, pack_id=pack.pack_id, started=started)
+        return pending

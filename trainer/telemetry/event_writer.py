@@ -43,12 +43,21 @@ _IN_METRICS = frozenset({"step", "eval", "evaluation_lost"})
 class EventWriter:
     """Appends to metrics.jsonl and publishes events; thread-safe. ``clock`` returns seconds since the epoch."""
 
-    def __init__(self, *, bus: Bus, run_id: str, folder: Path, clock: Callable[[], float]) -> None:
-        """Open metrics.jsonl for appending."""
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        run_id: str,
+        folder: Path,
+        clock: Callable[[], float],
+        observe: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
+    ) -> None:
+        """Open metrics.jsonl for appending; ``observe`` is called with the kind and the fields of each event."""
         folder.mkdir(parents=True, exist_ok=True)
         self._bus = bus
         self._run_id = run_id
         self._clock = clock
+        self._observe = observe
         self._session = secrets.token_hex(4)  # events of another session are other events, even for the same step
         self._num_events = 0
         self._lock = threading.Lock()
@@ -78,6 +87,7 @@ class EventWriter:
         """Write and publish one event, without waiting for the broker."""
         with self._lock:
             at = self._clock()
+            self._observe(kind, data)
             if kind in _IN_METRICS:
                 self._file.write(json.dumps({"kind": kind, "at": at, **data}).encode() + b"\n")
                 self._file.flush()

@@ -32,6 +32,8 @@ class HeartbeatWriter:
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self.version: PolicyVersion | None = None
         self.figures: dict[str, float] = {}
+        self.newest: Heartbeat | None = None
+        self.metrics_url: str | None = None
 
     def __enter__(self) -> HeartbeatWriter:
         """Start the thread."""
@@ -60,7 +62,9 @@ class HeartbeatWriter:
             cpu_s=cpu_seconds(),
             figures=dict(self.figures),
             period_s=heartbeats.PERIOD_S,
+            metrics_url=self.metrics_url,
         )
+        self.newest = record
         expiry_s = heartbeats.EXITED_TTL_S if has_exited else heartbeats.expires_after_s(heartbeats.PERIOD_S)
         self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record), ttl_s=expiry_s).wait()
 

@@ -1,0 +1,1 @@
+"""Prometheus beside a run: its configuration, alerts, and the addresses of the run's services."""

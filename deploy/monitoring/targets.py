@@ -1,0 +1,82 @@
+"""Write the addresses of a run's services for Prometheus, from their heartbeats.
+
+    python -P -m penstock.deploy.monitoring.targets RUN.toml ... [--write FILE] [--every SECONDS]
+
+The output is a list of targets as ``file_sd_configs`` and ``http_sd_configs`` read it. With ``--write`` the file is replaced
+as a whole, so that Prometheus never reads half of it; with ``--every`` again and again until it is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.bootstrap import ConnectionSettings
+from penstock.protocol import heartbeats, logs, streams
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.facts import Heartbeat
+from penstock.protocol.transport.bus import Bus
+
+# Any service may write a heartbeat: only an address and Prometheus' own path are taken from it.
+_ADDRESS = re.compile(r"http://((?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5})/metrics")
+
+
+def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
+    """Return one entry for each service that serves metrics; the others and unusable addresses are left out."""
+    found = []
+    for beat in sorted(beats, key=lambda one: (one.role, one.service_id)):
+        match = _ADDRESS.fullmatch(beat.metrics_url or "")
+        if match is not None and beat.state != heartbeats.EXITED:
+            labels = {"job": f"penstock-{beat.role}", "run": run_id}
+            found.append({"targets": [match[1]], "labels": labels})
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print or write the targets; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="targets", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="replace this file instead of printing")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="write again and again; needs --write")
+    options, rest = parser.parse_known_args(arguments)
+    if options.every is not None and (options.write is None or options.every <= 0):
+        parser.error("--every needs --write FILE and a positive number of seconds")
+    logs.configure("targets")
+    try:
+        files, overrides = split_arguments(rest)
+        settings = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings
+        with Bus.connect(settings.nats, name="targets") as bus:
+            live = bus.key_value(streams.live_bucket(settings.run.id).bucket).wait()
+            while True:
+                beats = heartbeats.readable(entry.value for entry in live.entries().wait())
+                _put(targets(beats, settings.run.id), options.write)
+                if options.every is None:
+                    return 0
+                time.sleep(options.every)
+    except PenstockError as err:
+        print(f"targets: {err}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _put(found: list[dict[str, Any]], file: Path | None) -> None:
+    text = json.dumps(found, indent=1) + "\n"
+    if file is None:
+        print(text, end="")
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(text)
+    partial.replace(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

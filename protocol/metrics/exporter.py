@@ -1,0 +1,62 @@
+"""The ``/metrics`` page of one service: common samples of its heartbeat, and the service's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import penstock
+from penstock.protocol.facts import Heartbeat
+from penstock.protocol.metrics.samples import LabelValues, Samples
+from penstock.protocol.metrics.table import Service
+
+Collect = Callable[[Samples], None]
+
+
+class Exporter:
+    """Makes the samples of each scrape from what the service has written down last: nothing is measured for a scrape."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        run_id: str,
+        service_id: str,
+        heartbeat: Callable[[], Heartbeat | None],
+        collect: Collect,
+        spans: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """All functions must return at once: the newest heartbeat, the service's own samples, spans of traces by outcome."""
+        self._service: Service = service
+        self._who = {"role": service, "worker": service_id}
+        self._run_id = run_id
+        self._heartbeat = heartbeat
+        self._collect = collect
+        self._spans = spans
+        self._values = LabelValues()
+
+    def samples(self) -> Samples:
+        """Return the samples of this moment."""
+        samples = Samples(self._service, self._values)
+        samples.add("penstock_service_info", 1.0, run=self._run_id, version=penstock.__version__, **self._who)
+        if (beat := self._heartbeat()) is not None:
+            samples.add("penstock_heartbeat_timestamp_seconds", beat.at, **self._who)
+            samples.add("penstock_busy_seconds_total", beat.busy_s, **self._who)
+            samples.add("penstock_idle_seconds_total", beat.idle_s, **self._who)
+            samples.add("penstock_cpu_seconds_total", beat.cpu_s, **self._who)
+            if beat.version is not None:
+                samples.add("penstock_weights_version", float(beat.version), **self._who)
+        for outcome, number in self._spans().items():
+            samples.add("penstock_trace_spans_total", number, outcome=outcome)
+        self._collect(samples)
+        return samples
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Return the page for Prometheus and its content type."""
+        return self.written(self.samples(), accept)
+
+    @staticmethod
+    def written(samples: Samples, accept: str) -> tuple[bytes, str]:
+        """Return samples as the page for Prometheus, and its content type."""
+        from penstock.protocol.metrics import exposition  # noqa: PLC0415  most runs are never scraped
+
+        return exposition.page(samples, accept)

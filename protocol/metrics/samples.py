@@ -1,0 +1,82 @@
+"""The samples of one scrape, checked against the table, with a bounded number of series."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.protocol.metrics.histogram import Histogram
+from penstock.protocol.metrics.table import MAX_LABEL_LENGTH, MAX_VALUES, METRICS, OPEN_LABELS, OTHER, Metric, Service
+
+Labels = tuple[str, ...]  # values, in the order of the metric's labels
+
+
+class LabelValues:
+    """The values that open labels have had in this process: the first ones of each keep their series."""
+
+    def __init__(self, most: int = MAX_VALUES) -> None:
+        """Allow ``most`` values of a label in one metric."""
+        self._most = most
+        self._seen: dict[tuple[str, str], set[str]] = {}
+
+    def bounded(self, metric: Metric, label: str, value: str) -> str:
+        """Return a value as it may be shown: at most `MAX_LABEL_LENGTH` characters of valid Unicode, or `OTHER`."""
+        text = value[:MAX_LABEL_LENGTH].encode("utf-8", "replace").decode()
+        if label not in OPEN_LABELS or not text:
+            return text
+        seen = self._seen.setdefault((metric.name, label), set())
+        if text not in seen:
+            if len(seen) >= self._most:
+                return OTHER
+            seen.add(text)
+        return text
+
+
+class Samples:
+    """What one service shows at one moment."""
+
+    def __init__(self, service: Service, values: LabelValues) -> None:
+        """Start empty; ``values`` is the same object in all scrapes of a process."""
+        self._service = service
+        self._values = values
+        self.numbers: dict[str, dict[Labels, float]] = {}
+        self.histograms: dict[str, dict[Labels, Histogram]] = {}
+        self.quantiles: dict[str, dict[Labels, Mapping[str, float]]] = {}
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """Add the value of a counter or gauge. Raises ValueError for a metric or labels that the table does not have."""
+        metric, shown = self._checked(name, labels, ("counter", "gauge"))
+        series = self.numbers.setdefault(name, {})
+        if metric.kind == "counter":
+            series[shown] = series.get(shown, 0.0) + value
+        elif not self._is_other(metric, shown):  # a sum of gauges would have no meaning
+            series[shown] = value
+
+    def add_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
+        """Add a histogram; it is copied."""
+        _, shown = self._checked(name, labels, ("histogram",))
+        series = self.histograms.setdefault(name, {})
+        if shown in series:
+            series[shown].add(histogram)
+        else:
+            series[shown] = histogram.copy()
+
+    def add_quantiles(self, name: str, quantiles: Mapping[str, float], **labels: str) -> None:
+        """Add a summary: values by quantile, and its ``sum`` and ``count`` where they are known."""
+        metric, shown = self._checked(name, labels, ("summary",))
+        series = self.quantiles.setdefault(name, {})
+        if not self._is_other(metric, shown):
+            series[shown] = dict(quantiles)
+
+    def _checked(self, name: str, labels: Mapping[str, str], kinds: tuple[str, ...]) -> tuple[Metric, Labels]:
+        metric = METRICS.get(name)
+        if metric is None or self._service not in metric.services or metric.kind not in kinds:
+            raise ValueError(
+                f"the {self._service} service has no {' or '.join(kinds)} {name}; add it to metrics/table.py"
+            )
+        if set(labels) != set(metric.labels):
+            raise ValueError(f"{name} has the labels {metric.labels}, got {tuple(labels)}")
+        return metric, tuple(self._values.bounded(metric, label, labels[label]) for label in metric.labels)
+
+    @staticmethod
+    def _is_other(metric: Metric, shown: Labels) -> bool:
+        return any(value == OTHER for label, value in zip(metric.labels, shown, strict=True) if label in OPEN_LABELS)

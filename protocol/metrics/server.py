@@ -1,0 +1,141 @@
+"""A small HTTP server for ``/metrics`` in a thread of its own, so that a scrape never waits for the service or delays it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from penstock.protocol.errors import ConfigError
+
+log = structlog.get_logger("metrics")
+
+_REQUEST_S = 5.0  # for the request to arrive, and again for the answer to be taken
+_MAX_HEAD_BYTES = 16 * 1024
+_MAX_CLIENTS = 16  # at a time; more are closed unanswered
+_LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+Page = Callable[[str], tuple[bytes, str]]  # from an Accept header to a body and its content type
+
+
+class MetricsServer:
+    """Answers ``GET /metrics``; use as a context manager."""
+
+    def __init__(self, host: str, port: int, page: Page, *, key: str) -> None:
+        """Listen at once; raises ConfigError, which names the setting ``key``, when the address cannot be used."""
+        self._page = page
+        self._socket = _listen(host, port, key)
+        address, bound = self._socket.getsockname()[:2]
+        self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
+        self.url = metrics_url(address, bound)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+        self._clients: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
+
+    def __enter__(self) -> MetricsServer:
+        """Start answering."""
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+        log.info("metrics", url=self.url)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop; a scrape in progress is cut off."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_REQUEST_S)
+
+    def _work(self) -> None:
+        assert self._loop is not None
+        with asyncio.Runner(loop_factory=lambda loop=self._loop: loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._answer, sock=self._socket, limit=_MAX_HEAD_BYTES)
+        await self._stop.wait()
+        server.close()
+        for client in list(self._clients):
+            client.cancel()
+        await asyncio.gather(*self._clients)
+        await asyncio.sleep(0)  # their transports close in the loop's next turn
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = asyncio.current_task()
+        assert client is not None
+        self._clients.add(client)
+        try:
+            if len(self._clients) > _MAX_CLIENTS:
+                return
+            async with asyncio.timeout(_REQUEST_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+            answer = self._response(head.decode("latin-1"))
+            async with asyncio.timeout(_REQUEST_S):
+                writer.write(answer)
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            writer.transport.abort()  # the client's own failure: what it did not take is not kept for it
+        except asyncio.CancelledError:
+            pass  # the service stops; the stream's callback would log the cancellation as an error
+        finally:
+            self._clients.discard(client)
+            writer.close()
+
+    def _response(self, head: str) -> bytes:
+        lines = head.split("\r\n")
+        headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
+        }
+        method, _, rest = lines[0].partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if self._hosts is not None and _host_of(headers.get("host", "")) not in self._hosts:
+            # A web page in a browser of this machine, whose name resolves to loopback.
+            return _message("403 Forbidden", b"the Host header must be localhost or 127.0.0.1\n")
+        if path != "/metrics":
+            return _message("404 Not Found", b"see /metrics\n")
+        if method not in ("GET", "HEAD"):
+            return _message("405 Method Not Allowed", b"use GET\n")
+        try:
+            body, content_type = self._page(headers.get("accept", ""))
+        except Exception:
+            log.exception("the metrics could not be written")
+            return _message("500 Internal Server Error", b"the metrics could not be written; see the log\n")
+        return _message("200 OK", body, content_type, with_body=method == "GET")
+
+
+def metrics_url(host: str, port: int) -> str:
+    """Return where a service that listens on an address is scraped: by this machine's name if it listens on all."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104  what was configured
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+
+
+def _message(
+    status: str, body: bytes, content_type: str = "text/plain; charset=utf-8", *, with_body: bool = True
+) -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + (body if with_body else b"")
+
+
+def _host_of(host: str) -> str:
+    host = host.lower()
+    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+
+
+def _listen(host: str, port: int, key: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_MAX_CLIENTS)
+    except (OSError, UnicodeError) as err:
+        raise ConfigError(
+            f"metrics.{key} = {port}: {host}:{port} cannot be listened on ({err}); set metrics.{key} to a free port, or to 0 "
+            "for any: its address is in the log and in the heartbeat"
+        ) from None

@@ -1,0 +1,1 @@
+"""OpenTelemetry traces: one for each group, through all services; off unless a collector is configured."""

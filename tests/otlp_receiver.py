@@ -1,0 +1,100 @@
+"""A receiver of OpenTelemetry traces over HTTP, which decodes them with OpenTelemetry's own classes."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.protocol.traces.spans import Span
+from penstock.protocol.traces.traces import Traces
+
+
+class Receiver:
+    """Holds what was sent to it; ``status`` and ``delay_s`` are how it answers."""
+
+    def __init__(self) -> None:
+        service = pytest.importorskip(
+            "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="pip install 'penstock[traces]'"
+        )
+        self.spans: list[Any] = []
+        self.services: list[str] = []  # of each span
+        self.bodies: list[bytes] = []
+        self.status, self.delay_s = 200, 0.0
+        receiver = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                time.sleep(receiver.delay_s)
+                if receiver.status == 200 and self.path == "/v1/traces":
+                    receiver._take(service.ExportTraceServiceRequest.FromString(body), body)
+                self.send_response(receiver.status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def named(self, name: str) -> list[Any]:
+        """The spans of one name."""
+        return [span for span in self.spans if span.name == name]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _take(self, request: Any, body: bytes) -> None:
+        self.bodies.append(body)
+        for of_resource in request.resource_spans:
+            resource = {one.key: one.value.string_value for one in of_resource.resource.attributes}
+            for scope in of_resource.scope_spans:
+                self.spans += scope.spans
+                self.services += [resource["service.name"]] * len(scope.spans)
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    """Return a span's attributes as plain values."""
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    """Run a receiver in a fixture; this process and those it starts send their traces to it."""
+    receiver = Receiver()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+    yield receiver
+    receiver.close()
+
+
+class Recorded:
+    """Takes the place of a recorder's thread: keeps the spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def put(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def counts(self) -> dict[str, int]:
+        return {"exported": len(self.spans)}
+
+
+def recorded() -> tuple[Traces, list[Span]]:
+    """Return traces that record into a list, without a thread."""
+    kept: Any = Recorded()
+    return Traces(kept), kept.spans

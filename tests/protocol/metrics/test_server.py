@@ -1,0 +1,130 @@
+"""The HTTP server of /metrics: its own thread, its own deadlines, one path."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.metrics import server
+from penstock.protocol.metrics.server import MetricsServer
+
+
+def served(port: int = 0) -> MetricsServer:
+    return MetricsServer(
+        "127.0.0.1", port, lambda accept: (f"accept={accept}\n".encode(), "text/plain"), key="trainer_port"
+    )
+
+
+def ask(running: MetricsServer, request: bytes, *, wait_s: float = 5.0) -> bytes:
+    """Send bytes and return all that is answered until the server closes."""
+    port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as client:
+        parts: list[bytes] = []
+        with contextlib.suppress(ConnectionResetError):  # closed while it still sent
+            client.sendall(request)
+            while part := client.recv(65536):
+                parts.append(part)
+        return b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "headers", "status"),
+    [
+        ("GET /metrics HTTP/1.1", "Host: localhost:1\r\nAccept: x", b"200"),
+        ("GET /metrics?a=b HTTP/1.1", "Host: 127.0.0.1", b"200"),
+        ("HEAD /metrics HTTP/1.1", "host: [::1]:8", b"200"),
+        ("GET / HTTP/1.1", "Host: localhost", b"404"),
+        ("GET /metrics/../../etc/passwd HTTP/1.1", "Host: localhost", b"404"),
+        ("POST /metrics HTTP/1.1", "Host: localhost", b"405"),
+        ("GET /metrics HTTP/1.1", "Host: evil.example", b"403"),
+        ("GET /metrics HTTP/1.1", "X: y", b"403"),
+        ("\x00\xff", "\xff: \x00", b"403"),
+    ],
+)
+def test_only_get_metrics_of_this_machine_is_answered(request_line: str, headers: str, status: bytes) -> None:
+    """Another path, method, or the name of a web page as Host gets an error and no figures."""
+    with served() as running:
+        answer = ask(running, f"{request_line}\r\n{headers}\r\n\r\n".encode("latin-1"))
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert (b"accept=" in answer) == (status == b"200" and not request_line.startswith("HEAD"))
+
+
+def test_clients_that_send_nothing_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow and excessive connections are closed; a scrape is answered meanwhile, and afterwards."""
+    monkeypatch.setattr(server, "_REQUEST_S", 0.3)
+    scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with served() as running:
+        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(8)]
+        assert ask(running, scrape).startswith(b"HTTP/1.1 200")
+        idle += [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(40)]
+        assert ask(running, b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\n\r\n") == b"", "too long a head is closed"
+        for client in idle:
+            assert client.recv(1) == b"", "closed after the deadline"
+            client.close()
+        assert ask(running, scrape).startswith(b"HTTP/1.1 200")
+
+
+def test_a_taken_port_is_an_error_with_the_fix() -> None:
+    """A second service on the same port exits with the setting to change; port 0 takes a free one each time."""
+    with served() as first, served() as second:
+        assert first.url != second.url
+        port = int(first.url.rsplit(":", 1)[1].split("/")[0])
+        with pytest.raises(ConfigError, match=r"metrics\.trainer_port = \d+.*or to 0"):
+            served(port)
+
+
+def test_a_page_that_cannot_be_made_is_an_error_of_that_scrape_only() -> None:
+    """An exception while the page is made is answered 500; the next scrape is answered."""
+    answers = iter([ZeroDivisionError(), None])
+
+    def page(_accept: str) -> tuple[bytes, str]:
+        if error := next(answers):
+            raise error
+        return b"x 1\n", "text/plain"
+
+    with MetricsServer("127.0.0.1", 0, page, key="trainer_port") as running:
+        scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert ask(running, scrape).startswith(b"HTTP/1.1 500")
+        assert ask(running, scrape).endswith(b"x 1\n")
+
+
+def test_stopping_does_not_wait_for_a_client() -> None:
+    """A service ends at once although a client holds a connection open."""
+    running = served()
+    with running:
+        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+        client = socket.create_connection(("127.0.0.1", port), timeout=5)
+        started = time.monotonic()
+    assert time.monotonic() - started < 2
+    client.close()
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client did not take within the deadline is not kept for it: it gets a part of the page and a reset."""
+    monkeypatch.setattr(server, "_REQUEST_S", 0.2)
+    size = 30_000_000
+    with MetricsServer("127.0.0.1", 0, lambda _accept: (b"x" * size, "text/plain"), key="trainer_port") as running:
+        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(0.6)
+            num_bytes = 0
+            with contextlib.suppress(ConnectionResetError):
+                while part := client.recv(1 << 20):
+                    num_bytes += len(part)
+    assert num_bytes < size
+
+
+def test_more_clients_than_allowed_are_closed() -> None:
+    """The seventeenth connection at a time is closed at once, long before the deadline of the others."""
+    with served() as running:
+        port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=2) for _ in range(17)]
+        assert idle[-1].recv(1) == b""
+        for client in idle:
+            client.close()

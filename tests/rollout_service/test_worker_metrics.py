@@ -1,0 +1,45 @@
+"""What Prometheus scrapes from a worker is its newest heartbeat."""
+
+from __future__ import annotations
+
+from penstock.protocol.facts import Heartbeat
+from penstock.protocol.metrics.exporter import Exporter
+from penstock.protocol.metrics.table import METRICS
+from penstock.rollout_service import worker_metrics
+from penstock.rollout_service.engines import engine_metrics
+from penstock.rollout_service.metrics import WorkerMetrics
+
+
+def documented(text: str) -> list[str]:
+    return [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+
+
+def test_every_figure_of_the_heartbeat_is_a_metric() -> None:
+    """All counters of a worker and of its engine are shown with the heartbeat's values, and nothing else is."""
+    names = [*WorkerMetrics().snapshot(), "packs_held", *documented(engine_metrics.__doc__ or "")]
+    figures = {name: float(number) for number, name in enumerate(names, 1)}
+    beat = Heartbeat(
+        role="rollout", service_id="w", at=5.0, state="", version=3, busy_s=1.0, idle_s=2.0, cpu_s=3.0,
+        figures={**figures, "of_a_foreign_engine": 9.0},
+    )  # fmt: skip
+    exporter = Exporter(
+        "rollout",
+        run_id="r",
+        service_id="w",
+        heartbeat=lambda: beat,
+        collect=lambda samples: worker_metrics.collect(beat, samples),
+    )
+    samples = exporter.samples()
+    shown = sorted(value for name, series in samples.numbers.items() for value in series.values())
+    assert shown == sorted([*figures.values(), 1.0, 5.0, 1.0, 2.0, 3.0, 3.0]), (
+        "each figure once; info, time, busy, idle, cpu, version"
+    )
+    assert samples.numbers["penstock_weights_version"] == {("rollout", "w"): 3.0}
+    expected = {name for name, metric in METRICS.items() if "rollout" in metric.services}
+    assert set(samples.numbers) == expected - {"penstock_trace_spans_total"}
+
+
+def test_a_worker_without_heartbeat_shows_its_name_only() -> None:
+    """Before the first heartbeat there is nothing to show but the service."""
+    exporter = Exporter("rollout", run_id="r", service_id="w", heartbeat=lambda: None, collect=lambda _samples: None)
+    assert set(exporter.samples().numbers) == {"penstock_service_info"}

@@ -1,0 +1,161 @@
+"""The trainer's Prometheus metrics, made of the events and the heartbeat that it writes anyway."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from penstock.protocol.facts import Heartbeat
+from penstock.protocol.metrics.exporter import Exporter
+from penstock.protocol.metrics.histogram import Histogram
+from penstock.protocol.metrics.samples import Samples
+from penstock.protocol.metrics.server import MetricsServer
+from penstock.protocol.metrics.settings import MetricsSettings
+from penstock.protocol.metrics.table import METRICS
+from penstock.trainer.telemetry.heartbeat import SERVICE_ID
+
+_STEP_SECONDS, _STALENESS = "penstock_trainer_step_seconds", "penstock_trained_staleness_versions"
+_PHASES = ("wait", "train", "publish", "checkpoint")
+
+# Gauges of the newest step: metric -> key in the step's event; those that an event does not have are left out.
+_OF_STEP = MappingProxyType(
+    {
+        "penstock_trainer_loss": "loss",
+        "penstock_trainer_reward_mean": "reward_mean",
+        "penstock_trainer_reward_stddev": "reward_std",
+        "penstock_trainer_gradient_norm": "grad_norm",
+        "penstock_trainer_learning_rate": "lr",
+        "penstock_trainer_entropy_nats": "entropy",
+        "penstock_trainer_ess_ratio": "ess_share",
+        "penstock_trainer_clip_ratio": "clip_fraction",
+        "penstock_trainer_rejected_ratio": "rejected_fraction",
+        "penstock_trainer_truncated_ratio": "truncated_share",
+        "penstock_trainer_zero_signal_groups_ratio": "zero_signal_groups",
+        "penstock_trainer_completion_tokens_mean": "completion_tokens_mean",
+        "penstock_trainer_staleness_versions_mean": "staleness_mean",
+    }
+)
+_KL = MappingProxyType({"behaviour": "kl_behaviour", "reference": "kl_reference"})
+
+
+class TrainerMetrics:
+    """What events and checkpoints of this session amount to; thread-safe. ``clock`` returns seconds since the epoch."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Start without events."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._step: Mapping[str, Any] = {}  # the newest event of its kind, as are the next
+        self._step_at: float | None = None
+        self._eval: Mapping[str, Any] = {}
+        self._checkpoint_at: float | None = None
+        self._tokens_trained = 0
+        self._published: dict[str, tuple[int, int]] = {}  # kind -> versions, bytes
+        self._seconds = {phase: Histogram(METRICS[_STEP_SECONDS].buckets) for phase in _PHASES}
+        self._staleness = Histogram(METRICS[_STALENESS].buckets)
+        self.queues: Mapping[tuple[str, str], Mapping[str, int]] = {}  # (stream, consumer) -> counts; set as a whole
+        self.heartbeat: Callable[[], Heartbeat | None] = lambda: None
+        self.url: str | None = None  # where they are served
+
+    def observe(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Take note of an event."""
+        with self._lock:
+            if kind == "step":
+                self._observe_step(data)
+            elif kind == "eval":
+                self._eval = dict(data)
+            elif kind == "weights":
+                versions, num_bytes = self._published.get(data["kind"], (0, 0))
+                self._published[data["kind"]] = versions + 1, num_bytes + data["sent_bytes"]
+                self._seconds["publish"].observe(data["publish_s"])
+
+    def checkpoint_written(self, seconds: float) -> None:
+        """Take note of a checkpoint that is committed."""
+        with self._lock:
+            self._checkpoint_at = self._clock()
+            self._seconds["checkpoint"].observe(seconds)
+
+    def collect(self, samples: Samples) -> None:
+        """Add the trainer's samples."""
+        with self._lock:
+            self._collect_step(samples)
+            self._collect_evaluation(samples)
+            for phase, histogram in self._seconds.items():
+                samples.add_histogram(_STEP_SECONDS, histogram, phase=phase)
+            samples.add_histogram(_STALENESS, self._staleness)
+            for kind, (versions, num_bytes) in self._published.items():
+                samples.add("penstock_weights_published_total", versions, kind=kind)
+                samples.add("penstock_weights_published_bytes_total", num_bytes, kind=kind)
+            if self._checkpoint_at is not None:
+                samples.add("penstock_trainer_last_checkpoint_timestamp_seconds", self._checkpoint_at)
+        for (stream, consumer), counts in self.queues.items():
+            for count, number in counts.items():
+                samples.add(f"penstock_queue_{count}", number, stream=stream, consumer=consumer)
+
+    def _observe_step(self, data: Mapping[str, Any]) -> None:
+        self._step, self._step_at = dict(data), self._clock()
+        self._seconds["wait"].observe(data["wait_s"])
+        self._seconds["train"].observe(data["step_s"])
+        self._tokens_trained += data["tokens_trained"]
+        for age, tokens in data["staleness_tokens"].items():
+            self._staleness.observe(float(age), tokens)
+
+    def _collect_step(self, samples: Samples) -> None:
+        step = self._step
+        samples.add("penstock_tokens_total", self._tokens_trained, outcome="trained")
+        if self._step_at is None:
+            return
+        samples.add("penstock_trainer_steps_total", step["step"])
+        samples.add("penstock_trainer_last_step_timestamp_seconds", self._step_at)
+        for name, key in _OF_STEP.items():
+            if step.get(key) is not None:
+                samples.add(name, step[key])
+        for against, key in _KL.items():
+            if step.get(key) is not None:
+                samples.add("penstock_trainer_kl_nats", step[key], against=against)
+        if (mismatch := step.get("mismatch")) is not None:
+            samples.add("penstock_trainer_engine_mismatch_nats", mismatch["mean_abs"])
+        for part, mean in step.get("reward_parts", {}).items():
+            samples.add("penstock_trainer_reward_part_mean", mean, part=part)
+        groups = step["groups"]
+        samples.add("penstock_trainer_groups_outstanding", groups["outstanding"])
+        for outcome in ("issued", "issued_again", "given_up", "scored", "trained", "reused"):
+            samples.add("penstock_groups_total", groups[outcome], outcome=outcome, reason="")
+        for reason, count in groups["dropped"].items():
+            samples.add("penstock_groups_total", count, outcome="dropped", reason=reason)
+
+    def _collect_evaluation(self, samples: Samples) -> None:
+        if not self._eval:
+            return
+        samples.add("penstock_eval_version", self._eval["version"])
+        samples.add("penstock_eval_reward_mean", self._eval["reward_mean"])
+        if self._eval["accuracy"] is not None:
+            samples.add("penstock_eval_accuracy_ratio", self._eval["accuracy"])
+
+
+@contextlib.contextmanager
+def serving(
+    settings: MetricsSettings, run_id: str, clock: Callable[[], float], spans: Callable[[], Mapping[str, int]] = dict
+) -> Iterator[TrainerMetrics]:
+    """Serve the trainer's metrics in the block if a port is set; raises ConfigError when it cannot be listened on.
+
+    ``spans`` returns the spans of traces so far by outcome.
+    """
+    metrics = TrainerMetrics(clock)
+    if settings.trainer_port is None:
+        yield metrics
+        return
+    exporter = Exporter(
+        "trainer",
+        run_id=run_id,
+        service_id=SERVICE_ID,
+        heartbeat=lambda: metrics.heartbeat(),  # noqa: PLW0108  set later
+        collect=metrics.collect,
+        spans=spans,
+    )
+    with MetricsServer(settings.host, settings.trainer_port, exporter.page, key="trainer_port") as server:
+        metrics.url = server.url
+        yield metrics
