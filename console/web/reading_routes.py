@@ -1,51 +1,98 @@
-"""The GET routes with the figures of runs, and the two requests of the page that change something outside of them.
+"""The routes that read: the list of runs, and what a run's folder, NATS and S3 have about it; and the page's two actions.
 
 Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. Nothing here writes to a run but `resend`.
+``routers`` are the routers of this and of further files; `app.create_app` includes each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, HTTPException, Path, Query
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console.tools.rewards import RewardServiceError
-from penstock.console.web.reading import dead_letter_pages, reward_endpoints, settings_difference, token_texts
+from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
+from penstock.console.web.problems import RESPONSES, Problem
+from penstock.console.web.reading import dead_letter_pages, reward_endpoints, run_list, settings_difference, token_texts
 from penstock.console.web.reading.group_detail import MAX_TOKENS, group_document, token_document
 from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun
 from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
+from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.step_series import MAX_POINTS
-from penstock.protocol.errors import BlobError, BusError, ConfigError, MissingStream, PenstockError, RecordBroken
 from penstock.protocol.subjects import RUN_ID
 
 _MAX = 2**53
 _MAX_SCANS = 4  # requests that read S3 at a time
 _SCAN_WAIT_S = 10.0
+_REWARD_URL, _REWARD_TOKEN = "PENSTOCK_CONSOLE_REWARD_URL", "PENSTOCK_CONSOLE_REWARD_TOKEN_FILE"
 
-RunId = Annotated[str, Path(pattern=f"^{RUN_ID.pattern}$")]
 Step = Annotated[int | None, Query(ge=0, le=_MAX)]
 Limit = Annotated[int, Query(ge=1, le=100)]
-Number = Annotated[int, Path(ge=1, le=_MAX)]
+Number = Annotated[int, PathParameter(ge=1, le=_MAX)]
 GroupId = Annotated[str, Query(min_length=1, max_length=200)]
 Finite = Annotated[float | None, Query(allow_inf_nan=False)]
 Text = Annotated[str, Query(max_length=200)]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingContext:
-    """What the routes read, and the reward service that the page's test calls."""
+@contextlib.asynccontextmanager
+async def _closing_runs(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    opened: OpenRuns | None = getattr(app.state, "open_runs", None)
+    if opened is not None:
+        opened.close()
 
-    runs: OpenRuns
-    arguments: Sequence[str]
-    environ: Mapping[str, str]
-    reward_url: str | None = None
-    reward_token: FilePath | None = None
+
+router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES, lifespan=_closing_runs)
+routers = [router]
+_scans = threading.BoundedSemaphore(_MAX_SCANS)
+_opening = threading.Lock()
+
+
+def open_runs(request: Request, web: Context) -> OpenRuns:
+    """Return the runs that this server watches."""
+    state = request.app.state
+    with _opening:
+        if not hasattr(state, "open_runs"):
+            state.open_runs = OpenRuns((*web.arguments, f"run.dir={web.runs_dir}"), web.environ)
+        return state.open_runs
+
+
+Runs = Annotated[OpenRuns, Depends(open_runs)]
+
+
+def reading_of(run: RunName, runs: Runs, _: Reader) -> RunReading:
+    """Return the reader of a run, opening it if nobody looked at it before; a problem 404 if there is no such run."""
+    return _open(runs, run)
+
+
+def _open(runs: OpenRuns, run: str) -> RunReading:
+    try:
+        return runs.get(run)
+    except UnknownRun as err:
+        raise Problem(404, str(err), fix="list the runs with GET /v1/runs") from None
+
+
+Reading = Annotated[RunReading, Depends(reading_of)]
+
+
+class RunItem(BaseModel):
+    """One run of the list."""
+
+    run: str = Field(description="Its name.")
+    state: str = Field(description="created, queued, running, paused, stopped, failed or finished.")
+    step: int | None = None
+    accuracy: float | None = None
+    reward: float | None = None
+    eval_reward: float | None = None
+    when: str = Field("", description="ISO 8601: when it last changed.")
+    curve: list[float] = Field([], description="The reward of at most 60 points of the run, for a small drawing.")
 
 
 class TestedCompletions(BaseModel):
@@ -84,189 +131,156 @@ class _Filter:
 Wanted = Annotated[_Filter, Depends()]
 
 
-def router(context: ReadingContext, *, may_read: Callable[..., Any], may_run: Callable[..., Any]) -> APIRouter:
-    """Return the routes; ``may_read`` and ``may_run`` are dependencies that check the role of the caller."""
-    found = APIRouter(prefix="/v1/runs/{run_id}", dependencies=[Depends(may_read)])
-    _figures(found, context)
-    _groups(found, context)
-    _rewards(found, context, may_run)
-    _dead_letters(found, context, may_run)
-    return found
+@router.get("/runs")
+def list_runs(web: Context, _: Reader) -> list[RunItem]:
+    """List the runs in the folder of runs, and those on the NATS server that was configured, newest first."""
+    return [RunItem(**fields) for fields in run_list.rows((*web.arguments, f"run.dir={web.runs_dir}"), web.environ)]
 
 
-def comparison_router(context: ReadingContext, *, may_read: Callable[..., Any]) -> APIRouter:
-    """Return the route that compares runs."""
-    found = APIRouter(dependencies=[Depends(may_read)])
-
-    @found.get("/v1/settings-differences")
-    def settings_differences(
-        run: Annotated[list[Annotated[str, Field(pattern=f"^{RUN_ID.pattern}$")]], Query(min_length=2, max_length=4)],
-    ) -> dict[str, Any]:
-        """Return the settings in which two to four runs differ."""
-        with _answering():
-            return settings_difference.differences({one: context.runs.get(one).config() for one in run})
-
-    return found
+@router.get("/settings-differences")
+def settings_differences(
+    runs: Runs,
+    _: Reader,
+    run: Annotated[list[Annotated[str, Field(pattern=f"^{RUN_ID.pattern}$")]], Query(min_length=2, max_length=4)],
+) -> dict[str, Any]:
+    """Return the settings in which two to four runs differ."""
+    return settings_difference.differences({one: _open(runs, one).config() for one in run})
 
 
-def _figures(routes: APIRouter, context: ReadingContext) -> None:
-    runs = context.runs
-
-    @routes.get("/summary")
-    def summary(run_id: RunId) -> dict[str, Any]:
-        """Return the overview: state, reward, held-out accuracy, staleness, who waits, healthy bands, diagnoses."""
-        with _answering():
-            return runs.get(run_id).summary()
-
-    @routes.get("/metrics")
-    def metrics(
-        run_id: RunId,
-        first: Annotated[int, Query(alias="from", ge=0, le=_MAX)] = 0,
-        last: Annotated[int | None, Query(alias="to", ge=0, le=_MAX)] = None,
-        points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 600,
-        name: Annotated[list[Annotated[str, Field(max_length=120)]] | None, Query(max_length=60)] = None,
-    ) -> dict[str, Any]:
-        """Return the figures of the steps in at most ``points`` buckets, each with its mean, least and greatest value."""
-        with _answering():
-            return runs.get(run_id).metrics(name, first=first, last=last, points=points)
-
-    @routes.get("/workers")
-    def workers(run_id: RunId) -> dict[str, Any]:
-        """Return every service with its figures, and the least, mean and greatest of each by role."""
-        with _answering():
-            return runs.get(run_id).fleet()
-
-    @routes.get("/versions")
-    def versions(run_id: RunId, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
-        """Return the newest versions: published, adopted by which worker, bytes and pauses."""
-        with _answering():
-            return runs.get(run_id).versions(before=before, limit=limit)
+@router.get("/runs/{run}/summary")
+def summary(reading: Reading) -> dict[str, Any]:
+    """Return the overview: state, reward, held-out accuracy, staleness, who waits, healthy bands, diagnoses."""
+    return reading.summary()
 
 
-def _groups(routes: APIRouter, context: ReadingContext) -> None:
-    runs, scans = context.runs, threading.BoundedSemaphore(_MAX_SCANS)
+@router.get("/runs/{run}/metrics")
+def metrics(
+    reading: Reading,
+    first: Annotated[int, Query(alias="from", ge=0, le=_MAX)] = 0,
+    last: Annotated[int | None, Query(alias="to", ge=0, le=_MAX)] = None,
+    points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 600,
+    name: Annotated[list[Annotated[str, Field(max_length=120)]] | None, Query(max_length=60)] = None,
+) -> dict[str, Any]:
+    """Return the figures of the steps in at most ``points`` buckets, each with its mean, least and greatest value."""
+    return reading.metrics(name, first=first, last=last, points=points)
 
-    @routes.get("/groups")
-    def groups(run_id: RunId, query: Wanted) -> dict[str, Any]:
-        """Return the groups of the run's record, the newest first; ``next`` is the cursor of the rest."""
-        with _answering(), _one_of(scans), runs.get(run_id).groups() as found:
-            wanted = query.wanted(each_trajectory=False)
-            return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
 
-    @routes.get("/trajectories")
-    def trajectories(run_id: RunId, query: Wanted) -> dict[str, Any]:
-        """Return trajectories one by one, the newest first; a group's are never divided between two pages."""
-        with _answering(), _one_of(scans), runs.get(run_id).groups() as found:
-            wanted = query.wanted(each_trajectory=True)
-            return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+@router.get("/runs/{run}/workers")
+def workers(reading: Reading) -> dict[str, Any]:
+    """Return every service with its figures, and the least, mean and greatest of each by role."""
+    return reading.fleet()
 
-    @routes.get("/group")
-    def group(
-        run_id: RunId, group_id: GroupId, chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None
-    ) -> dict[str, Any]:
-        """Return one group with its trajectories: texts, rewards and parts, turns of an episode."""
-        with _answering(), _one_of(scans), runs.get(run_id).groups() as found:
+
+@router.get("/runs/{run}/versions")
+def versions(reading: Reading, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
+    """Return the newest versions: published, adopted by which worker, bytes and pauses."""
+    return reading.versions(before=before, limit=limit)
+
+
+@router.get("/runs/{run}/groups")
+def groups(reading: Reading, query: Wanted) -> dict[str, Any]:
+    """Return the groups of the run's record, the newest first; ``next`` is the cursor of the rest."""
+    with _scanning(), reading.groups() as found:
+        wanted = query.wanted(each_trajectory=False)
+        return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+
+
+@router.get("/runs/{run}/trajectories")
+def trajectories(reading: Reading, query: Wanted) -> dict[str, Any]:
+    """Return trajectories one by one, the newest first; a group's are never divided between two pages."""
+    with _scanning(), reading.groups() as found:
+        wanted = query.wanted(each_trajectory=True)
+        return found.page(wanted, cursor=query.cursor, limit=query.limit, texts=query.texts)
+
+
+@router.get("/runs/{run}/group")
+def group(
+    reading: Reading, group_id: GroupId, chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None
+) -> dict[str, Any]:
+    """Return one group with its trajectories: texts, rewards and parts, turns of an episode."""
+    with _scanning(), reading.groups() as found:
+        entry = found.find(group_id, chapter=chapter)
+        return group_document(entry, *found.group(entry))
+
+
+@router.get("/runs/{run}/tokens")
+def tokens(
+    reading: Reading,
+    group_id: GroupId,
+    trajectory: Annotated[int, Query(ge=0, le=10**6)] = 0,
+    row: Annotated[int, Query(ge=0, le=10**6)] = 0,
+    first: Annotated[int, Query(alias="from", ge=0, le=10**9)] = 0,
+    count: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 1024,
+    chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None,
+) -> dict[str, Any]:
+    """Return the tokens of one row: behaviour log-probabilities, loss mask, the version that sampled each."""
+    with _scanning():
+        with reading.groups() as found:
             entry = found.find(group_id, chapter=chapter)
-            return group_document(entry, *found.group(entry))
-
-    @routes.get("/tokens")
-    def tokens(
-        run_id: RunId,
-        group_id: GroupId,
-        trajectory: Annotated[int, Query(ge=0, le=10**6)] = 0,
-        row: Annotated[int, Query(ge=0, le=10**6)] = 0,
-        first: Annotated[int, Query(alias="from", ge=0, le=10**9)] = 0,
-        count: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 1024,
-        chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None,
-    ) -> dict[str, Any]:
-        """Return the tokens of one row: behaviour log-probabilities, loss mask, the version that sampled each."""
-        with _answering(), _one_of(scans):
-            reading = runs.get(run_id)
-            with reading.groups() as found:
-                entry = found.find(group_id, chapter=chapter)
-                stored, problem = found.group(entry)
-            if stored is None:
-                raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
-            texts = token_texts.reader(reading.folder, reading.known_config())
-            return token_document(stored, trajectory, row, first, count, texts)
-
-    @routes.get("/lineage")
-    def lineage(run_id: RunId, version: Step = None) -> dict[str, Any]:
-        """Return the groups, rewards and parents of a version; without one, of the last."""
-        with _answering(), _one_of(scans), runs.get(run_id).groups() as found:
-            return found.lineage(version)
+            stored, problem = found.group(entry)
+        if stored is None:
+            raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
+        texts = token_texts.reader(reading.folder, reading.known_config())
+        return token_document(stored, trajectory, row, first, count, texts)
 
 
-def _rewards(routes: APIRouter, context: ReadingContext, may_run: Callable[..., Any]) -> None:
-    def service(run_id: str) -> tuple[str, FilePath | None]:
-        url = reward_endpoints.service_url(context.runs.get(run_id).folder, context.reward_url)
-        return url, context.reward_token if context.reward_url is not None else None
-
-    @routes.get("/rewards")
-    def rewards(run_id: RunId) -> dict[str, Any]:
-        """Return errors by reason, scorers, the distribution of the newest rewards, and the reward service's endpoints."""
-        with _answering():
-            return context.runs.get(run_id).rewards() | {"service": reward_endpoints.endpoints(*service(run_id))}
-
-    @routes.post("/rewards/test", dependencies=[Depends(may_run)])
-    def test_reward(run_id: RunId, tested: TestedCompletions) -> Any:
-        """Score completions by hand, by the code that scores the run's groups."""
-        with _answering():
-            group = tested.model_dump(exclude={"reward"})
-            return reward_endpoints.score(*service(run_id), {"reward": tested.reward, "groups": [group]})
+@router.get("/runs/{run}/lineage")
+def lineage(reading: Reading, version: Step = None) -> dict[str, Any]:
+    """Return the groups, rewards and parents of a version; without one, of the last."""
+    with _scanning(), reading.groups() as found:
+        return found.lineage(version)
 
 
-def _dead_letters(routes: APIRouter, context: ReadingContext, may_run: Callable[..., Any]) -> None:
-    where = context.arguments, context.environ
+@router.get("/runs/{run}/rewards")
+def rewards(reading: Reading, web: Context) -> dict[str, Any]:
+    """Return errors by reason, scorers, the distribution of the newest rewards, and the reward service's endpoints."""
+    return reading.rewards() | {"service": reward_endpoints.endpoints(*_reward_service(reading, web))}
 
-    @routes.get("/dead-letters")
-    def dead_letters(run_id: RunId, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
-        """Return the newest dead letters."""
-        with _answering():
-            context.runs.get(run_id)
-            return dead_letter_pages.page(run_id, *where, before=before, limit=limit)
 
-    @routes.get("/dead-letters/{number}")
-    def dead_letter(run_id: RunId, number: Number) -> dict[str, Any]:
-        """Return one dead letter with its prompts and completions."""
-        with _answering():
-            context.runs.get(run_id)
-            return dead_letter_pages.show(run_id, number, *where)
+@router.post("/runs/{run}/rewards/test")
+def score_by_hand(reading: Reading, web: Context, _: Runner, tested: TestedCompletions) -> dict[str, Any]:
+    """Score completions by hand, by the code that scores the run's groups."""
+    body = {"reward": tested.reward, "groups": [tested.model_dump(exclude={"reward"})]}
+    try:
+        return reward_endpoints.score(*_reward_service(reading, web), body)
+    except RewardServiceError as err:
+        raise Problem(503, str(err)) from None
 
-    @routes.post("/dead-letters/{number}/resend", dependencies=[Depends(may_run)])
-    def resend(run_id: RunId, number: Number, once_more: bool = False) -> dict[str, Any]:
-        """Send one dead letter again."""
-        with _answering():
-            context.runs.get(run_id)
-            return dead_letter_pages.resend(run_id, number, *where, once_more=once_more)
+
+@router.get("/runs/{run}/dead-letters")
+def dead_letters(reading: Reading, web: Context, before: Step = None, limit: Limit = 50) -> dict[str, Any]:
+    """Return the newest dead letters."""
+    return dead_letter_pages.page(reading.run_id, *_where(web), before=before, limit=limit)
+
+
+@router.get("/runs/{run}/dead-letters/{number}")
+def dead_letter(reading: Reading, web: Context, number: Number) -> dict[str, Any]:
+    """Return one dead letter with its prompts and completions."""
+    return dead_letter_pages.show(reading.run_id, number, *_where(web))
+
+
+@router.post("/runs/{run}/dead-letters/{number}/resend")
+def resend(reading: Reading, web: Context, _: Runner, number: Number, once_more: bool = False) -> dict[str, Any]:
+    """Send one dead letter again."""
+    return dead_letter_pages.resend(reading.run_id, number, *_where(web), once_more=once_more)
+
+
+def _where(web: WebContext) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    return (*web.arguments, f"run.dir={web.runs_dir}"), web.environ
+
+
+def _reward_service(reading: RunReading, web: WebContext) -> tuple[str, Path | None]:
+    """Return the URL of a run's reward service and the file of its token, which is sent to the URL that was set only."""
+    url = web.environ.get(_REWARD_URL)
+    file = web.environ.get(_REWARD_TOKEN)
+    return reward_endpoints.service_url(reading.folder, url), Path(file) if url and file else None
 
 
 @contextlib.contextmanager
-def _one_of(scans: threading.BoundedSemaphore) -> Iterator[None]:
-    if not scans.acquire(timeout=_SCAN_WAIT_S):
-        raise HTTPException(503, f"{_MAX_SCANS} other requests are reading groups; try again")
+def _scanning() -> Iterator[None]:
+    if not _scans.acquire(timeout=_SCAN_WAIT_S):
+        raise Problem(503, f"{_MAX_SCANS} other requests are reading groups", fix="try again")
     try:
         yield
     finally:
-        scans.release()
-
-
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    """Answer the errors of the readers with their status and text."""
-    try:
-        yield
-    except PenstockError as err:
-        raise HTTPException(_status(err), str(err)[:2000]) from None
-
-
-def _status(err: PenstockError) -> int:
-    if isinstance(err, (UnknownRun, RecordBroken, MissingStream)):
-        return 404
-    if isinstance(err, QueryRefused):
-        return 409
-    if isinstance(err, RewardServiceError):
-        return 502
-    if isinstance(err, (BusError, BlobError)):
-        return 503
-    return 400 if isinstance(err, ConfigError) else 500
+        _scans.release()

@@ -1,6 +1,5 @@
-// Calls the console's API. The token is kept for this tab only, and sent in a header: no cookie, so no other site can use it.
+// Calls the console's API. The browser sends its cookie, which no script can read; the API refuses what comes from another site.
 
-const KEY = "penstock-token";
 const DEADLINE_MS = 30000;
 
 export class Refused extends Error {
@@ -8,30 +7,6 @@ export class Refused extends Error {
     super(text);
     this.status = status;
   }
-}
-
-let token = "";
-try {
-  token = sessionStorage.getItem(KEY) || "";
-} catch {
-  // storage is switched off: the token is asked for again after a reload
-}
-
-export function setToken(value) {
-  token = value.trim();
-  try {
-    sessionStorage.setItem(KEY, token);
-  } catch {
-    // as above
-  }
-}
-
-// A printed URL may carry the token behind the #, which no server and no log sees; it is taken out of the address at once.
-export function takeTokenFromAddress() {
-  const found = /^#token=([^&]+)(?:&(.*))?$/.exec(location.hash);
-  if (!found) return;
-  setToken(decodeURIComponent(found[1]));
-  history.replaceState(null, "", `${location.pathname}#${found[2] || "/"}`);
 }
 
 export function path(...parts) {
@@ -50,10 +25,9 @@ export function query(values) {
 
 async function call(method, url, body) {
   const headers = { Accept: "application/json" };
-  if (token) headers.Authorization = `Bearer ${token}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const answer = await fetch(url, {
-    method, headers, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store", credentials: "omit",
+    method, headers, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store", credentials: "same-origin",
     redirect: "error", signal: AbortSignal.timeout(DEADLINE_MS),
   });
   let found = null;
@@ -63,8 +37,7 @@ async function call(method, url, body) {
     throw new Refused(answer.status, `the answer to ${url} is not JSON`);
   }
   if (!answer.ok) {
-    const detail = found && (found.detail || found.error);
-    throw new Refused(answer.status, typeof detail === "string" ? detail : JSON.stringify(detail || found));
+    throw new Refused(answer.status, [found.detail, found.fix].filter(Boolean).join("; ") || answer.statusText);
   }
   return found;
 }

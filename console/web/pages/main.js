@@ -1,6 +1,6 @@
 // The frame of the page: which view is shown, when it is read again, and what is said while the console does not answer.
 
-import { Refused, setToken, takeTokenFromAddress } from "./api.js";
+import { Refused } from "./api.js";
 import { el, replace, shown } from "./dom.js";
 import * as compare from "./views/compare.js";
 import * as deadLetters from "./views/dead_letters.js";
@@ -110,11 +110,16 @@ function say(text) {
   if (banner.textContent !== shown(text)) banner.textContent = shown(text);
 }
 
+// The form is sent to the console itself, which answers with a cookie for this browser.
 function askForToken(holder) {
-  const field = el("input", { type: "password", autocomplete: "off", "aria-label": "Token", maxlength: "4096" });
-  const form = el("form", { on: { submit: (event) => { event.preventDefault(); setToken(field.value); show(); } } },
-    el("h1", {}, "A token is needed"), el("p", {}, "Paste a token of this console. It is kept for this tab only."),
+  const search = new URLSearchParams(location.search);
+  const why = search.has("refused") ? "That token is not known, or was revoked." : search.has("expired") ? "That link was used before, or is too old." : "";
+  const field = el("input", { type: "password", name: "token", autocomplete: "off", maxlength: "200" });
+  const form = el("form", {}, el("h1", {}, "A token is needed"), why ? el("p", { class: "warn" }, why) : null,
+    el("p", {}, "Open the link that the console printed when it started, or paste a token made with: penstock console token NAME"),
     el("label", {}, "Token", field), " ", el("button", { type: "submit" }, "Use it"));
+  form.method = "post";
+  form.action = "/login";
   say("");
   holder.dataset.ready = "token";
   replace(holder, form);
@@ -136,5 +141,4 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => docu
 document.addEventListener("visibilitychange", () => { if (!document.hidden && current) current.refresh(); });
 window.addEventListener("online", () => { if (current) current.refresh(); });
 window.addEventListener("hashchange", () => { show(); main.focus(); });
-takeTokenFromAddress();
 show();
