@@ -15,7 +15,7 @@ export function open(holder, { run }) {
   const completions = el("textarea", { name: "completions", rows: "4", maxlength: "20000" });
   const result = el("div", { role: "status" });
   const form = el("form", { on: { submit: send } },
-    el("div", { class: "filters" }), el("label", {}, "reward", names), " ", el("label", {}, "prompt", prompt), " ", el("label", {}, "ground truth", truth),
+    el("label", {}, "reward", names), " ", el("label", {}, "prompt", prompt), " ", el("label", {}, "ground truth", truth),
     el("label", {}, "completions, one a line", completions), el("p", {}, el("button", { type: "submit" }, "Send a test")));
   holder.append(el("h1", {}, "Rewards"), panel("Distribution of the newest rewards", distribution), panel("Errors", errors),
     panel("Scored by", scorers), panel("Reward service", service), panel("Test a reward", form, result));
@@ -57,9 +57,9 @@ export function open(holder, { run }) {
         found.service.problem ? el("p", { class: "warn" }, found.service.problem) : el("p", { class: "dim" }, found.service.url),
         table("Endpoints", [
           ["endpoint", (row) => row.endpoint.name], ["URL", (row) => row.endpoint.url, "text"], ["version", (row) => row.endpoint.version],
-          ["breaker", (row) => row.live.breaker ?? row.live.state ?? "–"], ["calls", (row) => number(row.live.num_calls ?? row.live.calls ?? null), "num"],
-          ["failed", (row) => number(row.live.num_failed ?? row.live.failures ?? null), "num"],
-          ["p50", (row) => seconds(row.live.p50_s ?? null), "num"], ["p99", (row) => seconds(row.live.p99_s ?? null), "num"],
+          ["breaker", (row) => el("span", { class: row.live.breaker === "closed" ? "good" : "bad" }, row.live.breaker)], ["calls", (row) => number(row.live.calls), "num"],
+          ["failed", (row) => number(row.live.errors), "num"],
+          ["p50", (row) => seconds(row.live.latency_p50_s), "num"], ["p99", (row) => seconds(row.live.latency_p99_s), "num"],
         ], found.service.endpoints, "no endpoint is registered"),
         table("Rewards", [["reward", (row) => row.name], ["kind", (row) => row.kind], ["description", (row) => row.description, "text"]], found.service.rewards),
       ]);
