@@ -69,8 +69,8 @@ export class LineChart {
       const colour = css(COLOURS[at % COLOURS.length]);
       const first = series.length;
       series.push({ label: line.label, stroke: colour, width: 1.6, spanGaps: true, points: { show: line.steps.length < 3 } });
-      series.push({ stroke: colour, width: 0, alpha: 0.01, spanGaps: true, points: { show: false } });
-      series.push({ stroke: colour, width: 0, alpha: 0.01, spanGaps: true, points: { show: false } });
+      series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
+      series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
       bands.push({ series: [first + 2, first + 1], fill: at === 0 ? css("--band") : "transparent" });
     });
     const range = this.zero ? (u, low, high) => [Math.min(0, low ?? 0), (high ?? 1) > 0 ? high * 1.05 : 1] : undefined;

@@ -22,9 +22,12 @@ _NOT_A_FIGURE = {"step", "version", "at"}
 
 
 def step_figures(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return every finite number of a step event by name: its own fields, and those named in `report/learning.py`."""
+    """Return every finite number of a step event by name: its own fields, those named in `report/learning.py`, and tokens/s."""
     own = {name: found for name, value in data.items() if (found := number(value)) is not None}
     figures = {name: value for name, value in own.items() if name not in _NOT_A_FIGURE and not name.startswith("_")}
+    seconds = sum(own.get(name, 0.0) for name in ("wait_s", "step_s", "publish_s"))
+    if "tokens_trained" in own and "step_s" in own and seconds > 0:
+        figures.setdefault("tokens_per_s", own["tokens_trained"] / seconds)
     return {name[:_MAX_NAME]: value for name, value in (figures | learning.read(data)).items()}
 
 
@@ -162,7 +165,7 @@ def histogram(values: Sequence[float], *, bins: int = 20) -> dict[str, list[floa
     if not values:
         return {"edges": [], "counts": []}
     found, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
-    if len(found) <= 8 or not np.isfinite(2 * found[0]) or not np.isfinite(2 * found[-1]):
+    if len(found) <= 8 or max(-found[0], found[-1]) > 1e300:  # such a range has no width that a float can hold
         found, counts = found[:bins], counts[:bins]
         return {"edges": found.tolist(), "counts": counts.tolist()}
     counts, edges = np.histogram(values, bins=bins)

@@ -103,7 +103,14 @@ class ShownRun:
         for number in range(1, steps + 1):
             self.publish_step(number)
             self.publish(subjects.weights_published(run), recorded.published(number))
-            data = {"version": number, "kind": "patch", "raw_bytes": 900_000, "sent_bytes": 10_000 + number, "density": 0.01, "publish_s": 0.05}
+            data = {
+                "version": number,
+                "kind": "patch",
+                "raw_bytes": 900_000,
+                "sent_bytes": 10_000 + number,
+                "density": 0.01,
+                "publish_s": 0.05,
+            }
             say("weights", recorded.event("weights", recorded.START + number).model_copy(update={"data": data}))
             for worker in range(workers):
                 fact = recorded.applied(f"rollout-{worker}", number)
@@ -114,7 +121,17 @@ class ShownRun:
                     accuracy = base + 0.4 * number / steps
                     say("eval", recorded.evaluation(number, accuracy, recorded.START + number, split=split))
         detail = HOSTILE[1] if self.hostile else "endpoint answered 500"
-        say("reward_error", recorded.event("reward_error", recorded.START, "reward", reason="endpoint_failed", detail=detail, group_ids=["e0.p1.a0"]))
+        say(
+            "reward_error",
+            recorded.event(
+                "reward_error",
+                recorded.START,
+                "reward",
+                reason="endpoint_failed",
+                detail=detail,
+                group_ids=["e0.p1.a0"],
+            ),
+        )
         self.flush()
 
     def publish_step(self, number: int, **more: Any) -> None:
@@ -122,7 +139,14 @@ class ShownRun:
         at = recorded.START + number / 2
         if self.hostile:
             more |= {"reward_parts": {HOSTILE[0]: 0.5, HOSTILE[1]: 0.25}, "scored_by": {HOSTILE[2]: 3}}
-        fields = {"entropy": 0.5 / (1 + number / 50), "truncated_share": 0.3, "lr": 1e-5, "lr_set": 1e-5, "grad_norm": 0.1, "publish_s": 0.05}
+        fields = {
+            "entropy": 0.5 / (1 + number / 50),
+            "truncated_share": 0.3,
+            "lr": 1e-5,
+            "lr_set": 1e-5,
+            "grad_norm": 0.1,
+            "publish_s": 0.05,
+        }
         event = recorded.step(number, at, **{**fields, **more})
         self.publish(subjects.events(self.run_id, "step"), event)
 
@@ -162,11 +186,20 @@ class ShownRun:
         bucket = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait()
         bucket.put(streams.CHECKPOINT_KEY, encode(pointer)).wait()
 
+    def pointer(self) -> bytes | None:
+        """The value of that key."""
+        bucket = self.bus.key_value(streams.state_bucket(self.run_id).bucket).wait()
+        entry = bucket.get(streams.CHECKPOINT_KEY).wait()
+        return None if entry is None else entry.value
+
     def write_chapter(self, number: int, first: int, last: int, parent: BlobRef | None, *, is_last: bool) -> BlobRef:
         recorded_steps = tuple(self._step(step, with_episodes=step == 1) for step in range(first, last + 1))
         more: dict[str, Any] = {}
         if number == 1:
-            config = self.blobs.put(blob_keys.lineage_config(self.run_id, "a" * 64), json.dumps({"settings": {"trainer": {"lr": 1e-5}}}).encode())
+            config = self.blobs.put(
+                blob_keys.lineage_config(self.run_id, "a" * 64),
+                json.dumps({"settings": {"trainer": {"lr": 1e-5}}}).encode(),
+            )
             more["lives"] = (
                 RecordedSession(epoch=1, holder="trainer", at=recorded.START, step=0, version=0, parent_version=None, weights_digest="0" * 64, config=config),
             )  # fmt: skip
@@ -186,7 +219,10 @@ class ShownRun:
         ids = [f"e0.p{step * GROUPS_A_STEP + i}.a0" for i in range(GROUPS_A_STEP)]
         groups = [self._group(group_id, step * GROUPS_A_STEP + i, version=step - 1) for i, group_id in enumerate(ids)]
         if with_episodes:
-            message = [{"role": "user", "content": HOSTILE[3] if self.hostile else "look up 37"}, {"role": "assistant", "content": "82"}]
+            message = [
+                {"role": "user", "content": HOSTILE[3] if self.hostile else "look up 37"},
+                {"role": "assistant", "content": "82"},
+            ]
             episodes = [forked(0, group_id=EPISODES, messages=json.dumps(message)), one_turn(1, group_id=EPISODES)]
             groups.append(group_of(*episodes))
         pack = self._pack(f"step{step}", groups)
@@ -201,15 +237,33 @@ class ShownRun:
         self.rewards[group.group_id] = rewards
         self.groups[group.group_id] = group
         name = HOSTILE[1] if self.hostile else "correct"
-        return ScoredGroup(generated=group.summary(row_group), rewards=rewards, parts={name: rewards}, scorer=HOSTILE[2] if self.hostile else "exact@1")
+        return ScoredGroup(
+            generated=group.summary(row_group),
+            rewards=rewards,
+            parts={name: rewards},
+            scorer=HOSTILE[2] if self.hostile else "exact@1",
+        )
 
     def _group(self, group_id: str, seed: int, *, version: int, **more: Any) -> Group:
-        prompt, truth, texts = f"sort: {seed} 3 1 2", "1 2 3", [f"completion {i} of {group_id}" for i in range(GROUP_SIZE)]
+        prompt, truth, texts = (
+            f"sort: {seed} 3 1 2",
+            "1 2 3",
+            [f"completion {i} of {group_id}" for i in range(GROUP_SIZE)],
+        )
         if self.hostile:
             prompt = HOSTILE[seed % len(HOSTILE)]
             truth = HOSTILE[(seed + 1) % len(HOSTILE)]
             texts = [HOSTILE[(seed + i) % len(HOSTILE)] for i in range(GROUP_SIZE)]
-        return make_group(group_id, size=GROUP_SIZE, version=version, seed=seed, prompt_text=prompt, ground_truth=truth, texts=texts, **more)
+        return make_group(
+            group_id,
+            size=GROUP_SIZE,
+            version=version,
+            seed=seed,
+            prompt_text=prompt,
+            ground_truth=truth,
+            texts=texts,
+            **more,
+        )
 
     def _pack(self, name: str, groups: list[Group]) -> BlobRef:
         key = blob_keys.group_pack(self.run_id, PolicyVersion(0), name, "a1")

@@ -12,7 +12,7 @@ const CHARTS = [
   ["Reward by part", null, {}],
   ["Staleness of what was trained", [["staleness_mean", "mean"], ["staleness_max", "greatest"]], { note: "versions behind, by token", zero: true }],
   ["Seconds of a step", [["step_s", "training"], ["wait_s", "waiting for groups"], ["publish_s", "publishing"]], { note: "long waiting: generation is the bottleneck", zero: true }],
-  ["Tokens trained a step", [["tokens_trained", "tokens"]], { zero: true }],
+  ["Tokens trained per second", [["tokens_per_s", "tokens/s"]], { note: "of the whole step, waiting included", zero: true }],
   ["Clipped tokens", [["clip_fraction", "share"]], { zero: true, band: "clip_fraction" }],
   ["KL between sampler and policy", [["kl_behaviour", "KL"]], { zero: true, band: "kl_behaviour" }],
   ["Entropy", [["entropy", "nats per token"]], { zero: true, band: "entropy" }],

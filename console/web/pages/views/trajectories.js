@@ -1,6 +1,6 @@
 // The trajectory browser: groups of the run's record, filtered, a page at a time.
 
-import { get, path, query } from "../api.js";
+import { get, path, query, Refused } from "../api.js";
 import { el, number, replace, shown, table } from "../dom.js";
 
 const FIELDS = ["step_from", "step_to", "reward_min", "reward_max", "status", "prompt"];
@@ -48,7 +48,7 @@ export function open(holder, { run, values }) {
       replace(list, each.checked ? trajectoryTable(run, items) : groupTable(run, items));
       note.textContent = shown(`${items.length} shown${found.next ? `; searched down to step ${found.searched_to_step ?? "?"}` : ", all that there are in the record up to the newest checkpoint"}`);
     } catch (error) {
-      if (!isMore) throw error;
+      if (!isMore && !(error instanceof Refused && error.status === 409)) throw error;
       note.textContent = shown(error.message);
     } finally {
       more.disabled = false;
