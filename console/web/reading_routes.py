@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from penstock.console.tools import runs
 from penstock.console.web.context import Context, Reader
+from penstock.console.web.jobs import job_file, job_state
 from penstock.console.web.problems import RESPONSES
+from penstock.protocol.errors import PenstockError
 
 router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES)
 routers = [router]
@@ -28,6 +32,13 @@ class RunItem(BaseModel):
     when: str = Field("", description="ISO 8601: when it last changed.")
 
 
+def _state(folder: Path, otherwise: str) -> str:
+    try:
+        return job_state.of_folder(folder, job_file.read(folder), ask=False).state
+    except PenstockError:
+        return otherwise
+
+
 @router.get("/runs")
 def list_runs(web: Context, _: Reader) -> list[RunItem]:
     """List the runs in the folder of runs, newest first."""
@@ -35,7 +46,7 @@ def list_runs(web: Context, _: Reader) -> list[RunItem]:
     return [
         RunItem(
             run=line.run,
-            state=line.state,
+            state=_state(Path(line.folder), line.state),
             step=line.step,
             accuracy=line.accuracy,
             reward=line.reward,
