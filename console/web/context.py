@@ -22,6 +22,7 @@ from penstock.protocol.transport.bus import Bus
 
 _SCHEME = HTTPBearer(auto_error=False, description="A token: penstock console token NAME --role read|run|admin")
 _BUS_S = 3.0
+RUN_FILE = "run.toml"  # in the folder of a run that the API created
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,14 @@ class WebContext:
     access: Access
     arguments: tuple[str, ...] = ()  # run files and overrides the console was started with
     environ: Mapping[str, str] = field(default_factory=dict)
+    at_a_time: int = 1  # runs on this machine; the others wait in the queue
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server stops: streams end then
 
     def settings_of(self, run: str) -> Loaded[connections.ConsoleSettings]:
         """Return the addresses of a run's NATS and S3; raises ConfigError."""
-        arguments = [*self.arguments, f"run.dir={self.runs_dir}"]
+        run_file = self.runs_dir / run / RUN_FILE
+        own = [str(run_file)] if run_file.is_file() and not run_file.is_symlink() else []
+        arguments = [*self.arguments, *own, f"run.dir={self.runs_dir}"]
         return connections.find(arguments, self.environ, run_id=run)
 
     def bus(self, run: str, *, name: str = "console") -> Bus:

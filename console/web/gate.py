@@ -156,7 +156,7 @@ def _token(request: HTTPConnection) -> tuple[str, bool]:
     if header is not None:
         scheme, _, token = header.partition(" ")
         return (token.strip(), True) if scheme.lower() == "bearer" else ("", False)
-    cookies = SimpleCookie[str]()
+    cookies = SimpleCookie()
     try:
         cookies.load(request.headers.get("cookie", ""))
     except CookieError:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.console.tools.rewards import RewardServiceError
 from penstock.console.web.context import Context, Reader, RunName, Runner, WebContext
+from penstock.console.web.jobs import job_file, job_state
 from penstock.console.web.problems import RESPONSES, Problem
 from penstock.console.web.reading import dead_letter_pages, reward_endpoints, run_list, settings_difference, token_texts
 from penstock.console.web.reading.group_detail import MAX_TOKENS, group_document, token_document
@@ -26,6 +27,7 @@ from penstock.console.web.reading.open_runs import OpenRuns, UnknownRun
 from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.step_series import MAX_POINTS
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
 
 _MAX = 2**53
@@ -60,7 +62,7 @@ def open_runs(request: Request, web: Context) -> OpenRuns:
     state = request.app.state
     with _opening:
         if not hasattr(state, "open_runs"):
-            state.open_runs = OpenRuns((*web.arguments, f"run.dir={web.runs_dir}"), web.environ)
+            state.open_runs = OpenRuns(*_where(web))
         return state.open_runs
 
 
@@ -131,10 +133,18 @@ class _Filter:
 Wanted = Annotated[_Filter, Depends()]
 
 
+def _state(folder: Path, otherwise: str) -> str:
+    try:
+        return job_state.of_folder(folder, job_file.read(folder), ask=False).state
+    except PenstockError:
+        return otherwise
+
+
 @router.get("/runs")
 def list_runs(web: Context, _: Reader) -> list[RunItem]:
     """List the runs in the folder of runs, and those on the NATS server that was configured, newest first."""
-    return [RunItem(**fields) for fields in run_list.rows((*web.arguments, f"run.dir={web.runs_dir}"), web.environ)]
+    rows = run_list.rows(*_where(web))
+    return [RunItem(**{**row, "state": _state(web.runs_dir / row["run"], row["state"])}) for row in rows]
 
 
 @router.get("/settings-differences")
@@ -150,7 +160,8 @@ def settings_differences(
 @router.get("/runs/{run}/summary")
 def summary(reading: Reading) -> dict[str, Any]:
     """Return the overview: state, reward, held-out accuracy, staleness, who waits, healthy bands, diagnoses."""
-    return reading.summary()
+    found = reading.summary()
+    return found | {"state": _state(reading.folder, found["state"])}
 
 
 @router.get("/runs/{run}/metrics")

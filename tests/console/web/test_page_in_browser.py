@@ -260,7 +260,8 @@ def test_on_a_phone_nothing_is_wider_than_the_window(chromium: Browser, shown: S
     chromium.page.emulate_media(color_scheme="dark")
     try:
         for view in (*VIEWS, f"group?id={GROUP}"):
-            chromium.open(shown.hostile.run_id, *view.split("?")[:1], "?" + view.split("?")[1] if "?" in view else "")
+            name, _, query = view.partition("?")
+            chromium.open(shown.hostile.run_id, name, f"?{query}")
             assert chromium.page.evaluate("document.documentElement.scrollWidth") <= 390, view
         background = chromium.page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == "rgb(13, 17, 23)"

@@ -181,7 +181,8 @@ def test_an_episode_is_shown_with_its_conversation_turns_and_rows(shown: Shown) 
 def test_tokens_have_their_log_probability_mask_and_version(shown: Shown) -> None:
     """A part of a row, as columns."""
     token_ids, logprobs = token_arrays(shown.plain.groups[GROUP], 1)
-    found = get(shown, "tokens", group_id=GROUP, trajectory=1, count=5, **{"from": 1})
+    query: dict[str, Any] = {"trajectory": 1, "count": 5, "from": 1}
+    found = get(shown, "tokens", group_id=GROUP, **query)
     assert (found["ids"], found["first"], found["total"]) == (token_ids[1:6], 1, len(token_ids))
     assert found["logprobs"] == pytest.approx(logprobs[1:6].tolist(), abs=1e-5)
     assert found["loss_mask"] == [False, False, True, True, True]
@@ -321,6 +322,7 @@ def test_the_cache_of_chapters_is_bounded(shown: Shown, monkeypatch: pytest.Monk
     reader = chapter_reader.ChapterReader(shown.plain.run_id, shown.plain.blobs.get)
     assert shown.plain.end is not None
     reader.set_end(shown.plain.end, ReadBudget())
+    budget = ReadBudget()
     for _ in range(2):
         budget = ReadBudget()
         assert [c.number for n in (3, 2, 1) if (c := reader.chapter(n, budget))] == [3, 2, 1]
