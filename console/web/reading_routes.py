@@ -134,10 +134,12 @@ Wanted = Annotated[_Filter, Depends()]
 
 
 def _state(folder: Path, otherwise: str) -> str:
+    """Return the state of a run's job; a run that was stopped here may be running elsewhere."""
     try:
-        return job_state.of_folder(folder, job_file.read(folder), ask=False).state
+        found = job_state.of_folder(folder, job_file.read(folder), ask=False).state
     except PenstockError:
         return otherwise
+    return otherwise if found == "stopped" else found
 
 
 @router.get("/runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -64,8 +65,7 @@ class Browser:
 @contextlib.contextmanager
 def browser(console: ServedConsole, **context: Any) -> Iterator[Browser]:
     """A logged-in window; ``context`` are options of a browser context, such as its viewport."""
-    from playwright.sync_api import sync_playwright
-
+    sync_playwright = importlib.import_module("playwright.sync_api").sync_playwright  # few machines have the package
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         try:
