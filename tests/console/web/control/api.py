@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import job_file
 from penstock.console.web.launchers.launcher import Found, Start
 from penstock.console.web.launchers.local import LocalOptions
+from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem
 from penstock.deploy import config_show
 from penstock.protocol.errors import ConfigError
@@ -53,7 +56,7 @@ class FakeLauncher:
 
     def __init__(self) -> None:
         self.started: list[Start] = []
-        self.running: set[str] = set()
+        self.running: dict[str, int] = {}  # the handle that holds the lock of a run's process
         self.stopped: list[tuple[str, bool]] = []
         self.fails = False
 
@@ -61,7 +64,9 @@ class FakeLauncher:
         if self.fails:
             raise Problem(503, "sbatch failed", got="no partition", fix="set one")
         self.started.append(start)
-        self.running.add(start.run)
+        handle = os.open(start.folder / LOCK, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        self.running[start.run] = handle
         launch = job_file.Launch(start=start.number, pid=1, started_at=1.0)
         job_file.write_whole(start.folder / job_file.LAUNCH, launch.model_dump_json().encode())
         return f"fake-{start.number}"
@@ -72,9 +77,15 @@ class FakeLauncher:
     def stop(self, folder: Path, options: BaseModel, handle: str, *, force: bool) -> None:
         self.stopped.append((folder.name, force))
 
+    def close(self) -> None:
+        """End all runs without a record."""
+        for handle in self.running.values():
+            os.close(handle)
+        self.running.clear()
+
     def end(self, folder: Path, code: int) -> None:
         """End a run's process with an exit code."""
-        self.running.discard(folder.name)
+        os.close(self.running.pop(folder.name))
         launch = job_file.read_launch(folder)
         assert launch is not None
         ended = launch.model_copy(update={"ended_at": 2.0, "exit_code": code})
@@ -87,7 +98,8 @@ def check_in_process(
     """The check of settings without a process of its own: the same code, without the second that a process takes."""
     files, overrides = config_show.split_arguments(arguments)
     try:
-        return config_show.as_document(config_show.load_all(files, overrides, environ))
+        document = config_show.as_document(config_show.load_all(files, overrides, environ))
+        return json.loads(json.dumps(document).replace(f"{hide}/", ""))
     except ConfigError as err:
         lines = [line.replace(f"{hide}/", "") for line in str(err).splitlines()]
         raise Problem(422, lines[0], errors=lines) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ def api(tmp_path: Path) -> Api:
 
 
 @pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch) -> FakeLauncher:
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLauncher]:
     """Instead of the local launcher one that starts no process; settings are checked in this process."""
     fake = FakeLauncher()
     monkeypatch.setitem(LAUNCHERS, "local", fake)
     monkeypatch.setattr(check_settings, "check", check_in_process)
-    return fake
+    yield fake
+    fake.close()
