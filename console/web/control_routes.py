@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Annotated, Any
 
@@ -40,7 +41,7 @@ class RunStatus(BaseModel):
 
 
 @router.post("/runs", status_code=201)
-def create_run(body: RunRequest, web: Context, _: Runner, response: Response) -> RunStatus:
+def create_run(_: Runner, body: RunRequest, web: Context, response: Response) -> RunStatus:
     """Create a run from a run file, from settings, or from the platform guide's job fields; with ``start`` start it too.
 
     The settings are checked by the code that penstock train uses. Whoever may create runs may execute code as the
@@ -53,13 +54,13 @@ def create_run(body: RunRequest, web: Context, _: Runner, response: Response) ->
 
 
 @router.get("/runs/{run}")
-def read_run(folder: RunFolder, web: Context, _: Reader) -> RunStatus:
+def read_run(_: Reader, folder: RunFolder, web: Context) -> RunStatus:
     """Return the state of a run."""
     return _status(web, folder, actions.read_state(folder))
 
 
 @router.get("/runs/{run}/config")
-def read_config(folder: RunFolder, _: Reader) -> dict[str, Any]:
+def read_config(_: Reader, folder: RunFolder) -> dict[str, Any]:
     """Return every setting with the origin of its value; secrets are masked.
 
     ``source`` is ``started`` for the settings the trainer was last started with, ``planned`` before the first start.
@@ -68,13 +69,13 @@ def read_config(folder: RunFolder, _: Reader) -> dict[str, Any]:
 
 
 @router.post("/runs/{run}/start")
-def start_run(folder: RunFolder, web: Context, _: Runner) -> RunStatus:
+def start_run(_: Runner, folder: RunFolder, web: Context) -> RunStatus:
     """Start a run, or queue it while another one uses this machine. Repeating it changes nothing."""
     return _status(web, folder, actions.start(web, folder))
 
 
 @router.post("/runs/{run}/pause")
-def pause_run(folder: RunFolder, web: Context, _: Runner) -> RunStatus:
+def pause_run(_: Runner, folder: RunFolder, web: Context) -> RunStatus:
     """Pause a run: no new tasks, what is under way is trained, a checkpoint is written, all processes exit.
 
     Returns at once, with the state ``pausing``; it is ``paused`` when the engines are free.
@@ -83,16 +84,16 @@ def pause_run(folder: RunFolder, web: Context, _: Runner) -> RunStatus:
 
 
 @router.post("/runs/{run}/resume")
-def resume_run(folder: RunFolder, web: Context, _: Runner) -> RunStatus:
+def resume_run(_: Runner, folder: RunFolder, web: Context) -> RunStatus:
     """Continue a run from its last checkpoint, with the same account; the same as start."""
     return _status(web, folder, actions.start(web, folder))
 
 
 @router.post("/runs/{run}/stop")
 def stop_run(
+    _: Runner,
     folder: RunFolder,
     web: Context,
-    _: Runner,
     force: Annotated[bool, Query(description="Kill it instead; it resumes from its last checkpoint.")] = False,
 ) -> RunStatus:
     """Stop a run: it writes a checkpoint and exits. It can be resumed."""
@@ -101,9 +102,9 @@ def stop_run(
 
 @router.delete("/runs/{run}", status_code=204, response_class=Response)
 def delete_run(
+    _: Admin,
     folder: RunFolder,
     web: Context,
-    _: Admin,
     force: Annotated[bool, Query(description="Also when other runs depend on it.")] = False,
 ) -> None:
     """Remove a run that is not running: its objects, its streams and its folder."""
@@ -133,9 +134,9 @@ def _status(web: Context, folder: RunFolder, state: RunState) -> RunStatus:
 
 
 def _log_tail(folder: RunFolder) -> str:
-    path = folder / "logs" / "launch.log"
     try:
-        with path.open("rb") as file:
+        handle = os.open(folder / "logs" / "launch.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _LOG_BYTES))
             return file.read(_LOG_BYTES).decode("utf-8", "replace")

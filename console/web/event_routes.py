@@ -27,6 +27,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from penstock.console.web.context import Context, Reader, RunFolder, WebContext
 from penstock.console.web.jobs import actions
+from penstock.console.web.jobs.job_state import ALIVE
 from penstock.console.web.problems import RESPONSES, Problem
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import PenstockError
@@ -35,9 +36,11 @@ from penstock.protocol.transport.bus import Bus
 
 router = APIRouter(prefix="/v1", tags=["events"], responses=RESPONSES)
 MAX_STREAMS = 32
-MAX_WAITING = 2000  # events that one client may be behind
+MAX_WAITING = 200  # events of at most 64 kB that one client may be behind
+_SLOW_S = 5.0  # a client that takes none of them for so long is disconnected
 _POLL_S = 0.5
-_RETRY_S = 2.0  # between tries to reach a NATS that is not there: a queued run has none yet
+_RETRY_S = 2.0  # between tries to reach the NATS of a run that has a process
+_IDLE_RETRY_S = 30.0  # of another run, whose NATS may be that of other runs too
 _STATE_S = 1.0
 _RETRY_MS = 1000
 MAX_ID = 2**63 - 1
@@ -58,9 +61,9 @@ async def a_stream(request: Request) -> AsyncIterator[None]:
 
 @router.get("/runs/{run}/events", response_class=EventSourceResponse)
 async def read_events(
+    _: Reader,
     folder: RunFolder,
     web: Context,
-    _: Reader,
     _counted: Annotated[None, Depends(a_stream)],
     after: Annotated[
         int | None,
@@ -75,8 +78,11 @@ async def read_events(
     stream = _Stream(web, folder, position)
     try:
         while not stream.is_over:
-            for event in await asyncio.to_thread(stream.poll):
+            found = await asyncio.to_thread(stream.poll)
+            for event in found:
                 yield event
+            if found:
+                continue
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(web.closing.wait(), _POLL_S)
     finally:
@@ -91,7 +97,8 @@ class _Reading:
         self.gap: dict[str, int] | None = None
         self.is_behind = False
         self._waiting: deque[tuple[int, RunEvent]] = deque()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._closing = False
         run = folder.name
         self._bus: Bus = web.bus(run, name="console-events")
         try:
@@ -113,17 +120,19 @@ class _Reading:
         self._bus.follow(stream, subjects.events(run), RunEvent, self._receive, after=self.position).wait()
 
     def _receive(self, fact: RunEvent, sequence: int, _subject: str) -> None:
-        with self._lock:
-            if len(self._waiting) >= MAX_WAITING:
-                self.is_behind = True
-            elif not self.is_behind:
+        """Add an event; while the queue is full, nothing more is read from NATS."""
+        with self._changed:
+            has_room = self._changed.wait_for(lambda: len(self._waiting) < MAX_WAITING or self._closing, _SLOW_S)
+            self.is_behind = self.is_behind or not has_room
+            if not self.is_behind:
                 self._waiting.append((sequence, fact))
 
     def take(self) -> list[tuple[int, RunEvent]]:
         """Return what has arrived."""
-        with self._lock:
+        with self._changed:
             found = list(self._waiting)
             self._waiting.clear()
+            self._changed.notify_all()
         return found
 
     @property
@@ -131,6 +140,9 @@ class _Reading:
         return self._bus.down_s > 0.0
 
     def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._bus.close()
 
 
@@ -172,6 +184,7 @@ class _Stream:
         if state == self._state:
             return []
         self._state = state
+        self._next_try = 0.0
         return [ServerSentEvent(event="state", data=state, retry=_RETRY_MS)]
 
     def _begin(self) -> list[ServerSentEvent]:
@@ -180,7 +193,8 @@ class _Stream:
             return []
         with contextlib.suppress(PenstockError):
             self._reading = _Reading(self._web, self._folder, self._position)
-        self._next_try = time.monotonic() + _RETRY_S
+        is_alive = self._state is not None and self._state["state"] in ALIVE
+        self._next_try = time.monotonic() + (_RETRY_S if is_alive else _IDLE_RETRY_S)
         gap = None if self._reading is None else self._reading.gap
         return [ServerSentEvent(event="gap", data=gap)] if gap else []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 
+from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -146,7 +147,7 @@ class _Body:
         message = await self._receive()
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > MAX_BODY_BYTES:
-            raise Problem(413, "the body is too long", expected=f"<= {MAX_BODY_BYTES} bytes", fix="send a shorter one")
+            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; send a shorter one")
         return message
 
 

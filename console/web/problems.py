@@ -37,6 +37,7 @@ class Problem(Exception):
     def __init__(
         self, status: int, detail: str, *, expected: str = "", got: str = "", fix: str = "", errors: Sequence[str] = ()
     ) -> None:
+        detail, expected, got, fix = (_encodable(text) for text in (detail, expected, got, fix))
         super().__init__(detail)
         self.status = status
         self.body = ProblemBody(
@@ -46,7 +47,7 @@ class Problem(Exception):
             expected=expected[:_MAX_TEXT],
             got=got[:_MAX_TEXT],
             fix=fix[:_MAX_TEXT],
-            errors=[one[:_MAX_TEXT] for one in errors][:_MAX_ERRORS],
+            errors=[_encodable(one)[:_MAX_TEXT] for one in errors][:_MAX_ERRORS],
         )
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -54,6 +55,11 @@ class Problem(Exception):
         return JSONResponse(
             self.body.model_dump(exclude_defaults=True), self.status, headers=headers, media_type=MEDIA_TYPE
         )
+
+
+def _encodable(text: str) -> str:
+    """Return a text without lone surrogates, which JSON from a client may hold and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _described(status: int, text: str) -> dict[str, Any]:

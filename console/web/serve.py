@@ -63,9 +63,9 @@ def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOp
     return 0
 
 
-async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]) -> None:
-    """Answer requests until a signal asks to stop; event streams end first."""
-    server = _Server(
+def server_for(context: WebContext, hosts: Sequence[str]) -> uvicorn.Server:
+    """Return a server that leaves signals to its caller; end it with `stop`."""
+    return _Server(
         uvicorn.Config(
             create_app(context, hosts=hosts),
             ws="none",
@@ -76,14 +76,20 @@ async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]
             timeout_graceful_shutdown=_GRACE_S,
         )
     )
+
+
+def stop(context: WebContext, server: uvicorn.Server) -> None:
+    """End the event streams and then the server; call it on the server's loop."""
+    context.closing.set()
+    server.should_exit = True
+
+
+async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]) -> None:
+    """Answer requests until a signal asks to stop."""
+    server = server_for(context, hosts)
     loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        context.closing.set()
-        server.should_exit = True
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, context, server)
     await server.serve(sockets=[bound])
 
 

@@ -31,7 +31,13 @@ def create(web: WebContext, request: RunRequest) -> Path:
     """Create a run's folder with its job and its run file, all at once; return it. Raises Problem or ConfigError."""
     options = _options(request)
     directory = Path.cwd()
-    text = run_file_text(request, directory)
+    try:
+        text = run_file_text(request, directory)
+        content = text.encode()
+    except (RecursionError, UnicodeEncodeError) as err:
+        raise Problem(
+            422, "the settings are nested too deeply, or no UTF-8", got=type(err).__name__, fix="correct them"
+        ) from None
     try:
         settings = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as err:
@@ -46,7 +52,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
         raise Problem(429, f"{web.runs_dir.name}/ has more than {_MAX_RUNS} entries", fix="remove runs that ended")
     new = Path(mkdtemp(prefix=f".new-{run}-", dir=web.runs_dir))
     try:
-        (new / job_file.RUN_FILE).write_text(text, "utf-8")
+        (new / job_file.RUN_FILE).write_bytes(content)
         arguments = [*web.arguments, str(new / job_file.RUN_FILE), f"run.id={run}", f"run.dir={web.runs_dir}"]
         document = check_settings.check(arguments, web.environ, directory, new)
         job_file.write_document(new / job_file.PLANNED, document)

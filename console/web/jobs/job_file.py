@@ -30,7 +30,10 @@ _LOCK = "job.lock"
 _LOCK_S = 10.0
 _MAX_BYTES = 1024 * 1024
 
+_MAX_KNOWN = 20_000
+
 Intent = Literal["none", "run", "pause", "stop"]
+_intents: dict[Path, tuple[tuple[int, int, int], Intent]] = {}  # by folder: the file's stamp, and what it says
 
 
 class Job(BaseModel):
@@ -82,6 +85,25 @@ def read(folder: Path) -> Job | None:
         raise ConfigError(
             f"{folder / JOB} cannot be read ({err.error_count()} errors); restore it, or remove it and start the run by hand"
         ) from None
+
+
+def intent_of(folder: Path) -> Intent:
+    """Return what a run was last asked for, ``none`` for a damaged file; a file that did not change is not read again."""
+    try:
+        stat = (folder / JOB).lstat()
+    except OSError:
+        return "none"
+    stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    known = _intents.get(folder)
+    if known is None or known[0] != stamp:
+        try:
+            job = read(folder)
+        except ConfigError:
+            job = None
+        if len(_intents) > _MAX_KNOWN:
+            _intents.clear()
+        known = _intents[folder] = (stamp, job.intent if job else "none")
+    return known[1]
 
 
 def read_launch(folder: Path) -> Launch | None:

@@ -31,7 +31,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-_PATH = Annotated[str, Field(max_length=4096)]
+_PATH = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
 _OWN_COMMANDS = {"sft": "penstock sft run.toml", "dpo": "penstock dpo run.toml"}
 _DEFAULT_STEP = 8  # rollout.groups_per_step, when neither batch_size nor the setting is given
 _MAX_ROWS_BYTES = 16 * 1024**3

@@ -16,6 +16,7 @@ from penstock.protocol.record import run_lock
 State = Literal[
     "created", "queued", "waiting", "running", "pausing", "paused", "stopping", "stopped", "failed", "finished"
 ]
+ALIVE = frozenset[State]({"waiting", "running", "pausing", "stopping"})
 _STOPPED_BY_SIGNAL = (130, 143)  # what `penstock train` returns after SIGINT and SIGTERM
 
 
@@ -30,7 +31,7 @@ class RunState:
     @property
     def is_alive(self) -> bool:
         """True while the run has a process, or its scheduler will start one."""
-        return self.state in {"waiting", "running", "pausing", "stopping"}
+        return self.state in ALIVE
 
 
 def of_folder(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:

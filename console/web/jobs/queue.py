@@ -80,9 +80,8 @@ def repeat_pauses(runs_dir: Path) -> None:
     An API that was killed may not have written it, and `penstock train` removes one that it finds when it starts.
     """
     for folder in folders(runs_dir):
-        with contextlib.suppress(PenstockError):
-            job = job_file.read(folder)
-            if job is not None and job.intent == "pause" and is_locked(folder / LOCK):
+        if job_file.intent_of(folder) == "pause" and is_locked(folder / LOCK):
+            with contextlib.suppress(PenstockError):
                 pause_request.request(folder)
 
 
@@ -102,10 +101,9 @@ def run_arguments(arguments: Sequence[str], folder: Path) -> list[str]:
 
 def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
     for folder in folders(runs_dir):
-        try:
-            job = job_file.read(folder)
-        except PenstockError:
-            continue  # its state says so
+        if job_file.intent_of(folder) != "run":
+            continue  # also one whose file is damaged: its state says so
+        job = job_file.read(folder)
         if job is None or job.intent != "run" or job.error or job.launcher not in LAUNCHERS:
             continue
         if not is_launched(job, job_file.read_launch(folder)):
