@@ -39,12 +39,21 @@ export function replace(element, ...children) {
   append(element, children);
 }
 
-// Replace the rows of a table, or other content, only when it changes: a reader's selection and focus stay.
+const FOCUSABLE = "a, button, input, summary, .scroll";
+
+// Replace the rows of a table, or other content, only when it changes; what was unfolded, scrolled or focused stays so.
 export function replaceIfChanged(element, key, build) {
   const text = JSON.stringify(key);
   if (element.dataset.drawn === text) return;
   element.dataset.drawn = text;
+  const inside = (selector) => [...element.querySelectorAll(selector)];
+  const open = inside("details").map((one) => one.open);
+  const scrolled = inside(".scroll").map((one) => one.scrollLeft);
+  const focused = inside(FOCUSABLE).indexOf(document.activeElement);
   replace(element, build());
+  inside("details").forEach((one, at) => { one.open = open[at] || false; });
+  inside(".scroll").forEach((one, at) => { one.scrollLeft = scrolled[at] || 0; });
+  if (focused >= 0) inside(FOCUSABLE)[focused]?.focus({ preventScroll: true });
 }
 
 const SVG = "http://www.w3.org/2000/svg";

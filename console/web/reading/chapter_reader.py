@@ -87,7 +87,10 @@ class ChapterReader:
             self._read(self._refs[lowest], budget)
             if lowest - 1 not in self._refs:
                 return None
-        return self._read(self._refs[number], budget)
+        ref = self._refs[number]
+        if budget.is_spent and ref.key not in self._cache:
+            return None
+        return self._read(ref, budget)
 
     def span(self, number: int) -> tuple[int | None, int | None] | None:
         """Return the first and last step of a chapter that was read before, (None, None) for one without steps."""

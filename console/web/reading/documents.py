@@ -35,7 +35,6 @@ _OUTSIDE = {
 
 def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) -> dict[str, Any]:
     """Return the overview of a run: its state, what it learned, who waits for which, and what is outside of its band."""
-    groups = view.summary().groups
     return {
         "run_id": view.run_id,
         "state": state,
@@ -61,10 +60,10 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
         "queues": asdict(snapshot.queues),
         "idle_share": snapshot.idle_share,
         "waiting_for": snapshot.waiting_for,
-        "groups": groups.model_dump(mode="json"),
+        "groups": view.group_counts().model_dump(mode="json"),
         "zero_signal_groups": snapshot.no_signal_share,
         "learning": snapshot.learning,
-        "bands": bands(view),
+        "bands": bands(view, snapshot),
         "diagnoses": [one.model_dump(mode="json") for one in snapshot.diagnoses],
         "incidents": [
             {"at": one.at, "text": one.text[:MAX_TEXT], "kind": one.kind} for one in list(snapshot.incidents)[-50:]
@@ -72,13 +71,13 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
         "num_incidents": snapshot.num_incidents,
         "figures": view.series.names,
         "labels": {name: text for name, text in LABELS.items() if name in view.series.names},
-        "unreadable": view.summary().unreadable,
+        "unreadable": view.unreadable_messages,
     }
 
 
-def bands(view: PageView) -> list[dict[str, Any]]:
+def bands(view: PageView, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the newest value of each figure that has a healthy band, and a sentence for those outside."""
-    diagnosed = {one.key: f"{one.what} {one.cure}" for one in view.summary().diagnoses}
+    diagnosed = {one.key: f"{one.what} {one.cure}" for one in snapshot.diagnoses}
     found = []
     for name, (low, high, key) in BANDS.items():
         value = view.series.latest(name)
@@ -224,7 +223,7 @@ def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], 
     ]
     return {
         "errors": sorted(errors, key=lambda one: (-one["dead"], -one["waited"])),
-        "scored_by": {name: share.model_dump() for name, share in view.summary().scored_by.items()},
+        "scored_by": {name: share.model_dump() for name, share in view.scorers().items()},
         "services": [line for line in fleet(view, snapshot)["services"] if line["role"] == "reward"],
         "distribution": {name: distribution(values) for name, values in recent.items() if values},
         "distribution_steps": num_steps,

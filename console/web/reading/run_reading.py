@@ -17,6 +17,7 @@ from penstock.console.report import curves
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
 from penstock.console.web.reading.page_view import PageView
+from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.console.web.reading.stored_groups import StoredGroups
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
@@ -27,10 +28,12 @@ from penstock.protocol.transport.bus import Bus
 _CONNECT_S = 3.0
 _RETRY_S = 10.0  # between two attempts to reach the servers of a run
 _GIVE_UP_S = 30.0  # of a connection that is down: a local run that is started again has other ports
-_CATCH_UP_S = 5.0
+_CATCH_UP_S = 60.0
+_FIRST_S = 2.0  # that the first request waits for it
 _BLOBS_S = 10.0
 _WAIT_S = 10.0  # for another request that reads the groups of the same run
 _REREAD_S = 5.0  # of metrics.jsonl, at most so often
+_CONFIG_S = 60.0  # how long the settings that `known_config` read are used
 _STATE_S = 2.0  # how long what the folder says of the run's state is used
 
 
@@ -60,28 +63,37 @@ class RunReading:
         self._metrics_seen: tuple[int, int] | None = None  # size and time of metrics.jsonl
         self.problem = ""  # why there is no connection
         self._read_again_at = 0.0
+        self._config: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._is_known = False  # it has streams
+        self._catching_up: threading.Thread | None = None
+        self._caught_up: tuple[Bus, Watcher, PageView] | None = None
         self._view = self._new_view()
 
     @property
     def exists(self) -> bool:
         """Whether the run has a folder here, or streams on NATS."""
-        return self.folder.is_dir() or self._watcher is not None
+        return self.folder.is_dir() or self._is_known
 
     def step(self) -> None:
         """Fold what has arrived, connect if there is no connection; called about twice a second."""
         with self._lock:
             if self._bus is not None and self._bus.down_s > _GIVE_UP_S:
                 self._disconnect()
+            self._take_over()
             if self._watcher is not None:
                 self._watcher.step()
-            elif time.monotonic() - self._tried_at > _RETRY_S:
+            elif self._catching_up is None and time.monotonic() - self._tried_at > _RETRY_S:
                 self._connect()
             if self._watcher is None:
                 self._read_folder()
 
     def close(self) -> None:
         """Close the connection."""
+        catching_up = self._catching_up
+        if catching_up is not None:
+            catching_up.join(_CATCH_UP_S + 1.0)
         with self._lock:
+            self._take_over()
             self._disconnect()
 
     # ── documents ─────────────────────────────────────────────────────────────────────────────
@@ -140,20 +152,30 @@ class RunReading:
         return found
 
     def known_config(self) -> dict[str, Any]:
-        """Return the settings, or {} where there are none."""
-        try:
-            return self.config()
-        except PenstockError:
-            return {}
+        """Return the settings as read within the last minute, or {} where there are none."""
+        if time.monotonic() - self._config[0] > _CONFIG_S:
+            try:
+                self._config = (time.monotonic(), self.config())
+            except PenstockError:
+                self._config = (time.monotonic(), {})
+        return self._config[1]
 
     def groups(self) -> _Locked:
         """Return the run's groups, to be used in a ``with`` by one request at a time. Raises PenstockError."""
         with self._lock:
             if self._groups is None:
+                self._require_store()
                 blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
                 self._groups_lock = threading.Lock()
             return _Locked(self._groups, self._groups_lock)
+
+    def _require_store(self) -> None:
+        """Raise QueryRefused at once where the object store is stopped, as that of a finished local run is."""
+        endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
+        if not connections.answers(endpoint):
+            start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
+            raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────
 
@@ -165,7 +187,8 @@ class RunReading:
         return None if entry is None else entry.value
 
     def _snapshot(self) -> Snapshot:
-        return self._view.snapshot(self._clock())
+        is_over = self._watcher is None and self._view.last_at > 0  # of a run that is not watched, time has stopped
+        return self._view.snapshot(self._view.last_at if is_over else self._clock())
 
     def _state(self) -> str:
         now = time.monotonic()
@@ -218,13 +241,33 @@ class RunReading:
         try:
             view = self._new_view()
             watcher = Watcher(bus, view, clock=self._clock)
-            watcher.catch_up(_CATCH_UP_S)
-            view.add_recorded(curves.rows(self.folder))
         except BusError as err:
             self.problem = str(err)
             bus.close()
             return
-        self._bus, self._watcher, self._view, self.problem = bus, watcher, view, ""
+        # A long run has a hundred thousand messages: until they are read the page shows the run's folder.
+        self.problem = "reading the messages of the run; until then figures are those of its folder"
+        self._is_known = True
+        name = f"console-page-{self.run_id}"
+        self._catching_up = threading.Thread(target=self._catch_up, args=(bus, watcher, view), name=name, daemon=True)
+        self._catching_up.start()
+        self._catching_up.join(_FIRST_S)
+        self._take_over()
+
+    def _catch_up(self, bus: Bus, watcher: Watcher, view: PageView) -> None:
+        """Read what the streams hold, without the lock: no request uses this view yet."""
+        try:
+            watcher.catch_up(_CATCH_UP_S)
+            view.add_recorded(curves.rows(self.folder))
+        finally:
+            self._caught_up = bus, watcher, view
+
+    def _take_over(self) -> None:
+        """Use the connection and the view of `_catch_up` once it is done."""
+        if self._caught_up is not None:
+            self._bus, self._watcher, self._view = self._caught_up
+            self._caught_up = self._catching_up = None
+            self.problem = ""
 
     def _disconnect(self) -> None:
         if self._bus is not None:

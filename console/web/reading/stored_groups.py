@@ -149,7 +149,7 @@ class StoredGroups:
 
     def config(self) -> bytes | None:
         """Return the settings of the newest recorded session as JSON, None where the newest chapters have none."""
-        budget = ReadBudget(num_objects=20, seconds=2.0)
+        budget = ReadBudget(num_objects=200, seconds=2.0)
         self._chapters.set_end(self._end(), budget)
         for number in range(self._chapters.last, 0, -1):
             chapter = self._chapters.chapter(number, budget)

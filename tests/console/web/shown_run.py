@@ -165,7 +165,7 @@ class ShownRun:
         fact = GroupGenerated(run_id=self.run_id, pack_id="dead", worker_id="w", pack=pack, groups=(group.summary(0),))
         letter = DeadLetter(
             run_id=self.run_id, stage="generated", subject=subjects.generated(self.run_id, "train"),
-            reason="endpoint_failed", detail=HOSTILE[0] if self.hostile else "answered 500", group_ids=(group.group_id,),
+            reason="endpoint_failed", detail=HOSTILE[0] if self.hostile else "endpoint answered 500", group_ids=(group.group_id,),
             num_delivered=5, payload=encode(fact),
         )  # fmt: skip
         self.publish(subjects.dead(self.run_id, "generated"), letter)
