@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.console import launch
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
@@ -77,6 +78,7 @@ def _train(
             pause_request.clear(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
+            print(f"live page: {launch.page_command(run.folder.parent)}", file=sys.stderr)
             run.start_services()
             trackers.start(connection_environment(run.nats, run.s3))
             code, summary = _watch(run, trackers, stop_requested, quiet=options.json)

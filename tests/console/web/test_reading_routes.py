@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,17 @@ from tests.console.record import recorded_run as recorded
 from tests.console.web.conftest import STEPS, Shown
 from tests.console.web.shown_run import DROPPED, EPISODES, EVALUATED, GROUP_SIZE, GROUPS_A_STEP, WAITING, token_arrays
 
-from penstock.console.web.access import Role
+from penstock.console.web import reading_routes
+from penstock.console.web.access import Access, Role
+from penstock.console.web.context import WebContext
 from penstock.console.web.reading import chapter_reader, stored_groups
 from penstock.console.web.reading.chapter_reader import ReadBudget
 from penstock.console.web.reading.open_runs import MAX_OPEN, OpenRuns
-from penstock.console.web.reading.recorded_groups import GroupFilter
+from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
+from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.stored_groups import StoredGroups
 from penstock.protocol import blob_keys
+from penstock.protocol.errors import RecordBroken
 from penstock.protocol.versions import PolicyVersion
 
 GROUP = "e0.p10.a0"
@@ -327,3 +332,49 @@ def test_the_cache_of_chapters_is_bounded(shown: Shown, monkeypatch: pytest.Monk
         budget = ReadBudget()
         assert [c.number for n in (3, 2, 1) if (c := reader.chapter(n, budget))] == [3, 2, 1]
     assert budget.read_objects >= 2
+    assert reader.chapter(3, ReadBudget(num_objects=0)) is None  # not in the cache, and nothing may be read
+
+
+def test_a_pack_larger_than_a_page_opens_is_named_and_not_read(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the group is shown."""
+    run = shown.plain
+    groups = StoredGroups(run.run_id, shown.folder, run.blobs, run.pointer)
+    entry = groups.find(GROUP, chapter=None)
+    monkeypatch.setattr(stored_groups, "_PACK_BYTES", 10)
+    group, problem = groups.group(entry)
+    assert (group, "the page opens at most 10" in problem) == (None, True)
+    assert groups.page(GroupFilter(), cursor="", limit=1, texts=True)["items"][0]["prompt"] is None
+
+
+def test_the_record_of_another_run_is_refused(shown: Shown) -> None:
+    """A pointer that was forged must not show another run's texts under this one's name."""
+    groups = StoredGroups("another", shown.folder, shown.plain.blobs, shown.plain.pointer)
+    with pytest.raises(RecordBroken, match="has a chapter of run plain"):
+        groups.page(GroupFilter(), cursor="", limit=1, texts=False)
+
+
+def test_groups_of_a_run_whose_store_is_stopped_are_refused_at_once_with_what_to_do(tmp_path: Path) -> None:
+    """A finished local run has its data still, but no server."""
+    (tmp_path / "done" / "store").mkdir(parents=True)
+    environ = {"PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1", "PENSTOCK_NATS__URL": "nats://127.0.0.1:1"}
+    reading = RunReading("done", [f"run.dir={tmp_path}"], environ)
+    with pytest.raises(QueryRefused, match=f"penstock up --data {tmp_path}/done/store"):
+        reading.groups()
+
+
+def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tmp_path: Path) -> None:
+    """The folder of a run may name any port of this machine."""
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "reward.port").write_text("4711")
+    reading = RunReading("r", [f"run.dir={tmp_path}"], {})
+
+    def service(**environ: str) -> tuple[str, Path | None]:
+        web = WebContext(tmp_path, Access(tmp_path / "tokens"), (), environ)
+        return reading_routes._reward_service(reading, web)
+
+    token = {"PENSTOCK_CONSOLE_REWARD_TOKEN_FILE": "/secret"}
+    assert service(**token) == ("http://127.0.0.1:4711", None)
+    assert service(PENSTOCK_CONSOLE_REWARD_URL="http://rewards:8700", **token) == (
+        "http://rewards:8700",
+        Path("/secret"),
+    )
