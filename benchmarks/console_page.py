@@ -141,6 +141,14 @@ def queries(console: ServedConsole, steps: int) -> dict[str, Any]:
         def ask(path: str) -> httpx.Response:
             return client.get(f"/v1/runs/{RUN}/{path}")
 
+        started = time.perf_counter()
+        first_s, _ = _timed(lambda: ask("summary").raise_for_status())
+        while not ask("summary").json()["is_live"]:
+            time.sleep(0.1)
+        found["opening"] = {"first_answer_s": first_s, "all_read_s": time.perf_counter() - started}
+        print(
+            f"{'opening: first answer, all messages read':52} {first_s:7.3f} s, {found['opening']['all_read_s']:.1f} s"
+        )
         for name, path in paths.items():
             first, answer = _timed(lambda path=path: ask(path))
             answer.raise_for_status()

@@ -77,7 +77,7 @@ class RunReading:
     def step(self) -> None:
         """Fold what has arrived, connect if there is no connection; called about twice a second."""
         with self._lock:
-            if self._bus is not None and self._bus.down_s > _GIVE_UP_S:
+            if self._watcher is not None and self._bus is not None and self._bus.down_s > _GIVE_UP_S:
                 self._disconnect()
             self._take_over()
             if self._watcher is not None:
@@ -247,7 +247,7 @@ class RunReading:
             return
         # A long run has a hundred thousand messages: until they are read the page shows the run's folder.
         self.problem = "reading the messages of the run; until then figures are those of its folder"
-        self._is_known = True
+        self._bus, self._is_known = bus, True
         name = f"console-page-{self.run_id}"
         self._catching_up = threading.Thread(target=self._catch_up, args=(bus, watcher, view), name=name, daemon=True)
         self._catching_up.start()
@@ -270,7 +270,7 @@ class RunReading:
             self.problem = ""
 
     def _disconnect(self) -> None:
-        if self._bus is not None:
+        if self._bus is not None and self._catching_up is None:
             self._bus.close()
         if self._watcher is not None:  # what was seen stays until there is a connection again
             self._bus = self._watcher = self._groups = None
