@@ -8,11 +8,11 @@ from pathlib import Path
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
-from tests.console.web.control.api import Api, FakeLauncher
+from starlette.testclient import TestClient
+from tests.console.web.control.api import BASE, Api, FakeLauncher
 from tests.console.web.control.api import settings as least
 
 _EXAMPLES = 8  # for each route
@@ -34,29 +34,35 @@ def test_no_request_that_the_description_allows_or_forbids_is_an_internal_error(
             continue
 
         for mode in GenerationMode:
+            cases = operation.as_strategy(generation_mode=mode)
 
             @settings(
                 max_examples=_EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
             )  # fmt: skip
-            @given(data=st.data())
-            def ask(data: st.DataObject, operation: object = operation, mode: GenerationMode = mode) -> None:
+            @given(case=cases)
+            def ask(case: schemathesis.Case) -> None:
                 nonlocal sent
-                case = data.draw(operation.as_strategy(generation_mode=mode))  # type: ignore[attr-defined]
-                request = case.as_transport_kwargs(base_url="http://127.0.0.1:8800")
-                body = request.get("json")
-                content = json.dumps(body).encode() if body is not None else request.get("data")
-                answer = client.request(
-                    request["method"], request["url"], params=request.get("params"),
-                    content=content if isinstance(content, (bytes, str)) else None,
-                    headers={"content-type": "application/json"},
-                )  # fmt: skip
                 sent += 1
-                assert answer.status_code < 500, (request, answer.text)
-                if answer.status_code >= 400:
-                    assert answer.headers["content-type"] == "application/problem+json"
-                    assert answer.json()["detail"]
+                _check(client, case)
 
             with contextlib.suppress(Unsatisfiable):  # nothing to get wrong: a route without parameters
                 ask()
     assert sent > 40
+
+
+def _check(client: TestClient, case: schemathesis.Case) -> None:
+    request = case.as_transport_kwargs(base_url=BASE)
+    body = request.get("json")
+    content = json.dumps(body).encode() if body is not None else request.get("data")
+    answer = client.request(
+        request["method"],
+        request["url"],
+        params=request.get("params"),
+        content=content if isinstance(content, (bytes, str)) else None,
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code < 500, (request, answer.text)
+    if answer.status_code >= 400:
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["detail"]
