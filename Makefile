@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
-.PHONY: fuzz-agents bench-agents test-trackers screenshots bench-page
+.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -95,6 +95,9 @@ soak: $(STAMP)  ## run at full speed for SOAK_S seconds (an hour) and fail when 
 
 fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed (REQUESTS=100000: ten minutes)
 	$(BIN)/python -m benchmarks.fuzz_agents --requests $(REQUESTS)
+
+proof-runs-api: $(STAMP)  ## create, kill the console, pause, audit, resume, queue and delete real runs through the Runs API (a minute)
+	$(BIN)/python -m benchmarks.runs_api
 
 bench-agents: $(STAMP)  ## CPU and latency that the agents' proxy adds to a request, and a thousand episodes with slow tools (two minutes)
 	$(BIN)/python -m benchmarks.agent_proxy

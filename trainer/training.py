@@ -118,6 +118,7 @@ class Training:
         evaluates = self._resume_evaluations() or at_start
         if evaluates:
             self.evaluations.start(self.version, self.num_steps_done)
+        self._pause_if_requested()
         self.admit(self.version)
         if at_start:
             self._set_state("evaluating before the first step")

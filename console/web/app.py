@@ -51,6 +51,7 @@ def create_app(context: WebContext, *, hosts: Iterable[str] = ()) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Advance the queue while the server runs; end the event streams when it stops."""
     context: WebContext = app.state.context
+    await asyncio.to_thread(queue.remove_unfinished, context.runs_dir)
     queueing = asyncio.create_task(_advance(context))
     try:
         yield

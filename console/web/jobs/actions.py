@@ -130,6 +130,11 @@ def stop(web: WebContext, folder: Path, *, force: bool) -> RunState:
 def remove(web: WebContext, folder: Path, *, force: bool) -> None:
     """Remove a run: its objects, its streams and its folder. Raises Problem while it runs, and what `remove_run` raises."""
     job = job_file.read(folder)
+    with job_file.changing(folder) if job is not None else contextlib.nullcontext():  # the queue must not start it
+        _remove(web, folder, job_file.read(folder), force=force)
+
+
+def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> None:
     state = job_state.of_folder(folder, job)
     if state.is_alive:
         raise _wrong_state(

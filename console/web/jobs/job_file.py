@@ -164,7 +164,10 @@ def changing(folder: Path) -> Iterator[Job]:
 def locked(path: Path, what: str) -> Iterator[None]:
     """Hold the lock of a file; a problem 503 when another process holds it for too long."""
     deadline = time.monotonic() + _LOCK_S
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except FileNotFoundError:
+        raise Problem(404, f"{what} was removed meanwhile", fix="list the runs with GET /v1/runs") from None
     try:
         while True:
             try:

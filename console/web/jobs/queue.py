@@ -7,6 +7,8 @@ the same folder take turns (a lock). Runs of schedulers are handed to these at o
 from __future__ import annotations
 
 import contextlib
+import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ from penstock.protocol.record import pause_request, run_lock
 from penstock.protocol.subjects import RUN_ID
 
 log = structlog.get_logger("console.queue")
+UNFINISHED = ".new-"  # a run that is being created has a folder of this name and no other
+_UNFINISHED_S = 3600.0
 QUEUE_LOCK = ".console-queue.lock"
 
 
@@ -51,6 +55,13 @@ def folders(runs_dir: Path) -> list[Path]:
     ]
 
 
+def remove_unfinished(runs_dir: Path) -> None:
+    """Remove what a killed API left of runs that it was creating for more than an hour."""
+    for one in runs_dir.glob(f"{UNFINISHED}*"):
+        if one.is_dir() and not one.is_symlink() and time.time() - one.stat().st_mtime > _UNFINISHED_S:
+            shutil.rmtree(one, ignore_errors=True)
+
+
 def queued(runs_dir: Path) -> list[tuple[Path, Job]]:
     """Return the runs that are to be started, the one that waits longest first."""
     return sorted(_to_start(runs_dir), key=lambda one: (one[1].queued_ns, one[1].run))
@@ -68,9 +79,12 @@ def advance(machine: Machine) -> int:
             is_local = LAUNCHERS[job.launcher].uses_this_machine
             if is_local and free <= 0:
                 continue
-            if _start(machine, folder):
-                num_started += 1
-                free -= is_local
+            try:
+                if _start(machine, folder):
+                    num_started += 1
+                    free -= is_local
+            except Problem as problem:  # removed meanwhile, or another request holds it
+                log.warning("a run is not started now", run=folder.name, error=problem.body.detail)
     return num_started
 
 

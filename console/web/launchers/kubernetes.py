@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +85,7 @@ def manifest(start: Start, options: KubernetesOptions) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "penstock",
         "image": options.image,
-        "command": ["python", *start.process[1:]],  # that of the image
+        "command": ["python" if word == sys.executable else word for word in start.process],  # that of the image
         "resources": {"limits": limits, "requests": limits} if limits else {},
         "volumeMounts": [{"name": "runs", "mountPath": str(start.folder.parent)}],
     }

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.console import connections
 from penstock.console.tools.dead_letters import DeadLetters, groups_of, letter_document
 from penstock.console.tools.resending import Letter, refusal
 from penstock.console.web.reading.recorded_groups import QueryRefused
+from penstock.protocol.errors import BusUnreachable
 
 _MAX_TEXT = 2000  # characters of a text
 _MAX_GROUPS = 50  # of one letter
@@ -17,7 +19,7 @@ def page(
     run_id: str, arguments: Sequence[str], environ: Mapping[str, str], *, before: int | None, limit: int
 ) -> dict[str, Any]:
     """Return the newest letters below number ``before``. Raises MissingStream, ConfigError or BusUnreachable."""
-    with DeadLetters(run_id, arguments, environ) as dead:
+    with _open(run_id, arguments, environ) as dead:
         state = dead.bus.stream_state(f"{run_id}-dead").wait()
         end = state.last_sequence if before is None else min(before - 1, state.last_sequence)
         after = max(end - limit, state.first_sequence - 1, 0)
@@ -34,7 +36,7 @@ def page(
 
 def show(run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
     """Return one letter with its prompts and completions, and why it cannot be sent again. Raises as `page`, and QueryRefused."""
-    with DeadLetters(run_id, arguments, environ) as dead:
+    with _open(run_id, arguments, environ) as dead:
         letter = _find(dead, number)
         groups, problem = groups_of(letter.fact, dead.blobs)
         reason = refusal(letter, dead.progress(), run=run_id)
@@ -50,13 +52,21 @@ def resend(
     run_id: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, once_more: bool
 ) -> dict[str, Any]:
     """Send one letter again. Raises as `page`, and QueryRefused with the reason why it cannot be."""
-    with DeadLetters(run_id, arguments, environ) as dead:
+    with _open(run_id, arguments, environ) as dead:
         letter = _find(dead, number)
         reason = refusal(letter, dead.progress(), run=run_id, once_more=once_more)
         if reason is not None:
             raise QueryRefused(f"dead letter {number} of run {run_id} was not sent: {reason}")
         dead.send(letter)
         return {"id": number, "stage": letter.fact.stage, "group_ids": list(letter.fact.group_ids)[:_MAX_GROUPS]}
+
+
+def _open(run_id: str, arguments: Sequence[str], environ: Mapping[str, str]) -> DeadLetters:
+    """Return the letters of a run; raises BusUnreachable at once where no server answers, as after a local run has ended."""
+    url = connections.find(arguments, environ, run_id=run_id).settings.nats.url
+    if not connections.answers(url):
+        raise BusUnreachable(f"NATS of run {run_id} does not answer at {url}; start its servers, or set nats.url")
+    return DeadLetters(run_id, arguments, environ)
 
 
 def _find(dead: DeadLetters, number: int) -> Letter:
