@@ -64,7 +64,7 @@ def resend(
 def _open(run_id: str, arguments: Sequence[str], environ: Mapping[str, str]) -> DeadLetters:
     """Return the letters of a run; raises BusUnreachable at once where no server answers, as after a local run has ended."""
     url = connections.find(arguments, environ, run_id=run_id).settings.nats.url
-    if not connections.answers(url):
+    if not connections.may_answer(url):
         raise BusUnreachable(f"NATS of run {run_id} does not answer at {url}; start its servers, or set nats.url")
     return DeadLetters(run_id, arguments, environ)
 

@@ -26,7 +26,7 @@ def service_url(folder: Path, url: str | None) -> str:
 
 def endpoints(url: str, token_file: Path | None) -> dict[str, Any]:
     """Return the rewards and endpoints of a reward service; ``problem`` says why there are none."""
-    if not connections.answers(url):
+    if not connections.may_answer(url):
         return {"url": url, "rewards": [], "endpoints": [], "problem": f"no reward service answers at {url}"}
     service = RewardService(url, token_file, answer_s=_LIST_S)
     try:

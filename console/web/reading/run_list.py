@@ -41,7 +41,7 @@ def rows(arguments: Sequence[str], environ: Mapping[str, str]) -> list[dict[str,
     folder = loaded.settings.run.dir
     found = {path: _describe(path) for path in runs.run_folders(folder)[:_MAX_RUNS]}
     lines = [one.line for one in found.values()]
-    if connections.is_configured(loaded) and connections.answers(loaded.settings.nats.url):
+    if connections.is_configured(loaded) and connections.may_answer(loaded.settings.nats.url):
         try:
             with Bus.connect(loaded.settings.nats, name="console-runs", deadline_s=_BROKER_S) as bus:
                 lines = runs.merge(lines, runs.list_broker(bus))

@@ -173,7 +173,7 @@ class RunReading:
     def _require_store(self) -> None:
         """Raise QueryRefused at once where the object store is stopped, as that of a finished local run is."""
         endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
-        if not connections.answers(endpoint):
+        if not connections.may_answer(endpoint):
             start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
             raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
 
@@ -228,7 +228,7 @@ class RunReading:
         self._tried_at = time.monotonic()
         try:
             loaded = connections.find(self._arguments, self._environ, run_id=self.run_id)
-            if not connections.answers(loaded.settings.nats.url):
+            if not connections.may_answer(loaded.settings.nats.url):
                 self.problem = (
                     f"no NATS server answers at {loaded.settings.nats.url}: figures are those of the run's folder"
                 )

@@ -11,6 +11,7 @@ from tests.console.record import recorded_run as recorded
 from tests.console.web.conftest import STEPS, Shown
 from tests.console.web.shown_run import DROPPED, EPISODES, EVALUATED, GROUP_SIZE, GROUPS_A_STEP, WAITING, token_arrays
 
+from penstock.console import connections
 from penstock.console.web import reading_routes
 from penstock.console.web.access import Access, Role
 from penstock.console.web.context import WebContext
@@ -360,6 +361,20 @@ def test_groups_of_a_run_whose_store_is_stopped_are_refused_at_once_with_what_to
     reading = RunReading("done", [f"run.dir={tmp_path}"], environ)
     with pytest.raises(QueryRefused, match=f"penstock up --data {tmp_path}/done/store"):
         reading.groups()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "may_answer"),
+    [
+        ("https://s3.example.com", True),  # the port of its scheme, which is not tried
+        ("nats://127.0.0.1:1", False),
+        ("nats://127.0.0.1:1,nats://nats.example.com", True),
+        ("nats://127.0.0.1:1,nats://127.0.0.1:2", False),
+    ],
+)
+def test_servers_are_given_up_at_once_only_where_nothing_can_listen(addresses: str, may_answer: bool) -> None:
+    """NATS may have several addresses, and S3 one without a port."""
+    assert connections.may_answer(addresses) is may_answer
 
 
 def test_the_token_of_the_reward_service_is_sent_to_the_url_that_was_set_only(tmp_path: Path) -> None:
