@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
-.PHONY: fuzz-agents bench-agents test-trackers
+.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -96,6 +96,9 @@ soak: $(STAMP)  ## run at full speed for SOAK_S seconds (an hour) and fail when 
 fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed (REQUESTS=100000: ten minutes)
 	$(BIN)/python -m benchmarks.fuzz_agents --requests $(REQUESTS)
 
+proof-runs-api: $(STAMP)  ## create, kill the console, pause, audit, resume, queue and delete real runs through the Runs API (a minute)
+	$(BIN)/python -m benchmarks.runs_api
+
 bench-agents: $(STAMP)  ## CPU and latency that the agents' proxy adds to a request, and a thousand episodes with slow tools (two minutes)
 	$(BIN)/python -m benchmarks.agent_proxy
 
@@ -121,6 +124,12 @@ docs: $(VENV)/.docs  ## build the documentation site in build/docs; every warnin
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -n -q . build/docs
 	$(BIN)/python -m docs.self_contained build/docs
 	@echo "open build/docs/index.html"
+
+screenshots: $(STAMP)  ## take the pictures of the page in docs/images again (needs Debian's chromium and the extra browser-tests)
+	$(BIN)/python -m tests.console.web.screenshots
+
+bench-page: $(STAMP)  ## seconds of each view of the page on a run of 10,000 steps, 100 workers and a million trajectories (minutes)
+	$(BIN)/python -m benchmarks.console_page
 
 docs-test: $(STAMP)  ## run every command of README and docs that needs no GPU, docker or second machine (minutes)
 	$(BIN)/python -m tests.docs.run_commands

@@ -80,6 +80,11 @@ def answers(address: str) -> bool:
         return False
 
 
+def may_answer(addresses: str) -> bool:
+    """Return False if nothing listens at any of the comma-separated addresses; one without a port is not tried."""
+    return any(urlsplit(one).port is None or answers(one) for one in addresses.split(","))
+
+
 def store_environment(store: Path) -> dict[str, str]:
     """Return the variables that local servers wrote to their data folder; empty when there are none.
 

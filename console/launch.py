@@ -7,8 +7,10 @@ and terminal belong to the service, and its arguments arrive unchanged.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from penstock.protocol.config.sources import Given, from_environment, from_files, from_overrides, split_arguments
 from penstock.protocol.errors import ConfigError
@@ -21,6 +23,12 @@ REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
 def module(name: str, *arguments: str) -> list[str]:
     """Return the command line of a module; -P keeps the working directory out of its import path."""
     return [sys.executable, "-P", "-m", name, *arguments]
+
+
+def page_command(runs_dir: Path) -> str:
+    """Return what to type in another terminal to see the runs of a folder on the live page."""
+    given = "" if runs_dir.absolute() == Path("runs").absolute() else f" run.dir={shlex.quote(str(runs_dir))}"
+    return f"penstock console{given}"
 
 
 def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.console import launch
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
@@ -21,6 +22,7 @@ from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.record import pause_request
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.recovery import finished_run
 
@@ -73,8 +75,10 @@ def _train(
             run.check()
             for note in resumption.start_notes(rest, os.environ):
                 print(note, file=sys.stderr)
+            pause_request.clear(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
+            print(f"live page: {launch.page_command(run.folder.parent)}", file=sys.stderr)
             run.start_services()
             trackers.start(connection_environment(run.nats, run.s3))
             code, summary = _watch(run, trackers, stop_requested, quiet=options.json)
@@ -96,6 +100,8 @@ def _train(
         f"penstock train: {run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time", file=sys.stderr
     )
     write_report(run.folder, summary, as_json=options.json)
+    if pause_request.is_requested(run.folder):
+        print(f"penstock train: {resumption.paused('train', again)}", file=sys.stderr)
     for line in trackers.finish():
         print(f"penstock train: {line}", file=sys.stderr)
     return 0

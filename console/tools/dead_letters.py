@@ -80,7 +80,6 @@ class DeadLetters:
         """
         self.run = check_run_id(run)
         settings = connections.find(arguments, environ, run_id=run).settings
-        logs.configure("dead-letters", level="error")
         self.bus = Bus.connect(settings.nats, name="dead-letters", deadline_s=5.0)
         self.blobs = Blobs(settings.s3, deadline_s=20.0)
         self.unreadable: dict[int, str] = {}
@@ -95,10 +94,14 @@ class DeadLetters:
 
     def all(self) -> list[Letter]:
         """Read all letters, the oldest first, and note those that cannot be read; raises MissingStream."""
+        return self.read(after=0, most=None)
+
+    def read(self, *, after: int, most: int | None) -> list[Letter]:
+        """Read the letters whose number is above ``after``, at most ``most`` of them; otherwise like `all`."""
         marks = {entry.key: self._mark(entry) for entry in self._state.entries(f"{streams.RESENT_KEY}.").wait()}
         letters = []
         self.unreadable = {}
-        for message in self.bus.read_stream(f"{self.run}-dead").wait():
+        for message in self.bus.read_stream(f"{self.run}-dead", after=after, most=most).wait():
             mark = marks.get(f"{streams.RESENT_KEY}.{message.sequence}", _Mark())
             try:
                 fact = decode(message.data, DeadLetter)
@@ -178,11 +181,12 @@ class DeadLetters:
 
 def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
     """Print all letters of a run; return the exit code."""
+    logs.configure("dead-letters", level="error")
     with DeadLetters(run, arguments, environ) as dead:
         letters = dead.all()
         dead.report_unreadable()
     if as_json:
-        print(json.dumps([_document(letter) for letter in letters]))
+        print(json.dumps([letter_document(letter) for letter in letters]))
         return 0
     if not letters:
         print(f"run {run} has no dead letters" + (" that can be read" if dead.unreadable else ""))
@@ -204,13 +208,14 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
 
 def print_one(run: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
     """Print one letter with its prompts and completions; return the exit code."""
+    logs.configure("dead-letters", level="error")
     with DeadLetters(run, arguments, environ) as dead:
         (letter,) = dead.find([number])
-        groups, problem = _groups(letter.fact, dead.blobs)
+        groups, problem = groups_of(letter.fact, dead.blobs)
         reason = refusal(letter, dead.progress(), run=run)
         for problem in dead.problems:
             print(f"penstock: {printable(problem)}", file=sys.stderr)
-    document = _document(letter) | {"detail": letter.fact.detail, "groups": groups, "unreadable": problem}
+    document = letter_document(letter) | {"detail": letter.fact.detail, "groups": groups, "unreadable": problem}
     if as_json:
         print(json.dumps(document | {"cannot_be_sent_again": reason}))
         return 0
@@ -241,6 +246,7 @@ def resend(
         raise ConfigError(
             "name the ids of the dead letters to send again, or give --all; list them with: penstock dead-letters list"
         )
+    logs.configure("dead-letters", level="error")
     with DeadLetters(run, arguments, environ) as dead:
         letters = dead.all() if everything else dead.find(numbers)
         progress = dead.progress()
@@ -260,7 +266,8 @@ def resend(
     return 0 if num_sent == total else 1
 
 
-def _document(letter: Letter) -> dict[str, Any]:
+def letter_document(letter: Letter) -> dict[str, Any]:
+    """Return a letter as `--json` shows it in a list."""
     fact = letter.fact
     return {
         "id": letter.number,
@@ -274,7 +281,7 @@ def _document(letter: Letter) -> dict[str, Any]:
     }
 
 
-def _groups(letter: DeadLetter, blobs: Blobs) -> tuple[list[dict[str, Any]], str]:
+def groups_of(letter: DeadLetter, blobs: Blobs) -> tuple[list[dict[str, Any]], str]:
     """Return the groups of a letter as text, and the problem when they cannot be read."""
     try:
         fact = content(letter)

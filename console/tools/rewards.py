@@ -29,8 +29,12 @@ class RewardServiceError(PenstockError):
 class RewardService:
     """The HTTP API of one reward service."""
 
-    def __init__(self, url: str, token_file: Path | None = None) -> None:
-        """``token_file`` holds the bearer token, if the service requires one; raises ConfigError when unreadable."""
+    def __init__(self, url: str, token_file: Path | None = None, *, answer_s: float = _ANSWER_S) -> None:
+        """``token_file`` holds the bearer token, if the service requires one; raises ConfigError when unreadable.
+
+        ``answer_s`` is how long an answer is waited for.
+        """
+        self._answer_s = answer_s
         self._url = url.rstrip("/")
         self._headers: dict[str, str] = {}
         if token_file is not None:
@@ -41,7 +45,7 @@ class RewardService:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the service's answer; raises RewardServiceError when it does not answer or refuses."""
-        timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+        timeout = httpx.Timeout(self._answer_s, connect=_CONNECT_S)
         try:
             with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:
                 response = client.request(method, f"{self._url}{path}", json=body)

@@ -33,6 +33,7 @@ _MARKS = (
     "config.json",
     "report.json",
     "model",
+    "job.json",  # created by the Runs API, and perhaps not started yet
     connections.STORE,
     run_lock.RUN_LOCK,
 )  # a folder with any of these is a run's
@@ -110,12 +111,17 @@ def unknown_run(run: str, folder: Path, *, more: str = "") -> ConfigError:
 
 def list_folder(folder: Path) -> list[RunLine]:
     """Describe every run folder below ``folder``, newest first."""
+    lines = [describe(path) for path in run_folders(folder)]
+    return sorted(lines, key=lambda line: line.when, reverse=True)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return every run folder below ``folder``."""
     try:
         found = [path for path in folder.iterdir() if RUN_ID.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    lines = [describe(path) for path in found if any((path / mark).exists() for mark in _MARKS)]
-    return sorted(lines, key=lambda line: line.when, reverse=True)
+    return [path for path in found if any((path / mark).exists() for mark in _MARKS)]
 
 
 def list_broker(bus: Bus) -> list[RunLine]:
@@ -156,7 +162,7 @@ def describe(folder: Path) -> RunLine:
     when = datetime.fromtimestamp(max(times, default=folder.stat().st_mtime), UTC)
     return RunLine(
         run=folder.name,
-        state=_state(folder),
+        state=state_of(folder),
         step=found.last_step,
         accuracy=accuracy,
         reward=found.recent_reward,
@@ -166,7 +172,8 @@ def describe(folder: Path) -> RunLine:
     )
 
 
-def _state(folder: Path) -> str:
+def state_of(folder: Path) -> str:
+    """Return whether a run is running, finished or stopped, by the files of its folder."""
     if run_lock.is_held(folder):
         return "running"
     return "finished" if is_finished(folder) else "stopped"

@@ -1,13 +1,17 @@
-"""The HTTP APIs: routes of the reward service, and what an endpoint receives and answers."""
+"""The HTTP APIs: routes of the Runs API and of the reward service, and what an endpoint receives and answers."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 from pydantic import BaseModel
 
 from docs.generate import table
 from docs.generate.settings import type_name
+from penstock.console.web.app import create_app
+from penstock.console.web.context import WebContext
+from penstock.console.web.jobs.job_request import RunRequest
 from penstock.reward_service.api import app as api
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints import wire
@@ -19,7 +23,9 @@ _METHODS = ("get", "post", "put", "patch", "delete")
 
 def text() -> str:
     """Return the routes, the models that people write or serve, and the dialects."""
-    parts = ["## Routes of the reward service\n", _routes(openapi())]
+    parts = ["## Routes of the Runs API\n", _routes(runs_api())]
+    parts += ["## A run to create\n", _model(RunRequest)]
+    parts += ["## Routes of the reward service\n", _routes(openapi())]
     parts += ["## Registration of an endpoint\n", _model(Registration)]
     parts.append("## What an endpoint of the dialect `penstock` receives and answers\n")
     parts += [
@@ -35,6 +41,11 @@ def openapi() -> dict[str, Any]:
     context = api.ApiContext(*[nothing] * len(api.ApiContext.__dataclass_fields__))
     app = api.build(context, access=Access(tokens=()), max_request_bytes=1, max_requests_bytes=1)
     return app.openapi()
+
+
+def runs_api() -> dict[str, Any]:
+    """Return the OpenAPI document of the Runs API; no route is called."""
+    return create_app(WebContext(Path("runs"), cast(Any, None))).openapi()
 
 
 def _routes(document: dict[str, Any]) -> str:

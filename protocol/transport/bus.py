@@ -148,9 +148,14 @@ class Bus:
         """Return the number of messages and bytes of a stream; raises MissingStream."""
         return self._connection.call(stream_admin.stream_state(self._connection, stream), f"state of {stream}")
 
-    def read_stream(self, stream: str, subject: str = ">") -> Pending[list[StoredMessage]]:
-        """Read all messages of a stream, or those of a subject, without consuming them; raises MissingStream."""
-        reading = direct_get.read_stream(self._connection, stream, subject)
+    def read_stream(
+        self, stream: str, subject: str = ">", *, after: int = 0, most: int | None = None
+    ) -> Pending[list[StoredMessage]]:
+        """Read all messages of a stream, or those of a subject, without consuming them; raises MissingStream.
+
+        ``after`` is the sequence number before the first one, ``most`` the number of messages (None: all).
+        """
+        reading = direct_get.read_stream(self._connection, stream, subject, after=after, most=most)
         return self._connection.call(reading, f"read {stream}", _SCAN_S)
 
     def consumer_state(self, spec: ConsumerSpec) -> Pending[ConsumerState]:

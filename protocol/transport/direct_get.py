@@ -51,14 +51,19 @@ async def direct_get(connection: Connection, stream: str, request: dict[str, Any
             await sub.unsubscribe()
 
 
-async def read_stream(connection: Connection, stream: str, subject: str = ">") -> list[StoredMessage]:
-    """Return all messages of a stream, or those of a subject, in order; raises MissingStream or BusUnreachable."""
+async def read_stream(
+    connection: Connection, stream: str, subject: str = ">", *, after: int = 0, most: int | None = None
+) -> list[StoredMessage]:
+    """Return all messages of a stream, or those of a subject, in order; raises MissingStream or BusUnreachable.
+
+    ``after`` is the sequence number before the first one, ``most`` the number of messages (None: all).
+    """
     found: list[StoredMessage] = []
-    while True:
+    while most is None or len(found) < most:
         request = {
-            "seq": found[-1].sequence + 1 if found else 1,
+            "seq": (found[-1].sequence if found else after) + 1,
             "next_by_subj": subject,
-            "batch": _BATCH,
+            "batch": _BATCH if most is None else min(_BATCH, most - len(found)),
             "max_bytes": _BATCH_BYTES,
         }
         try:
@@ -77,3 +82,4 @@ async def read_stream(connection: Connection, stream: str, subject: str = ">") -
             headers = msg.headers or {}
             at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
             found.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data, at))
+    return found

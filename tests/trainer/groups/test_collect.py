@@ -840,3 +840,65 @@ def test_an_outage_of_s3_delays_groups_and_loses_none(
         assert session.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
         assert not session.counters.dropped_groups
     producer.close()
+
+
+def test_a_run_that_drains_trains_what_is_under_way_and_issues_nothing(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """Two steps' groups are under way: both are trained, in full batches, and then `collect` returns an empty batch."""
+    with Session(connections, prompts) as session:
+        session.issuer.advance(V0, 100)
+        messages = manual.tasks(4)
+        session.issuer.drain()
+        session.collector.drain()
+        for message in messages:
+            manual.answer(message)
+        assert len(session.train(V0)) == 4
+        session.issuer.advance(V1, 96)  # its version is announced: this would admit more
+        assert len(session.train(V1)) == 4
+        assert session.collector.collect(V2) == []
+        assert session.issuer.outstanding() == ()
+        assert session.issuer.groups()["issued"] == 8
+        assert connections.bus.stream_state(f"{connections.run_id}-tasks").wait().num_messages == 0
+
+
+def test_what_is_no_full_batch_stays_for_the_session_that_resumes(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """Three scored groups and one to be issued again wait; the next session trains all four, and every group once."""
+    with Session(connections, prompts) as session:
+        session.issuer.advance(V0, 100)
+        messages = manual.tasks(4)
+        session.issuer.drain()
+        session.collector.drain()
+        for message in messages[:3]:
+            manual.answer(message)
+        assert len(session.train(V0)) == 4
+        session.collector.acknowledge(session.collector.settled())
+        session.issuer.drop(Drop("e0.p6.a0", DropReason.STALE, 3))
+        session.issuer.drop(Drop("e0.p7.a0", DropReason.STALE, 3))
+        assert session.collector.collect(V1) == []
+        assert session.issuer.outstanding() == ("e0.p4.a0", "e0.p5.a0")
+        rows, saved = session.ledger.rows(), session.issuer.take_state()
+    with Session(connections, prompts, Ledger(rows), saved) as resumed:
+        resumed.issuer.advance(V1, 4)
+        (again,) = manual.tasks(1)
+        assert [task.group_id for task in again.tasks] == ["e0.p6.a1", "e0.p7.a1"]
+        manual.answer(again, V1)
+        assert sorted(resumed.train(V1)) == ["e0.p4.a0", "e0.p5.a0", "e0.p6.a1", "e0.p7.a1"]
+
+
+def test_draining_waits_for_a_group_under_way_but_not_without_end(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that are gone deliver nothing: what they had stays in the queues, and outstanding."""
+    with Session(connections, prompts) as session:
+        session.issuer.advance(V0, 4)
+        manual.tasks(2)
+        session.issuer.drain()
+        session.collector.drain()
+        stops = iter([False, False, True])
+        assert session.collector.collect(V0, lambda: next(stops)) == []  # it waited until the stop
+        monkeypatch.setattr("penstock.trainer.groups.collect._DRAIN_S", 0.1)
+        assert session.collector.collect(V0) == []
+        assert len(session.issuer.outstanding()) == 4

@@ -1,0 +1,133 @@
+// Builds elements. Every text becomes a text node: nothing that comes from a run is ever parsed as HTML.
+
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
+
+// Show characters that are invisible, or that would reorder the text around them, as their escapes.
+export function shown(text) {
+  return String(text).replace(HIDDEN, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+const ATTRIBUTES = new Set([
+  "class", "id", "href", "type", "name", "value", "title", "for", "role", "placeholder", "min", "max", "step", "scope",
+  "aria-label", "aria-current", "aria-live", "rows", "colspan", "tabindex", "inputmode", "autocomplete", "maxlength",
+]);
+
+export function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "on") for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
+    else if (name === "data") for (const [key, one] of Object.entries(value)) element.dataset[key] = one;
+    else if (name === "checked" || name === "disabled" || name === "hidden" || name === "selected") element[name] = true;
+    else if (!ATTRIBUTES.has(name)) throw new Error(`attribute ${name} is not used on this page`);
+    else if (name === "href" && !/^(#|\/(?!\/))/.test(value)) throw new Error("links lead to this page only");
+    else element.setAttribute(name, value);
+  }
+  append(element, children);
+  return element;
+}
+
+function append(element, children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    element.append(child instanceof Node ? child : document.createTextNode(shown(child)));
+  }
+}
+
+export function replace(element, ...children) {
+  element.replaceChildren();
+  append(element, children);
+}
+
+const FOCUSABLE = "a, button, input, summary, .scroll";
+
+// Replace the rows of a table, or other content, only when it changes; what was unfolded, scrolled or focused stays so.
+export function replaceIfChanged(element, key, build) {
+  const text = JSON.stringify(key);
+  if (element.dataset.drawn === text) return;
+  element.dataset.drawn = text;
+  const inside = (selector) => [...element.querySelectorAll(selector)];
+  const open = inside("details").map((one) => one.open);
+  const scrolled = inside(".scroll").map((one) => one.scrollLeft);
+  const focused = inside(FOCUSABLE).indexOf(document.activeElement);
+  replace(element, build());
+  inside("details").forEach((one, at) => { one.open = open[at] || false; });
+  inside(".scroll").forEach((one, at) => { one.scrollLeft = scrolled[at] || 0; });
+  if (focused >= 0) inside(FOCUSABLE)[focused]?.focus({ preventScroll: true });
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export function svg(tag, attributes, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
+  element.append(...children);
+  return element;
+}
+
+export function panel(title, ...children) {
+  return el("section", { class: "panel", "aria-label": title }, el("h2", {}, title), ...children);
+}
+
+// ── numbers ──
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
+  if (size > 0 && size < 0.001) return value.toExponential(2);
+  return value.toFixed(digits);
+}
+
+export function percent(value) {
+  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let at = 0;
+  while (value >= 1000 && at < units.length - 1) { value /= 1000; at += 1; }
+  return `${at === 0 ? value : value.toFixed(1)} ${units[at]}`;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${(1000 * value).toFixed(0)} ms`;
+  if (value < 60) return `${value.toFixed(1)} s`;
+  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  return `${Math.round(value / 86400)} days`;
+}
+
+export function age(iso) {
+  if (!iso) return "–";
+  const then = typeof iso === "number" ? iso * 1000 : Date.parse(iso);
+  return Number.isNaN(then) ? "–" : `${seconds(Math.max(0, (Date.now() - then) / 1000))} ago`;
+}
+
+export function clock(at) {
+  return at === null || at === undefined ? "–" : new Date(at * 1000).toLocaleTimeString();
+}
+
+// ── tables ──
+
+// Columns are [heading, cell(row), class]; cells are texts or elements.
+export function table(label, columns, rows, empty = "none") {
+  const head = el("tr", {}, columns.map(([name, , kind]) => el("th", { scope: "col", class: kind || "" }, name)));
+  const body = rows.length
+    ? rows.map((row) => el("tr", {}, columns.map(([, cell, kind]) => el("td", { class: kind || "" }, cell(row)))))
+    : [el("tr", {}, el("td", { colspan: columns.length, class: "dim" }, empty))];
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+    el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+}
+
+export function tile(name, value, note = "", kind = "") {
+  return el("div", { class: "tile", data: { tile: name } }, el("span", {}, name), el("b", { class: kind }, value), note ? el("span", {}, note) : null);
+}
+
+export function pairs(entries) {
+  return el("dl", { class: "pairs" }, entries.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+}

@@ -1,0 +1,125 @@
+// What a run has learned, and what keeps it from learning faster.
+
+import { get, path, query } from "../api.js";
+import { bars, LineChart } from "../charts.js";
+import { el, number, panel, percent, replaceIfChanged, seconds, table, tile } from "../dom.js";
+
+const POINTS = 500;
+
+// title, figures as [name, label], options
+const CHARTS = [
+  ["Reward", [["reward_mean", "mean"]], { note: "mean of each step; the band is the least and greatest of a bucket, or one standard deviation" }],
+  ["Reward by part", null, {}],
+  ["Staleness of what was trained", [["staleness_mean", "mean"], ["staleness_max", "greatest"]], { note: "versions behind, by token", zero: true }],
+  ["Seconds of a step", [["step_s", "training"], ["wait_s", "waiting for groups"], ["publish_s", "publishing"]], { note: "long waiting: generation is the bottleneck", zero: true }],
+  ["Tokens trained per second", [["tokens_per_s", "tokens/s"]], { note: "of the whole step, waiting included", zero: true }],
+  ["Clipped tokens", [["clip_fraction", "share"]], { zero: true, band: "clip_fraction" }],
+  ["KL between sampler and policy", [["kl_behaviour", "KL"]], { zero: true, band: "kl_behaviour" }],
+  ["Entropy", [["entropy", "nats per token"]], { zero: true, band: "entropy" }],
+  ["Effective sample size", [["ess_share", "share"]], { band: "ess_share" }],
+  ["Degenerate groups", [["zero_signal_groups", "share with equal rewards"]], { zero: true, band: "zero_signal_groups" }],
+  ["Truncated completions", [["truncated_share", "share"]], { zero: true, band: "truncated_share" }],
+  ["Difference of engine and trainer", [["engine_gap", "mean"]], { zero: true, band: "engine_gap" }],
+  ["Loss and gradient", [["loss", "loss"], ["grad_norm", "gradient norm"]], {}],
+  ["Learning rate", [["lr", "used"], ["lr_set", "set"]], { zero: true }],
+];
+
+export function open(holder, { run }) {
+  const tiles = el("div", { class: "tiles" });
+  const diagnoses = el("div");
+  const grid = el("div", { class: "grid" });
+  const charts = new Map();
+  const held = new Map();
+  const staleness = el("div");
+  const incidents = el("div");
+  holder.append(el("h1", {}, run), tiles, diagnoses, grid);
+  const side = [panel("Tokens by staleness", staleness), panel("Events", incidents)];
+
+  const chart = (title, options) => {
+    if (!charts.has(title)) {
+      charts.set(title, new LineChart(title, options));
+      grid.append(charts.get(title).element);
+    }
+    return charts.get(title);
+  };
+
+  return {
+    async refresh() {
+      const [found, metrics] = await Promise.all([
+        get(path("runs", run, "summary")), get(path("runs", run, "metrics") + query({ points: POINTS })),
+      ]);
+      drawTiles(tiles, found);
+      drawDiagnoses(diagnoses, found);
+      const outside = new Map(found.bands.map((band) => [band.name, band]));
+      for (const [title, figures, options] of CHARTS) {
+        const named = figures || parts(metrics.names);
+        const known = named.filter(([name]) => metrics.figures[name]);
+        if (!known.length) continue;
+        const lines = known.slice(0, 4).map(([name, label]) => ({ label, steps: metrics.steps, ...metrics.figures[name] }));
+        if (title === "Reward" && metrics.bucket === 1 && metrics.figures.reward_std) spread(lines[0], metrics.figures.reward_std.mean);
+        const band = options.band && outside.get(options.band);
+        const healthy = band ? `healthy: ${band.low ?? "−∞"} to ${band.high ?? "∞"}` : "";
+        chart(title, { ...options, note: options.note || healthy }).set(lines, band && !band.is_healthy ? band.sentence : "");
+        if (title === "Reward") drawHeldOut(found.evaluations, chart);
+      }
+      for (const one of side) if (!one.isConnected) grid.append(one);
+      const ages = Object.keys(found.staleness_tokens);
+      replaceIfChanged(staleness, found.staleness_tokens, () => bars("tokens by staleness in versions", { edges: ages.map(Number), counts: Object.values(found.staleness_tokens) }));
+      const rows = found.incidents.slice().reverse().slice(0, 12);
+      replaceIfChanged(incidents, rows, () => table("Events", [
+        ["when", (one) => new Date(one.at * 1000).toLocaleTimeString()], ["what", (one) => one.text, "text"],
+      ], rows));
+    },
+    close() {
+      for (const one of [...charts.values(), ...held.values()]) one.destroy();
+    },
+  };
+}
+
+function drawHeldOut(evaluations, chart) {
+  for (const one of evaluations) {
+    const points = one.points.filter((point) => point[one.measure] !== null);
+    const values = points.map((point) => point[one.measure]);
+    const title = `Held-out ${one.measure}: ${one.split}`;
+    chart(title, { note: one.success ? `correct: ${one.success}` : "" }).set(
+      [{ label: one.measure, steps: points.map((point) => point.step), mean: values, min: values, max: values }]);
+  }
+}
+
+function spread(line, deviations) {
+  line.min = line.mean.map((value, at) => (value === null || deviations[at] === null ? value : value - deviations[at]));
+  line.max = line.mean.map((value, at) => (value === null || deviations[at] === null ? value : value + deviations[at]));
+}
+
+function parts(names) {
+  const own = names.filter((name) => name.startsWith("reward part ") && !name.slice(12).includes("."));
+  return own.map((name) => [name, name.slice(12)]);
+}
+
+function drawTiles(holder, found) {
+  const idle = Object.entries(found.idle_share).map(([role, share]) => `${role} waits ${percent(share)}`).join(", ");
+  const dropped = Object.values(found.groups.dropped).reduce((sum, one) => sum + one, 0);
+  const dead = Object.values(found.groups.dead_lettered).reduce((sum, one) => sum + one, 0);
+  const entries = [
+    ["state", found.state, found.doing, found.state === "running" ? "good" : ""],
+    ["step", `${number(found.step)}${found.total_steps ? ` of ${number(found.total_steps)}` : ""}`, found.eta_s ? `${seconds(found.eta_s)} to go` : ""],
+    ["reward", number(found.reward), `first steps ${number(found.reward_first)}`],
+    [found.held_out.measure === "accuracy" ? "held-out accuracy" : "held-out reward", number(found.held_out.now), `at first ${number(found.held_out.before)}`],
+    ["tokens/s trained", number(found.trained_per_s, 0), `generated ${number(found.generated_per_s, 0)}`],
+    ["staleness", number(found.staleness_mean, 2), `at most ${number(found.staleness_max)} versions`],
+    ["who waits", found.waiting_for || "–", idle],
+    ["groups trained", number(found.groups.trained), `${number(dropped)} dropped, ${number(dead)} dead letters`],
+    ["version", number(found.newest_version), `${number(found.versions_published)} published`],
+    ["time", seconds(found.elapsed_s), found.is_live ? (found.disconnected_s ? `NATS unreachable for ${seconds(found.disconnected_s)}` : "live") : "from the run's files"],
+  ];
+  replaceIfChanged(holder, entries, () => entries.map((one) => tile(...one)));
+}
+
+function drawDiagnoses(holder, found) {
+  const lines = found.diagnoses.map((one) => el("li", {}, el("strong", {}, one.what), " ", one.cause, " ", el("span", { class: "good" }, one.cure)));
+  const unreadable = Object.entries(found.unreadable).map(([what, count]) => el("li", {}, `${count} messages cannot be read and are left out: ${what}`));
+  replaceIfChanged(holder, [found.diagnoses, found.unreadable, found.problem], () => [
+    lines.length || unreadable.length ? panel("What to look at", el("ul", {}, lines, unreadable)) : null,
+    found.problem ? el("p", { class: "dim" }, found.problem) : null,
+  ]);
+}

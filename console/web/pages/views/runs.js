@@ -1,0 +1,40 @@
+// All runs: state, curve, age; two to four of them can be compared.
+
+import { get, path } from "../api.js";
+import { sparkline } from "../charts.js";
+import { age, el, number, replaceIfChanged, table } from "../dom.js";
+
+const KINDS = { running: "good", failed: "bad", stopped: "warn", paused: "warn" };
+
+export function open(holder) {
+  const chosen = new Set();
+  const list = el("div");
+  const button = el("button", { type: "button", on: { click: () => {
+    location.hash = `#/compare?${[...chosen].map((run) => `run=${encodeURIComponent(run)}`).join("&")}`;
+  } } }, "Compare");
+  button.disabled = true;
+  holder.append(el("h1", {}, "Runs"), el("p", {}, button, " ", el("span", { class: "dim" }, "choose two to four runs")), list);
+
+  const toggle = (run) => (event) => {
+    if (event.target.checked) chosen.add(run);
+    else chosen.delete(run);
+    button.disabled = chosen.size < 2 || chosen.size > 4;
+  };
+
+  return {
+    periodMs: 5000,
+    async refresh() {
+      const runs = await get(path("runs"));
+      replaceIfChanged(list, [runs, Math.floor(Date.now() / 60000)], () => table("Runs", [
+        ["", (row) => el("input", { type: "checkbox", "aria-label": `compare ${row.run}`, checked: chosen.has(row.run), on: { change: toggle(row.run) } })],
+        ["run", (row) => el("a", { href: `#/run/${encodeURIComponent(row.run)}/overview` }, row.run)],
+        ["state", (row) => el("span", { class: KINDS[row.state] || "" }, row.state)],
+        ["step", (row) => number(row.step), "num"],
+        ["held-out", (row) => (row.accuracy !== null && row.accuracy !== undefined ? number(row.accuracy) : row.eval_reward !== null && row.eval_reward !== undefined ? `reward ${number(row.eval_reward, 2)}` : "–"), "num"],
+        ["reward", (row) => number(row.reward, 2), "num"],
+        ["curve", (row) => sparkline(row.curve)],
+        ["changed", (row) => age(row.when)],
+      ], runs, "no runs yet; start one with: penstock quickstart"));
+    },
+  };
+}

@@ -1,0 +1,235 @@
+"""The JSON documents of the panels of a run, from what was watched of it; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from penstock.console.live.run_snapshot import Snapshot
+from penstock.console.report.learning import LABELS
+from penstock.console.report.measures import Evaluation, held_out, mean
+from penstock.console.web.reading.page_view import PageView, VersionNotes
+from penstock.console.web.reading.step_series import histogram
+
+MAX_TEXT = 2000  # characters of a message of an error, a state or an incident
+_MAX_WORKERS = 200  # of one version
+_MAX_EVALUATIONS = 2000  # of one split
+
+# Where a figure is healthy, and what is said when it is not in there is the diagnosis of this key.
+BANDS: dict[str, tuple[float | None, float | None, str]] = {
+    "clip_fraction": (0.0, 0.3, "clip"),
+    "kl_behaviour": (0.0, 0.1, "kl"),
+    "entropy": (0.1, None, "entropy"),
+    "ess_share": (0.5, 1.0, "ess"),
+    "zero_signal_groups": (0.0, 0.5, "no_signal"),
+    "truncated_share": (0.0, 0.25, "truncated"),
+    "engine_gap": (0.0, 0.05, "engine_gap"),
+}
+_OUTSIDE = {
+    "clip_fraction": "Many tokens are clipped: the steps are too large or the samples too old; lower trainer.lr or rollout.max_staleness.",
+    "entropy": "The completions of a prompt have become nearly identical; lower trainer.lr or set algorithm.entropy_coefficient.",
+    "zero_signal_groups": "In most groups all rewards are equal: they teach nothing; raise rollout.group_size or set algorithm.dynamic_sampling = true.",
+}
+
+
+def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) -> dict[str, Any]:
+    """Return the overview of a run: its state, what it learned, who waits for which, and what is outside of its band."""
+    return {
+        "run_id": view.run_id,
+        "state": state,
+        "doing": snapshot.state[:MAX_TEXT],
+        "is_live": is_live,
+        "disconnected_s": round(snapshot.disconnected_s, 1),
+        "finished": snapshot.finished,
+        "step": snapshot.step,
+        "total_steps": snapshot.total_steps,
+        "started_at": snapshot.started_at if view.series or snapshot.services else None,
+        "elapsed_s": round(snapshot.elapsed_s, 1),
+        "eta_s": snapshot.eta_s,
+        "reward": snapshot.reward_now,
+        "reward_first": snapshot.reward_first,
+        "held_out": asdict(snapshot.held_out) | {"now": snapshot.held_out.now, "before": snapshot.held_out.before},
+        "generated_per_s": snapshot.generated_per_s,
+        "trained_per_s": snapshot.trained_per_s,
+        "staleness_tokens": {str(age): tokens for age, tokens in snapshot.staleness_tokens.items()},
+        "staleness_mean": snapshot.staleness_mean,
+        "staleness_max": snapshot.staleness_max,
+        "newest_version": snapshot.newest_version,
+        "versions_published": snapshot.versions_published,
+        "queues": asdict(snapshot.queues),
+        "idle_share": snapshot.idle_share,
+        "waiting_for": snapshot.waiting_for,
+        "groups": view.group_counts().model_dump(mode="json"),
+        "zero_signal_groups": snapshot.no_signal_share,
+        "learning": snapshot.learning,
+        "bands": bands(view, snapshot),
+        "diagnoses": [one.model_dump(mode="json") for one in snapshot.diagnoses],
+        "incidents": [
+            {"at": one.at, "text": one.text[:MAX_TEXT], "kind": one.kind} for one in list(snapshot.incidents)[-50:]
+        ],
+        "num_incidents": snapshot.num_incidents,
+        "figures": view.series.names,
+        "labels": {name: text for name, text in LABELS.items() if name in view.series.names},
+        "unreadable": view.unreadable_messages,
+    }
+
+
+def bands(view: PageView, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the newest value of each figure that has a healthy band, and a sentence for those outside."""
+    diagnosed = {one.key: f"{one.what} {one.cure}" for one in snapshot.diagnoses}
+    found = []
+    for name, (low, high, key) in BANDS.items():
+        value = view.series.latest(name)
+        if value is None:
+            continue
+        is_healthy = (low is None or value >= low) and (high is None or value <= high)
+        sentence = "" if is_healthy else diagnosed.get(key, _OUTSIDE.get(name, _generic(name, value, low, high)))
+        found.append(
+            {"name": name, "label": LABELS.get(name, name), "value": value, "low": low, "high": high,
+             "is_healthy": is_healthy, "sentence": sentence}
+        )  # fmt: skip
+    return found
+
+
+def _generic(name: str, value: float, low: float | None, high: float | None) -> str:
+    edges = f"{low if low is not None else '−∞'} to {high if high is not None else '∞'}"
+    return f"{LABELS.get(name, name)} is {value:.3g} in the last step; {edges} is usual."
+
+
+def evaluations(view: PageView) -> list[dict[str, Any]]:
+    """Return the evaluations by split, each with the measure that suits its reward."""
+    splits: dict[str, list[Any]] = {}
+    for point in view.evals:
+        splits.setdefault(point.split, []).append(point)
+    found = []
+    for split, points in splits.items():
+        newest = points[-_MAX_EVALUATIONS:]
+        measured = held_out([Evaluation(p.step, p.accuracy, p.reward) for p in newest])
+        found.append(
+            {
+                "split": split,
+                "measure": measured.measure,
+                "name": measured.name,
+                "success": newest[-1].success,
+                "points": [
+                    {"step": p.step, "version": p.version, "accuracy": p.accuracy, "reward": p.reward, "num_prompts": p.num_prompts}
+                    for p in newest
+                ],
+            }
+        )  # fmt: skip
+    return found
+
+
+def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
+    """Return every service with its figures, and the least, mean and greatest of each figure by role."""
+    lines = [
+        {
+            "role": line.role,
+            "id": line.service_id,
+            "name": line.name,
+            "state": line.state[:MAX_TEXT],
+            "alive": line.alive,
+            "has_exited": line.has_exited,
+            "silent_s": round(line.silent_s, 1),
+            "version": line.version,
+            "lag": None if line.version is None else max(snapshot.newest_version - line.version, 0),
+            "tokens_per_s": line.tokens_per_s,
+            "idle_share": line.idle_share,
+            "num_starts": line.num_starts,
+            "figures": _figures(view, line.role, line.service_id),
+        }
+        for line in snapshot.services
+    ]
+    spread: dict[str, dict[str, dict[str, float]]] = {}
+    for role in dict.fromkeys(str(line["role"]) for line in lines):
+        alive = [line for line in lines if line["role"] == role and line["alive"]]
+        named: dict[str, list[float]] = {}
+        for line in alive:
+            own = {n: line[n] for n in ("tokens_per_s", "idle_share", "lag", "version") if line[n] is not None}
+            for name, value in {**line["figures"], **own}.items():
+                named.setdefault(name, []).append(float(value))
+        spread[role] = {name: _spread(values) for name, values in sorted(named.items())}
+    return {
+        "services": lines,
+        "spread": spread,
+        "newest_version": snapshot.newest_version,
+        "queues": asdict(snapshot.queues),
+    }
+
+
+def _figures(view: PageView, role: str, service_id: str) -> dict[str, float]:
+    beat = view.beats.get((role, service_id))
+    return {} if beat is None else {**beat.figures, "cpu_s": beat.cpu_s, "busy_s": beat.busy_s, "idle_s": beat.idle_s}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"min": min(values), "mean": mean(values), "max": max(values), "num": len(values)}
+
+
+def versions(view: PageView, *, before: int | None, limit: int) -> dict[str, Any]:
+    """Return the newest versions below ``before``, with what each worker took to adopt them."""
+    numbers = sorted((n for n in view.versions if before is None or n < before), reverse=True)
+    shown = numbers[:limit]
+    return {
+        "versions": [_version(view, number, view.versions[number]) for number in shown],
+        "next": shown[-1] if len(numbers) > limit else None,
+        "num_versions": len(view.versions),
+        "serving": view.serving(),
+        "newest": max(view.published, default=None),
+    }
+
+
+def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]:
+    publication = view.weights.publications.get(number)
+    adopted = sorted(notes.adopted.values(), key=lambda fact: fact.worker_id)
+
+    def spread(read: Callable[[Any], float], facts: Sequence[Any]) -> dict[str, float] | None:
+        return _spread([read(fact) for fact in facts]) if facts else None
+
+    return {
+        "version": number,
+        "step": notes.step,
+        "published_at": notes.announced_at,
+        "kind": publication.kind if publication else "",
+        "publish_s": publication.publish_s if publication else None,
+        "raw_bytes": publication.raw_bytes if publication else None,
+        "sent_bytes": publication.sent_bytes if publication else notes.num_bytes,
+        "density": publication.density if publication else None,
+        "num_adopted": len(adopted),
+        "pause_s": spread(lambda fact: fact.pause_s, [fact for fact in adopted if fact.previous_version is not None]),
+        "fetch_s": spread(lambda fact: fact.fetch_s, adopted),
+        "fetched_bytes": sum(fact.num_bytes for fact in adopted),
+        "workers": [
+            {"worker": fact.worker_id, "pause_s": fact.pause_s, "fetch_s": fact.fetch_s, "bytes": fact.num_bytes,
+             "from": fact.previous_version}
+            for fact in adopted[:_MAX_WORKERS]
+        ],
+        "refused": {worker: reason[:MAX_TEXT] for worker, reason in list(notes.refused.items())[:_MAX_WORKERS]},
+    }  # fmt: skip
+
+
+def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], num_steps: int) -> dict[str, Any]:
+    """Return what is known of a run's rewards: errors by reason, scorers, and how the newest are distributed."""
+    errors = [
+        {
+            "reason": reason,
+            "waited": notes.waited,
+            "dead": notes.dead,
+            "newest": notes.newest[:MAX_TEXT],
+            "newest_at": notes.newest_at,
+        }
+        for reason, notes in view.reward_errors.items()
+    ]
+    return {
+        "errors": sorted(errors, key=lambda one: (-one["dead"], -one["waited"])),
+        "scored_by": {name: share.model_dump() for name, share in view.scorers().items()},
+        "services": [line for line in fleet(view, snapshot)["services"] if line["role"] == "reward"],
+        "distribution": {name: distribution(values) for name, values in recent.items() if values},
+        "distribution_steps": num_steps,
+    }  # fmt: skip
+
+
+def distribution(values: Sequence[float]) -> dict[str, Any]:
+    """Return how values are distributed, with their number, mean, least and greatest."""
+    return {**histogram(values), "num": len(values), "mean": mean(values), "min": min(values), "max": max(values)}

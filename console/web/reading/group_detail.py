@@ -1,0 +1,131 @@
+"""One group as the page shows it: its texts, rewards, turns and tokens, each cut to a bound; pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.console.web.reading.recorded_groups import Entry, QueryRefused, group_row
+from penstock.protocol.trajectory import Group, Trajectory
+
+MAX_TEXT = 20_000  # characters of one text
+MAX_TRAJECTORIES = 128  # of one group
+MAX_TOKENS = 4096  # of one answer
+MAX_MESSAGES = 200  # of one episode's conversation
+_MAX_MESSAGES_CHARS = 200_000
+
+TokenTexts = Callable[[Sequence[int]], list[str]]
+
+
+def group_document(entry: Entry, group: Group | None, problem: str = "") -> dict[str, Any]:
+    """Return a group with its trajectories; without its pack only what the record says, and the problem."""
+    document = group_row(entry) | {"problem": problem, "trajectories": []}
+    if group is None:
+        return document
+    rows_of = group.rows_of
+    shown = rows_of[:MAX_TRAJECTORIES]
+    return document | {
+        "num_trajectories": len(rows_of),
+        "prompt": group.prompt_text[:MAX_TEXT],
+        "prompt_tokens": group.num_prompt_tokens,
+        "data_source": group.reward.data_source,
+        "ground_truth": (group.reward.ground_truth or "")[:MAX_TEXT],
+        "reward_name": group.reward.name,
+        "environment": group.episodes[0].environment if group.episodes else "",
+        "trajectories": [_trajectory(index, entry, group, rows) for index, rows in enumerate(shown)],
+    }
+
+
+def _trajectory(index: int, entry: Entry, group: Group, rows: range) -> dict[str, Any]:
+    own = [group.trajectories[row] for row in rows]
+    logprobs = np.concatenate([one.behaviour_logprobs[one.loss_mask] for one in own])
+    text = own[0].completion_text
+    scored = entry.scored
+    document: dict[str, Any] = {
+        "index": index,
+        "reward": scored.rewards[index] if scored and index < len(scored.rewards) else None,
+        "parts": {name: values[index] for name, values in scored.parts.items() if index < len(values)}
+        if scored
+        else {},
+        "finish_reason": group.finish_reasons[index],
+        "is_baseline": own[0].is_baseline,
+        "completion": text[:MAX_TEXT],
+        "is_cut": len(text) > MAX_TEXT,
+        "tokens": len(logprobs),
+        "rows": [len(one.token_ids) for one in own],
+        "logprob_mean": round(float(logprobs.mean()), 5) if len(logprobs) else None,
+        "logprob_min": round(float(logprobs.min()), 5) if len(logprobs) else None,
+        "versions": sorted({int(run.version) for one in own for run in one.version_runs}),
+        "turns": [],
+        "messages": [],
+    }
+    if group.episodes:
+        episode = group.episodes[index]
+        document |= {
+            "status": episode.status,
+            "seed": episode.seed,
+            "attempt": episode.attempt,
+            "messages": _messages(episode.messages),
+            "turns": [
+                {"number": turn.number, "row": number, "start": turn.start, "end": turn.end, "reward": turn.reward}
+                for number, row in enumerate(episode.rows)
+                for turn in row.turns
+            ][:MAX_MESSAGES],
+        }
+    return document
+
+
+def _messages(text: str) -> list[dict[str, str]]:
+    """Return the conversation as roles and texts; what is no message is shown as JSON."""
+    if len(text) > _MAX_MESSAGES_CHARS:
+        return [{"role": "", "content": f"{len(text)} characters of conversation; read the pack to see them"}]
+    found = json.loads(text)
+    shown = []
+    for message in found[:MAX_MESSAGES]:
+        is_chat = isinstance(message, dict) and isinstance(message.get("content"), str)
+        content = message["content"] if is_chat else json.dumps(message)
+        role = str(message.get("role", ""))[:40] if isinstance(message, dict) else ""
+        shown.append({"role": role, "content": content[:MAX_TEXT]})
+    return shown
+
+
+def token_document(
+    group: Group, trajectory: int, row: int, first: int, count: int, texts: TokenTexts | None = None
+) -> dict[str, Any]:
+    """Return a part of the tokens of one row, as columns. Raises QueryRefused for what the group does not have."""
+    rows_of = group.rows_of
+    if trajectory >= len(rows_of):
+        raise QueryRefused(f"group {group.group_id} has {len(rows_of)} trajectories, from 0; there is no {trajectory}")
+    rows = rows_of[trajectory]
+    if row >= len(rows):
+        raise QueryRefused(
+            f"trajectory {trajectory} of {group.group_id} has {len(rows)} rows, from 0; there is no {row}"
+        )
+    found = group.trajectories[rows[row]]
+    end = min(len(found.token_ids), first + min(count, MAX_TOKENS))
+    part = slice(min(first, end), end)
+    ids = found.token_ids[part].tolist()
+    return {
+        "group_id": group.group_id,
+        "trajectory": trajectory,
+        "row": row,
+        "first": part.start,
+        "total": len(found.token_ids),
+        "ids": ids,
+        "texts": texts(ids) if texts is not None else None,
+        "logprobs": [round(value, 5) for value in found.behaviour_logprobs[part].tolist()],
+        "loss_mask": found.loss_mask[part].tolist(),
+        "versions": _versions(found)[part],
+        "turns": [list(turn[:3]) for turn in group.turns[rows[row]]][:MAX_MESSAGES],
+    }
+
+
+def _versions(row: Trajectory) -> list[int | None]:
+    """Return the version that sampled each token, None where none did."""
+    versions: list[int | None] = [None] * len(row.token_ids)
+    for version, start, end in row.version_runs:
+        versions[start:end] = [int(version)] * (end - start)
+    return versions

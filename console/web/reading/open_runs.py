@@ -1,0 +1,128 @@
+"""The runs that somebody looks at: each is watched from its first request until nobody has asked for a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import structlog
+
+from penstock.console import connections
+from penstock.console.tools import runs
+from penstock.console.web.reading.run_reading import RunReading
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.subjects import check_run_id
+
+MAX_OPEN = 8  # runs watched at a time; the one that was asked for longest ago is closed for another
+_IDLE_S = 120.0
+_PERIOD_S = 0.5
+
+log = structlog.get_logger("console.open_runs")
+
+
+class UnknownRun(PenstockError):
+    """There is no such run in the folder of runs, nor on NATS."""
+
+
+class OpenRuns:
+    """Watches at most `MAX_OPEN` runs in one thread of its own, which starts with the first of them."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        idle_s: float = _IDLE_S,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``arguments`` and ``environ`` name the servers and the folder of runs, see `connections.find`."""
+        self._arguments, self._environ = list(arguments), dict(environ)
+        self._idle_s = idle_s
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._open: dict[str, tuple[RunReading, float]] = {}  # with the time of the last request
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of runs."""
+        return connections.find(self._arguments, self._environ).settings.run.dir
+
+    def get(self, run_id: str) -> RunReading:
+        """Return a run, opening it first if need be. Raises UnknownRun, ConfigError."""
+        check_run_id(run_id)
+        found = self._used(run_id)
+        if found is not None:
+            return found
+        with self._opening:
+            found = self._used(run_id)
+            if found is not None:
+                return found
+            reading = RunReading(run_id, self._arguments, self._environ)
+            reading.step()
+            if not reading.exists:
+                reading.close()
+                known = [line.run for line in runs.list_folder(reading.folder.parent)]
+                near = get_close_matches(run_id, known, n=1)
+                raise UnknownRun(
+                    f"no run {run_id}{f'; did you mean {near[0]}?' if near else ''}; list the runs: penstock runs"
+                )
+            self._keep(run_id, reading)
+            return reading
+
+    @property
+    def names(self) -> list[str]:
+        """The runs that are watched now."""
+        with self._lock:
+            return list(self._open)
+
+    def close(self) -> None:
+        """Close all runs and end the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+        with self._lock:
+            readings = [reading for reading, _ in self._open.values()]
+            self._open.clear()
+        for reading in readings:
+            reading.close()
+
+    def _used(self, run_id: str) -> RunReading | None:
+        with self._lock:
+            found = self._open.get(run_id)
+            if found is None:
+                return None
+            self._open[run_id] = (found[0], self._monotonic())
+            return found[0]
+
+    def _keep(self, run_id: str, reading: RunReading) -> None:
+        with self._lock:
+            self._open[run_id] = (reading, self._monotonic())
+            surplus = sorted(self._open.items(), key=lambda one: one[1][1])[: max(len(self._open) - MAX_OPEN, 0)]
+            for name, _ in surplus:
+                del self._open[name]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="console-page", daemon=True)
+                self._thread.start()
+        for _, (closed, _) in surplus:
+            closed.close()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_PERIOD_S):
+            now = self._monotonic()
+            with self._lock:
+                idle = [name for name, (_, used) in self._open.items() if now - used > self._idle_s]
+                closing = [self._open.pop(name)[0] for name in idle]
+                readings = [reading for reading, _ in self._open.values()]
+            for reading in closing:
+                reading.close()
+            for reading in readings:
+                try:
+                    reading.step()
+                except Exception:  # one run that cannot be read must not stop the others
+                    log.exception("a run cannot be watched", run_id=reading.run_id)

@@ -1,0 +1,298 @@
+"""Read one run: its messages while somebody looks, its folder, and its groups in S3; never writes, never waits on the run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.console import connections
+from penstock.console.live import watched_totals
+from penstock.console.live.run_snapshot import Snapshot
+from penstock.console.live.watcher import Watcher
+from penstock.console.report import curves
+from penstock.console.tools import runs
+from penstock.console.web.reading import documents
+from penstock.console.web.reading.page_view import PageView
+from penstock.console.web.reading.recorded_groups import QueryRefused
+from penstock.console.web.reading.stored_groups import StoredGroups
+from penstock.protocol import streams
+from penstock.protocol.errors import BusError, ConfigError, PenstockError
+from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+_CONNECT_S = 3.0
+_RETRY_S = 10.0  # between two attempts to reach the servers of a run
+_GIVE_UP_S = 30.0  # of a connection that is down: a local run that is started again has other ports
+_CATCH_UP_S = 60.0
+_FIRST_S = 2.0  # that the first request waits for it
+_BLOBS_S = 10.0
+_WAIT_S = 10.0  # for another request that reads the groups of the same run
+_REREAD_S = 5.0  # of metrics.jsonl, at most so often
+_CONFIG_S = 60.0  # how long the settings that `known_config` read are used
+_STATE_S = 2.0  # how long what the folder says of the run's state is used
+
+
+class RunReading:
+    """One run that somebody looks at. Every method takes its lock; close it when nobody looks any more."""
+
+    def __init__(
+        self,
+        run_id: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Read the run's folder; `step` connects. Raises ConfigError."""
+        self.run_id = run_id
+        self._arguments, self._environ = arguments, environ
+        self._clock = clock
+        self._lock = threading.RLock()
+        self.settings = connections.find(arguments, environ, run_id=run_id).settings
+        self.folder: Path = self.settings.run.dir / run_id
+        self._bus: Bus | None = None
+        self._watcher: Watcher | None = None
+        self._groups: StoredGroups | None = None
+        self._tried_at = float("-inf")
+        self._described: tuple[float, str] = (float("-inf"), "")
+        self._metrics_seen: tuple[int, int] | None = None  # size and time of metrics.jsonl
+        self.problem = ""  # why there is no connection
+        self._read_again_at = 0.0
+        self._config: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._is_known = False  # it has streams
+        self._catching_up: threading.Thread | None = None
+        self._caught_up: tuple[Bus, Watcher, PageView] | None = None
+        self._view = self._new_view()
+
+    @property
+    def exists(self) -> bool:
+        """Whether the run has a folder here, or streams on NATS."""
+        return self.folder.is_dir() or self._is_known
+
+    def step(self) -> None:
+        """Fold what has arrived, connect if there is no connection; called about twice a second."""
+        with self._lock:
+            if self._watcher is not None and self._bus is not None and self._bus.down_s > _GIVE_UP_S:
+                self._disconnect()
+            self._take_over()
+            if self._watcher is not None:
+                self._watcher.step()
+            elif self._catching_up is None and time.monotonic() - self._tried_at > _RETRY_S:
+                self._connect()
+            if self._watcher is None:
+                self._read_folder()
+
+    def close(self) -> None:
+        """Close the connection."""
+        catching_up = self._catching_up
+        if catching_up is not None:
+            catching_up.join(_CATCH_UP_S + 1.0)
+        with self._lock:
+            self._take_over()
+            self._disconnect()
+
+    # ── documents ─────────────────────────────────────────────────────────────────────────────
+
+    def summary(self) -> dict[str, Any]:
+        """Return the overview."""
+        with self._lock:
+            found = documents.summary(
+                self._view, self._snapshot(), state=self._state(), is_live=self._watcher is not None
+            )
+            return found | {"problem": self.problem, "evaluations": documents.evaluations(self._view)}
+
+    def metrics(self, names: Sequence[str] | None, *, first: int, last: int | None, points: int) -> dict[str, Any]:
+        """Return the figures of the steps in at most ``points`` buckets."""
+        with self._lock:
+            found = self._view.series.sampled(names, first=first, last=last, points=points)
+            return {"run_id": self.run_id, **found, "names": self._view.series.names}
+
+    def fleet(self) -> dict[str, Any]:
+        """Return the services."""
+        with self._lock:
+            return documents.fleet(self._view, self._snapshot())
+
+    def versions(self, *, before: int | None, limit: int) -> dict[str, Any]:
+        """Return the newest versions."""
+        with self._lock:
+            return documents.versions(self._view, before=before, limit=limit)
+
+    def rewards(self) -> dict[str, Any]:
+        """Return what is known of the rewards; ``problem`` says why there is no distribution."""
+        recent, num_steps, problem = {}, 0, ""
+        try:
+            with self.groups() as groups:
+                recent, num_steps = groups.recent_rewards()
+        except PenstockError as err:
+            problem = str(err)
+        with self._lock:
+            return documents.rewards(self._view, self._snapshot(), recent, num_steps) | {"problem": problem}
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings with their origins: of the folder, else of the record. Raises ConfigError."""
+        text: bytes | None
+        try:
+            text = read_regular(self.folder / "config.json")
+        except OSError:
+            with self.groups() as groups:
+                text = groups.config()
+        try:
+            found = json.loads(text or b"null")
+        except (ValueError, RecursionError) as err:
+            raise ConfigError(f"the settings of run {self.run_id} cannot be read: {err}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(
+                f"run {self.run_id} has no settings in its folder, and none in the newest part of its record"
+            )
+        return found
+
+    def known_config(self) -> dict[str, Any]:
+        """Return the settings as read within the last minute, or {} where there are none."""
+        if time.monotonic() - self._config[0] > _CONFIG_S:
+            try:
+                self._config = (time.monotonic(), self.config())
+            except PenstockError:
+                self._config = (time.monotonic(), {})
+        return self._config[1]
+
+    def groups(self) -> _Locked:
+        """Return the run's groups, to be used in a ``with`` by one request at a time. Raises PenstockError."""
+        with self._lock:
+            if self._groups is None:
+                self._require_store()
+                blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
+                self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)
+                self._groups_lock = threading.Lock()
+            return _Locked(self._groups, self._groups_lock)
+
+    def _require_store(self) -> None:
+        """Raise QueryRefused at once where the object store is stopped, as that of a finished local run is."""
+        endpoint, store = self.settings.s3.endpoint, self.folder / connections.STORE
+        if not connections.may_answer(endpoint):
+            start = f"start it again with: penstock up --data {store}" if store.is_dir() else "set s3.endpoint"
+            raise QueryRefused(f"the object store of run {self.run_id} does not answer at {endpoint}; {start}")
+
+    # ── inside ────────────────────────────────────────────────────────────────────────────────
+
+    def _checkpoint(self) -> bytes | None:
+        bus = self._bus
+        if bus is None:
+            return None
+        entry = bus.key_value(streams.state_bucket(self.run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+        return None if entry is None else entry.value
+
+    def _snapshot(self) -> Snapshot:
+        is_over = self._watcher is None and self._view.last_at > 0  # of a run that is not watched, time has stopped
+        return self._view.snapshot(self._view.last_at if is_over else self._clock())
+
+    def _state(self) -> str:
+        now = time.monotonic()
+        if now - self._described[0] > _STATE_S:
+            line = runs.describe(self.folder) if self.folder.is_dir() else None
+            state = line.state if line else "idle"
+            if state != "finished" and any(one.role == "trainer" and one.alive for one in self._snapshot().services):
+                state = "running"
+            self._described = (now, state)
+        return self._described[1]
+
+    def _new_view(self) -> PageView:
+        view = PageView(self.run_id)
+        totals = watched_totals.load(self.folder)
+        if totals is not None:
+            view.restore(totals)
+        return view
+
+    def _read_folder(self) -> None:
+        """Show what metrics.jsonl holds, again when it has changed; used while there is no connection."""
+        if time.monotonic() < self._read_again_at:
+            return
+        try:
+            stat = (self.folder / "metrics.jsonl").stat()
+        except OSError:
+            return
+        seen = (stat.st_size, stat.st_mtime_ns)
+        if seen != self._metrics_seen:
+            self._metrics_seen = seen
+            started = time.monotonic()
+            view = self._new_view()
+            view.add_recorded(curves.rows(self.folder))
+            self._view = view
+            self._read_again_at = time.monotonic() + max(_REREAD_S, 20 * (time.monotonic() - started))
+
+    def _connect(self) -> None:
+        self._tried_at = time.monotonic()
+        try:
+            loaded = connections.find(self._arguments, self._environ, run_id=self.run_id)
+            if not connections.may_answer(loaded.settings.nats.url):
+                self.problem = (
+                    f"no NATS server answers at {loaded.settings.nats.url}: figures are those of the run's folder"
+                )
+                return
+            self.settings, self._groups = loaded.settings, None
+            bus = Bus.connect(loaded.settings.nats, name="console-page", deadline_s=_CONNECT_S)
+        except (BusError, ConfigError) as err:
+            self.problem = str(err)
+            return
+        try:
+            view = self._new_view()
+            watcher = Watcher(bus, view, clock=self._clock)
+        except BusError as err:
+            self.problem = str(err)
+            bus.close()
+            return
+        # A long run has a hundred thousand messages: until they are read the page shows the run's folder.
+        self.problem = "reading the messages of the run; until then figures are those of its folder"
+        self._bus, self._is_known = bus, True
+        name = f"console-page-{self.run_id}"
+        self._catching_up = threading.Thread(target=self._catch_up, args=(bus, watcher, view), name=name, daemon=True)
+        self._catching_up.start()
+        self._catching_up.join(_FIRST_S)
+        self._take_over()
+
+    def _catch_up(self, bus: Bus, watcher: Watcher, view: PageView) -> None:
+        """Read what the streams hold, without the lock: no request uses this view yet."""
+        try:
+            watcher.catch_up(_CATCH_UP_S)
+            view.add_recorded(curves.rows(self.folder))
+        finally:
+            self._caught_up = bus, watcher, view
+
+    def _take_over(self) -> None:
+        """Use the connection and the view of `_catch_up` once it is done."""
+        if self._caught_up is not None:
+            self._bus, self._watcher, self._view = self._caught_up
+            self._caught_up = self._catching_up = None
+            self.problem = ""
+
+    def _disconnect(self) -> None:
+        if self._bus is not None and self._catching_up is None:
+            self._bus.close()
+        if self._watcher is not None:  # what was seen stays until there is a connection again
+            self._bus = self._watcher = self._groups = None
+            self._metrics_seen = None
+            self._tried_at = float("-inf")
+
+
+class RunBusy(BusError):
+    """Other requests read the same run."""
+
+
+class _Locked:
+    """The groups of a run and the lock of their one user."""
+
+    def __init__(self, groups: StoredGroups, lock: threading.Lock) -> None:
+        self._groups = groups
+        self._lock = lock
+
+    def __enter__(self) -> StoredGroups:
+        if not self._lock.acquire(timeout=_WAIT_S):
+            raise RunBusy("another request is reading the groups of this run; try again")
+        return self._groups
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

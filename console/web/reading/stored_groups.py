@@ -1,0 +1,250 @@
+"""The groups of one run from its record and its packs in S3, a page at a time and with a bound on what is read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.console.record.ancestry import version_lineage
+from penstock.console.web.reading.chapter_reader import ChapterReader, ReadBudget
+from penstock.console.web.reading.recorded_groups import (
+    Entry,
+    GroupFilter,
+    QueryRefused,
+    entries,
+    group_row,
+    parse_cursor,
+    trajectory_rows,
+)
+from penstock.protocol import group_pack
+from penstock.protocol.errors import BlobError, PackError
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.record.stored_record import StoredRecord, end_of_record
+from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.blobs import Blobs
+
+_PACK_BYTES = 64 * 1024**2  # a larger pack is not opened for a page
+_CLOSED_PACK_BYTES = 16 * 1024**2  # of a dropped or evaluated group, whose size no message bounds
+_CACHE_BYTES = 48 * 1024**2  # of packs
+_EXCERPT = 300  # characters of a text in a list
+_LINEAGE_BYTES = 64 * 1024**2  # of a whole record
+_RECENT_CHAPTERS = 4  # whose rewards are the distribution
+_RECENT_REWARDS = 20_000
+
+
+class StoredGroups:
+    """The groups of one run. Not thread-safe: its user holds a lock."""
+
+    def __init__(self, run_id: str, folder: Path, blobs: Blobs, pointer: Callable[[], bytes | None]) -> None:
+        """``pointer`` reads the key ``checkpoint`` of the run's state bucket, see `end_of_record`."""
+        self._run_id = run_id
+        self._folder = folder
+        self._blobs = blobs
+        self._pointer = pointer
+        self._chapters = ChapterReader(run_id, blobs.get)
+        self._packs: OrderedDict[str, bytes] = OrderedDict()
+
+    def page(self, wanted: GroupFilter, *, cursor: str, limit: int, texts: bool) -> dict[str, Any]:
+        """Return the next groups, or trajectories, that a filter accepts, the newest first.
+
+        ``next`` is the cursor of the rest, None at the end. A page may be short, or empty, and still have one: what one
+        request reads is bounded. Raises QueryRefused, RecordBroken or what the object store raises.
+        """
+        budget = ReadBudget()
+        self._chapters.set_end(self._end(), budget)
+        number, place = parse_cursor(cursor) if cursor else (self._chapters.last, 0)
+        number = min(number, self._chapters.last)
+        items: list[dict[str, Any]] = []
+        after: tuple[int, int] | None = (number, place)
+        while after is not None and len(items) < limit and not budget.is_spent:
+            after = self._scan_chapter(after, wanted, items, budget, limit=limit, texts=texts)
+        return {
+            "items": items,
+            "next": None if after is None else f"{after[0]}.{after[1]}",
+            "searched_to_step": self._step_at(after),
+            "read_bytes": budget.read_bytes,
+            "read_objects": budget.read_objects,
+        }
+
+    def find(self, group_id: str, *, chapter: int | None) -> Entry:
+        """Return a group by its id; ``chapter`` says where to begin. Raises QueryRefused when it is not found.
+
+        A group that was trained several times is found by its newest use.
+        """
+        budget = ReadBudget(num_bytes=96 * 1024**2, num_objects=2000, seconds=8.0)
+        self._chapters.set_end(self._end(), budget)
+        numbers = range(self._chapters.last, 0, -1) if chapter is None else (chapter,)
+        for number in numbers:
+            found = self._chapters.chapter(number, budget)
+            if found is None:
+                break
+            for entry in entries(found, is_last=number == self._chapters.last):
+                if entry.group_id == group_id:
+                    return entry
+        raise QueryRefused(
+            f"group {group_id} is not in {f'chapter {chapter}' if chapter is not None else 'the newest chapters'} of the "
+            f"record of run {self._run_id}; name its chapter as the list of groups does, or: penstock lineage "
+            f"{self._run_id} --group {group_id}"
+        )
+
+    def group(self, entry: Entry) -> tuple[Group | None, str]:
+        """Return a group with its tokens, or None and the reason why it cannot be shown."""
+        if entry.pack is None:
+            return None, f"no pack of it is recorded ({entry.status})"
+        try:
+            data = self._pack(entry.pack, ReadBudget(), most=self._most(entry))
+            if entry.scored is not None:
+                generated = entry.scored.generated
+                return group_pack.decode(data, [generated.row_group], described=[generated])[0], ""
+            found = [group for group in group_pack.decode(data) if group.group_id == entry.group_id]
+        except (BlobError, PackError, QueryRefused) as err:
+            return None, str(err)
+        return (found[0], "") if found else (None, f"its pack {entry.pack.key} does not hold it")
+
+    def recent_rewards(self) -> tuple[dict[str, list[float]], int]:
+        """Return the rewards and parts of the newest trained trajectories by name, and from how many steps they are."""
+        budget = ReadBudget(num_objects=_RECENT_CHAPTERS + 2, num_bytes=8 * 1024**2, seconds=2.0)
+        self._chapters.set_end(self._end(), budget)
+        values: dict[str, list[float]] = {"reward": []}
+        steps: set[int] = set()
+        for number in range(self._chapters.last, max(self._chapters.last - _RECENT_CHAPTERS, 0), -1):
+            chapter = self._chapters.chapter(number, budget)
+            if chapter is None or len(values["reward"]) >= _RECENT_REWARDS:
+                break
+            for entry in entries(chapter):
+                if entry.scored is not None and entry.step is not None:
+                    steps.add(entry.step)
+                    values["reward"].extend(entry.scored.rewards)
+                    for name, column in entry.scored.parts.items():
+                        values.setdefault(name, []).extend(column)
+        return values, len(steps)
+
+    def lineage(self, version: int | None) -> dict[str, Any]:
+        """Return the lineage of a version (None: the last), without texts. Raises QueryRefused for a record beyond the bound."""
+        num_bytes = 0
+
+        def fetch(ref: BlobRef) -> bytes:
+            nonlocal num_bytes
+            num_bytes += ref.size_bytes
+            if num_bytes > _LINEAGE_BYTES:
+                raise QueryRefused(
+                    f"the record of run {self._run_id} is larger than {_LINEAGE_BYTES} bytes, which a page does not read; "
+                    f"run: penstock lineage {self._run_id}"
+                )
+            return self._blobs.get(ref)
+
+        record = StoredRecord.read(self._run_id, self._end(), fetch)
+        found = version_lineage(record, record.last_version if version is None else version)
+        document = asdict(found)
+        document["chain"] = document["chain"][:500]
+        document["num_links"] = len(found.chain)
+        document["chapters"] = {
+            step.step: c.number for c in record.chapters for step in c.steps if step.step == found.link.step
+        }
+        return document
+
+    def config(self) -> bytes | None:
+        """Return the settings of the newest recorded session as JSON, None where the newest chapters have none."""
+        budget = ReadBudget(num_objects=200, seconds=2.0)
+        self._chapters.set_end(self._end(), budget)
+        for number in range(self._chapters.last, 0, -1):
+            chapter = self._chapters.chapter(number, budget)
+            if chapter is None:
+                return None
+            if chapter.lives:
+                return self._blobs.get(chapter.lives[-1].config)
+        return None
+
+    def _end(self) -> BlobRef:
+        return end_of_record(self._run_id, self._folder, self._pointer)
+
+    def _scan_chapter(
+        self,
+        at: tuple[int, int],
+        wanted: GroupFilter,
+        items: list[dict[str, Any]],
+        budget: ReadBudget,
+        *,
+        limit: int,
+        texts: bool,
+    ) -> tuple[int, int] | None:
+        """Add what a filter accepts of one chapter from a place on; return where the rest begins, None at the end."""
+        number, place = at
+        span = self._chapters.span(number)
+        if span is not None and not wanted.may_be_in(*span):
+            return (number - 1, 0) if number > 1 else None
+        chapter = self._chapters.chapter(number, budget)
+        if chapter is None:
+            return at if budget.is_spent else None
+        listed = list(entries(chapter, is_last=number == self._chapters.last))
+        for position in range(place, len(listed)):
+            if len(items) >= limit or (budget.is_spent and (texts or wanted.text)):
+                return number, position
+            if wanted.accepts(listed[position]):
+                items.extend(self._rows(listed[position], wanted, budget, texts=texts))
+        return (number - 1, 0) if number > 1 else None
+
+    def _rows(self, entry: Entry, wanted: GroupFilter, budget: ReadBudget, *, texts: bool) -> Iterable[dict[str, Any]]:
+        found = self._texts(entry, budget) if texts or wanted.text else None
+        rows = trajectory_rows(entry, wanted) if wanted.each_trajectory else [group_row(entry)]
+        needle = wanted.text.casefold()
+        kept = []
+        for row in rows:
+            index = row.get("index")
+            completions: Sequence[str] = () if found is None else found.completions
+            if index is not None:
+                completions = completions[index : index + 1]
+            if needle and (found is None or not _contains(needle, found.prompt_text, *completions)):
+                continue
+            if found is not None:
+                row["prompt"] = found.prompt_text[:_EXCERPT]
+                if index is not None and completions:
+                    row["completion"] = completions[0][:_EXCERPT]
+            kept.append(row)
+        return kept
+
+    def _texts(self, entry: Entry, budget: ReadBudget) -> GroupTexts | None:
+        """Return the texts of a group; None where its pack is missing, too large, or cannot be read."""
+        if entry.pack is None:
+            return None
+        try:
+            data = self._pack(entry.pack, budget, most=self._most(entry))
+            if entry.scored is not None:
+                generated = entry.scored.generated
+                return group_pack.decode_texts(data, [generated.row_group], described=[generated])[0]
+            for group in group_pack.decode(data):
+                if group.group_id == entry.group_id:
+                    texts = tuple(group.trajectories[rows[0]].completion_text for rows in group.rows_of)
+                    return GroupTexts(entry.group_id, group.prompt_text, texts, group.finish_reasons, group.reward)
+        except (BlobError, PackError, QueryRefused):
+            return None
+        return None
+
+    def _most(self, entry: Entry) -> int:
+        return _PACK_BYTES if entry.scored is not None else _CLOSED_PACK_BYTES
+
+    def _pack(self, ref: BlobRef, budget: ReadBudget, *, most: int) -> bytes:
+        data = self._packs.get(ref.key)
+        if data is not None:
+            self._packs.move_to_end(ref.key)
+            return data
+        if ref.size_bytes > most:
+            raise QueryRefused(f"pack {ref.key} has {ref.size_bytes} bytes, the page opens at most {most}")
+        data = self._blobs.get(ref)
+        budget.take(len(data))
+        self._packs[ref.key] = data
+        while len(self._packs) > 1 and sum(map(len, self._packs.values())) > _CACHE_BYTES:
+            self._packs.popitem(last=False)
+        return data
+
+    def _step_at(self, after: tuple[int, int] | None) -> int | None:
+        span = self._chapters.span(after[0]) if after is not None else None
+        return span[1] if span is not None else None
+
+
+def _contains(needle: str, *texts: str) -> bool:
+    return any(needle in text.casefold() for text in texts)

@@ -1,0 +1,206 @@
+"""The event stream: from the run's own stream on NATS, resumable by number, bounded, ended when the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.console.web.control.api import Api
+from tests.servers import secret_file, wait_for
+
+from penstock.console.web import event_routes, serve
+from penstock.console.web.access import Role
+from penstock.protocol import subjects
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.facts import RunEvent
+from penstock.protocol.transport.bus import Bus
+
+
+@pytest.fixture
+def served(tmp_path: Path, nats_settings: NatsSettings, run_streams: str) -> Iterator[tuple[Api, str, str]]:
+    """An app on a real server, its URL, and a run with a folder; the server is stopped after the test."""
+    folder = tmp_path / "runs"
+    (folder / run_streams).mkdir(parents=True)
+    (folder / run_streams / "metrics.jsonl").touch()
+    api = Api(
+        folder, f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}",
+        f"nats.password_file={secret_file(nats_settings.secret())}", environ={},
+    )  # fmt: skip
+    with on_a_server(api) as url:
+        yield api, url, run_streams
+
+
+@contextmanager
+def on_a_server(api: Api) -> Iterator[str]:
+    """Serve an app on a port of its own, and stop it as a signal would."""
+    ready, loops = threading.Event(), list[Any]()
+    bound = socket.create_server(("127.0.0.1", 0))
+
+    async def run() -> None:
+        server = serve.server_for(api.context, ())
+        loops.append((asyncio.get_running_loop(), server))
+        ready.set()
+        await server.serve(sockets=[bound])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    ready.wait(10)
+    loop, server = loops[0]
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(serve.stop, api.context, server)
+        thread.join(20)
+        bound.close()
+        assert not thread.is_alive()
+
+
+def publish(bus: Bus, run: str, *numbers: int) -> None:
+    for number in numbers:
+        event = RunEvent(run_id=run, source="trainer", kind="step", at=float(number), data={"step": number})
+        bus.publish(subjects.events(run, "step"), event, msg_id=f"{run}-{number}").wait()
+
+
+@contextmanager
+def stream(served: tuple[Api, str, str], query: str = "", **headers: str) -> Iterator[Iterator[dict[str, str]]]:
+    """Open the stream; its events as fields."""
+    api, url, run = served
+    sent = {"authorization": f"Bearer {api.tokens[Role.READ]}", **headers}
+    with httpx.stream("GET", f"{url}/v1/runs/{run}/events{query}", headers=sent, timeout=20) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield parsed(answer.iter_lines())
+
+
+def parsed(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    fields: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(": ")
+        if line and name:
+            fields[name] = value
+        elif fields:
+            yield fields
+            fields = {}
+
+
+def take(events: Iterator[dict[str, str]], count: int, kind: str = "run") -> list[dict[str, str]]:
+    found: list[dict[str, str]] = []
+    for event in events:
+        if event.get("event") == kind:
+            found.append(event)
+        if len(found) == count:
+            break
+    return found
+
+
+def test_events_arrive_in_order_and_go_on_after_the_last_one_seen(served: tuple[Api, str, str], bus: Bus):
+    """The id is the number in the stream; a client that comes back gets what follows, and nothing twice."""
+    publish(bus, served[2], 1, 2, 3)
+    with stream(served, "?after=0") as events:
+        first = next(events)
+        assert (first["event"], json.loads(first["data"])["state"]) == ("state", "stopped")
+        seen = take(events, 2)
+    assert [event["id"] for event in seen] == ["1", "2"]
+    assert json.loads(seen[0]["data"]) == {
+        "sequence": 1,
+        "kind": "step",
+        "source": "trainer",
+        "at": 1.0,
+        "data": {"step": 1},
+    }
+    publish(bus, served[2], 4)
+    with stream(served, **{"last-event-id": "2"}) as events:
+        assert [event["id"] for event in take(events, 2)] == ["3", "4"]
+
+
+def test_a_new_client_gets_what_is_new(served: tuple[Api, str, str], bus: Bus, monkeypatch: pytest.MonkeyPatch):
+    """The history is read through the other routes."""
+    publish(bus, served[2], 1)
+    began = threading.Event()
+    original = event_routes._Reading._start
+    monkeypatch.setattr(event_routes._Reading, "_start", lambda self, run: (original(self, run), began.set()))
+    with stream(served) as events:
+        next(events)
+        assert began.wait(10)
+        publish(bus, served[2], 2)
+        assert [event["id"] for event in take(events, 1)] == ["2"]
+
+
+def test_a_number_that_the_stream_does_not_have_is_a_gap(served: tuple[Api, str, str], bus: Bus):
+    """The stream began anew: the client is told, and gets all that there is."""
+    publish(bus, served[2], 1)
+    with stream(served, **{"last-event-id": "77"}) as events:
+        found = [next(events), next(events), next(events)]
+    assert [event["event"] for event in found] == ["state", "gap", "run"]
+    assert json.loads(found[1]["data"]) == {"after": 77, "next": 1}
+
+
+def test_a_long_history_passes_through_a_small_queue(
+    served: tuple[Api, str, str], bus: Bus, monkeypatch: pytest.MonkeyPatch
+):
+    """Reading from NATS waits while the client has not taken what came before."""
+    monkeypatch.setattr(event_routes, "MAX_WAITING", 3)
+    publish(bus, served[2], *range(1, 41))
+    with stream(served, "?after=0") as events:
+        assert [int(event["id"]) for event in take(events, 40)] == list(range(1, 41))
+
+
+def test_a_client_that_takes_nothing_is_disconnected(
+    bus: Bus, served: tuple[Api, str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """What one client may be behind is bounded; it comes back with the number of its last event."""
+    monkeypatch.setattr(event_routes, "MAX_WAITING", 3)
+    monkeypatch.setattr(event_routes, "_SLOW_S", 0.05)
+    publish(bus, served[2], *range(1, 10))
+    api, _, run = served
+    one = event_routes._Stream(api.context, api.folder / run, 0)
+    try:
+        one._begin()
+        time.sleep(0.5)
+        assert [event.id for event in one._new_events()] == ["1", "2", "3"]
+        assert one.is_over
+    finally:
+        one.close()
+
+
+def test_open_streams_are_counted(served: tuple[Api, str, str], monkeypatch: pytest.MonkeyPatch):
+    """One too many is refused with 429; when one ends, its place is free."""
+    monkeypatch.setattr(event_routes, "MAX_STREAMS", 1)
+    api, url, run = served
+    headers = {"authorization": f"Bearer {api.tokens[Role.READ]}"}
+    with stream(served) as events:
+        next(events)
+        refused = httpx.get(f"{url}/v1/runs/{run}/events", headers=headers)
+        assert (refused.status_code, refused.json()["fix"]) == (429, "close one, or try again")
+    wait_for(
+        lambda: _is_free(url, run, headers),
+        "the place to be free",
+    )
+
+
+def _is_free(url: str, run: str, headers: dict[str, str]) -> bool:
+    with httpx.stream("GET", f"{url}/v1/runs/{run}/events", headers=headers, timeout=20) as answer:
+        return answer.status_code == 200
+
+
+def test_a_server_that_stops_ends_its_streams_first(tmp_path: Path, nats_settings: NatsSettings):
+    """Uvicorn alone would wait for an open stream until its limit, or without end; and a run without NATS has a stream too."""
+    folder = tmp_path / "runs"
+    (folder / "one").mkdir(parents=True)
+    api = Api(folder, "nats.url=nats://127.0.0.1:9", environ={})
+    with on_a_server(api) as url:
+        headers = {"authorization": f"Bearer {api.tokens[Role.READ]}"}
+        with httpx.stream("GET", f"{url}/v1/runs/one/events", headers=headers, timeout=20) as answer:
+            events = parsed(answer.iter_lines())
+            assert json.loads(next(events)["data"])["state"] == "stopped"
+            api.context.closing.set()
+            assert list(events) == []

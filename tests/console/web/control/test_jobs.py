@@ -1,0 +1,292 @@
+"""Runs created, queued, paused and removed through the API; its state is the files, so a second console goes on with it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.console.web.control.api import Api, FakeLauncher, settings
+
+from penstock.console.web.access import Role
+from penstock.console.web.jobs import actions, job_file, queue
+from penstock.console.web.jobs.job_file import Job, Launch
+from penstock.console.web.jobs.job_state import decide
+from penstock.console.web.launchers.launcher import Found
+from penstock.protocol.record import pause_request, run_lock
+
+
+def create(api: Api, run: str, **more: Any) -> dict[str, Any]:
+    """Create a run; its status."""
+    answer = api.client(Role.RUN).post("/v1/runs", json={"run": run, "settings": settings(), **more})
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+def state(api: Api, run: str) -> str:
+    return api.client(Role.READ).get(f"/v1/runs/{run}").json()["state"]
+
+
+def post(api: Api, run: str, verb: str, expected: int = 200) -> dict[str, Any]:
+    answer = api.client(Role.RUN).post(f"/v1/runs/{run}/{verb}")
+    assert answer.status_code == expected, answer.text
+    return answer.json()
+
+
+def test_a_run_file_is_checked_by_the_code_that_trains(api: Api):
+    """In a process of its own; a wrong key is named with its line and the right one, and nothing is created."""
+    text = '[model]\npath = "m"\n[data]\ntrain = "d.jsonl"\n[trainer]\nstpes = 5\nsteps = "5"\n'
+    refused = api.client().post("/v1/runs", json={"run": "one", "run_file": text})
+    assert refused.status_code == 422
+    assert refused.json()["errors"] == [
+        "run.toml:6: unknown key trainer.stpes; did you mean trainer.steps?",
+        'run.toml:7: trainer.steps: expected a valid integer, got "5"',
+    ]
+    assert not [one for one in api.folder.iterdir() if one.is_dir()]
+
+
+def test_settings_come_back_with_their_origins(api: Api, launcher: FakeLauncher):
+    """Before the first start those that were checked; from then on those the trainer was started with."""
+    answer = create(api, "one", settings=settings(trainer={"lr": 1e-6}, tracker=[{"type": "tensorboard"}]))
+    assert (answer["run"], answer["uuid"], answer["state"]) == ("one", "one", "created")
+    planned = api.client(Role.READ).get("/v1/runs/one/config").json()
+    assert planned["source"] == "planned"
+    assert planned["settings"]["trainer"]["lr"] == 1e-6
+    assert planned["origins"]["trainer.lr"].startswith("run.toml:")
+    assert planned["origins"]["trainer.steps"] == "default"
+    started = {"settings": {"trainer": {"lr": 2e-6}}, "origins": {}}
+    (api.folder / "one" / "config.json").write_text(json.dumps(started))
+    assert api.client(Role.READ).get("/v1/runs/one/config").json() == {"run": "one", "source": "started", **started}
+
+
+def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher, tmp_path: Path):
+    """Every field of the platform guide's example; epochs are counted in rows of the file."""
+    pq.write_table(pa.table({"prompt": ["x"] * 2000}), tmp_path / "train.parquet")
+    job = {
+        "name": "Qwen7b GRPO math", "description": "on GSM8K", "model_path": "Qwen/Qwen2.5-7B-Instruct", "model_size": "7B",
+        "algorithm": "grpo", "train_data_path": str(tmp_path / "train.parquet"), "eval_data_path": "/data/test.parquet",
+        "num_gpus": 8, "learning_rate": 1e-6, "batch_size": 1024, "num_epochs": 15, "context_length": 1536, "rollout_n": 5,
+        "kl_coef": 0.001,
+    }  # fmt: skip
+    answer = api.client().post("/v1/runs", json=job)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["uuid"] == "qwen7b-grpo-math"
+    folder = api.folder / "qwen7b-grpo-math"
+    assert tomllib.loads((folder / "run.toml").read_text()) == {
+        "model": {"path": "Qwen/Qwen2.5-7B-Instruct"},
+        "data": {"train": str(tmp_path / "train.parquet"), "eval": "/data/test.parquet", "max_prompt_tokens": 512},
+        "trainer": {"lr": 1e-6, "steps": 30},
+        "rollout": {"groups_per_step": 1024, "group_size": 5, "max_new_tokens": 1024},
+        "algorithm": {"kl_coefficient": 0.001, "name": "grpo"},
+    }
+    stored = job_file.read(folder)
+    assert stored is not None
+    assert (stored.num_gpus, stored.description) == (8, "7B on GSM8K")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "the request has no settings"),
+        ({"run": "a", "run_file": "x = 1", "model_path": "m"}, "run_file comes with model_path"),
+        ({"run": "a", "run_file": "[model"}, "run_file is not valid TOML"),
+        ({"run": "A b", "settings": settings()}, "such as a-b"),
+        ({"settings": settings()}, "the run has no name"),
+        ({"run": "a", "settings": settings(model=5)}, "model is a section, not a value"),
+        ({"run": "a", "settings": settings(trainer={"lr": "\ud800"})}, "no UTF-8"),
+        ({"run": "a", "settings": settings(), "unknown": 1}, "body.unknown: Extra inputs"),
+        ({"run": "a", "settings": settings(), "workers": 0}, "body.workers"),
+        ({"run": "a", "settings": settings(), "launcher": "ray"}, "body.launcher"),
+        ({"run": "a", "settings": settings(), "launcher_options": {"x": 1}}, "launcher_options.x"),
+        ({"run": "a", "settings": settings(), "serve": ["a\x00b"]}, "body.serve.0"),
+        ({"run": "a", "algorithm": "sft", "settings": settings()}, "algorithm sft is not trained with rollouts"),
+        ({"run": "a", "num_epochs": 1, "settings": settings()}, "num_epochs needs the number of rows"),
+        ({"run": "a", "context_length": 9, "settings": settings(rollout={"max_new_tokens": 9})}, "context_length leaves nothing"),
+        ({"run": "a", "learning_rate": 2}, "body.learning_rate"),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_a_run_is_refused_with_the_reason(
+    api: Api, launcher: FakeLauncher, body: dict[str, Any], said: str
+):
+    """422 with what was wrong; no folder is left."""
+    answer = api.client().post("/v1/runs", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code == 422, answer.text
+    assert said in answer.text
+    assert not [one for one in api.folder.iterdir() if one.is_dir()]
+
+
+def test_settings_nested_without_end_are_refused(api: Api, launcher: FakeLauncher):
+    """No recursion reaches the client as an internal error."""
+    deep = '{"run":"a","settings":{"model":' + '{"a":' * 700 + "1" + "}" * 700 + "}}"
+    answer = api.client().post("/v1/runs", content=deep, headers={"content-type": "application/json"})
+    assert answer.status_code in {400, 422}, answer.text
+
+
+def test_of_many_requests_for_one_name_one_creates_the_run(api: Api, launcher: FakeLauncher):
+    """The others get 409, and the run is whole."""
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(
+            pool.map(lambda _: api.client().post("/v1/runs", json={"run": "one", "settings": settings()}), range(6))
+        )
+    assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409, 409]
+    assert sorted(one.name for one in api.folder.iterdir() if one.is_dir()) == ["one"]
+    assert state(api, "one") == "created"
+
+
+def test_runs_of_this_machine_wait_for_one_another_in_their_order(api: Api, launcher: FakeLauncher):
+    """The order is that of the starts, also for a console that was killed and started anew; one runs at a time."""
+    for run in ("c", "a", "b"):
+        create(api, run, start=True)
+    assert [state(api, run) for run in ("c", "a", "b")] == ["running", "queued", "queued"]
+    status = api.client(Role.READ).get("/v1/runs/b").json()
+    assert status["position"] == 1
+    restarted = Api(api.folder)
+    assert queue.advance(actions.machine(restarted.context)) == 0
+    for ended, then in (("c", "a"), ("a", "b")):
+        launcher.end(api.folder / ended, 0)
+        assert queue.advance(actions.machine(restarted.context)) == 1
+        assert state(restarted, then) == "running"
+    assert [start.run for start in launcher.started] == ["c", "a", "b"]
+
+
+def test_a_run_that_was_started_by_hand_uses_the_machine_too(api: Api, launcher: FakeLauncher):
+    """The lock of its folder says so."""
+    with run_lock.hold(api.folder / "by-hand"):
+        assert create(api, "one", start=True)["state"] == "queued"
+        assert state(api, "by-hand") == "running"
+    queue.advance(actions.machine(api.context))
+    assert state(api, "one") == "running"
+
+
+def test_the_queue_advances_while_the_server_runs(api: Api, launcher: FakeLauncher):
+    """Without a request."""
+    create(api, "a", start=True)
+    create(api, "b", start=True)
+    launcher.end(api.folder / "a", 0)
+    with api.client():  # starts the app, and stops it
+        pass
+    assert [start.run for start in launcher.started] == ["a", "b"]
+
+
+def test_a_start_that_fails_is_shown_and_holds_up_no_other(api: Api, launcher: FakeLauncher):
+    """The reason is the state's detail; another start tries again."""
+    launcher.fails = True
+    create(api, "a", start=True)
+    status = api.client().get("/v1/runs/a").json()
+    assert (status["state"], status["detail"]) == ("failed", "not started: sbatch failed. no partition. set one")
+    launcher.fails = False
+    create(api, "b", start=True)
+    assert state(api, "b") == "running"
+    launcher.end(api.folder / "b", 0)
+    assert post(api, "a", "start")["state"] == "running"
+
+
+def test_a_damaged_job_is_reported_and_stops_nothing(api: Api, launcher: FakeLauncher):
+    """The run answers with what to do; the queue goes on."""
+    create(api, "a")
+    (api.folder / "a" / job_file.JOB).write_text('{"run": ')
+    answer = api.client().get("/v1/runs/a")
+    assert answer.status_code == 422
+    assert "job.json cannot be read" in answer.text
+    assert create(api, "b", start=True)["state"] == "running"
+    assert {one["run"] for one in api.client().get("/v1/runs").json()} == {"a", "b"}
+
+
+def test_pause_asks_the_trainer_and_resume_starts_the_next_session(api: Api, launcher: FakeLauncher):
+    """Pausing is written into the run's folder; a resume withdraws it before the process starts. Repeating changes nothing."""
+    create(api, "a", start=True)
+    folder = api.folder / "a"
+    assert post(api, "a", "pause")["state"] == post(api, "a", "pause")["state"] == "pausing"
+    assert pause_request.is_requested(folder)
+    assert post(api, "a", "resume", 409)["got"] == "state pausing"
+    launcher.end(folder, 0)
+    assert state(api, "a") == post(api, "a", "pause")["state"] == "paused"
+    assert post(api, "a", "resume")["state"] == post(api, "a", "start")["state"] == "running"
+    assert not pause_request.is_requested(folder)
+    assert [start.number for start in launcher.started] == [1, 2]
+
+
+def test_a_pause_that_was_only_half_written_is_repeated(api: Api, launcher: FakeLauncher):
+    """An API that is killed between the job and the request leaves a run that is asked by the next one."""
+    create(api, "a", start=True)
+    post(api, "a", "pause")
+    pause_request.clear(api.folder / "a")
+    queue.repeat_pauses(api.folder)
+    assert pause_request.is_requested(api.folder / "a")
+
+
+def test_stop_ends_a_running_run_and_takes_a_queued_one_out(api: Api, launcher: FakeLauncher):
+    """Stopping twice sends one signal, and with force another."""
+    create(api, "a", start=True)
+    create(api, "b", start=True)
+    assert post(api, "b", "stop")["state"] == "created"
+    assert queue.queued(api.folder) == []
+    assert post(api, "a", "stop")["state"] == post(api, "a", "stop")["state"] == "stopping"
+    post(api, "a", "stop?force=true")
+    assert launcher.stopped == [("a", False), ("a", True)]
+    launcher.end(api.folder / "a", 130)
+    assert state(api, "a") == post(api, "a", "stop")["state"] == "stopped"
+
+
+@pytest.mark.parametrize("verb", ["start", "pause", "resume", "stop"])
+def test_a_run_of_another_command_is_not_controlled(api: Api, verb: str):
+    """It was started by hand, and its terminal controls it."""
+    (api.folder / "a").mkdir()
+    (api.folder / "a" / "metrics.jsonl").touch()
+    assert post(api, "a", verb, 409)["detail"] == "run a was not created by this API"
+
+
+def test_wrong_states_are_refused_with_what_to_do(api: Api, launcher: FakeLauncher):
+    """A created run cannot be paused, a finished one not started, a running one not removed."""
+    create(api, "a")
+    assert post(api, "a", "pause", 409)["got"] == "state created"
+    post(api, "a", "start")
+    refused = api.client().delete("/v1/runs/a")
+    assert (refused.status_code, refused.json()["fix"]) == (409, "POST /v1/runs/a/stop first")
+    launcher.end(api.folder / "a", 0)
+    (api.folder / "a" / "trainer.json").write_text('{"complete": true, "steps": 5}')
+    assert post(api, "a", "start", 409)["got"] == "state finished"
+
+
+def test_a_created_run_is_removed_with_its_folder(api: Api, launcher: FakeLauncher):
+    """It has nothing on NATS and S3; its name is free again."""
+    create(api, "a")
+    assert api.client(Role.ADMIN).delete("/v1/runs/a").status_code == 204
+    assert not (api.folder / "a").exists()
+    create(api, "a")
+
+
+STATES: list[tuple[str, dict[str, Any], dict[str, Any] | None, Found, bool]] = [
+    ("created", {}, None, Found("absent"), False),
+    ("queued", {"intent": "run", "starts": 1}, None, Found("absent"), False),
+    ("queued", {"intent": "run", "starts": 2}, {"start": 1, "exit_code": 0}, Found("absent"), False),
+    ("waiting", {"intent": "run", "starts": 1, "handle_start": 1}, None, Found("waiting"), False),
+    ("running", {"intent": "run", "starts": 1}, {"start": 1}, Found("running"), False),
+    ("pausing", {"intent": "pause", "starts": 1}, {"start": 1}, Found("running"), False),
+    ("stopping", {"intent": "stop", "starts": 1}, {"start": 1}, Found("running"), False),
+    ("paused", {"intent": "pause", "starts": 1}, {"start": 1, "exit_code": 0}, Found("absent"), False),
+    ("failed", {"intent": "pause", "starts": 1}, {"start": 1, "exit_code": 2}, Found("absent"), False),
+    ("stopped", {"intent": "stop", "starts": 1}, {"start": 1, "exit_code": 130}, Found("absent"), False),
+    ("stopped", {"intent": "stop", "starts": 1}, {"start": 1}, Found("absent"), False),
+    ("stopped", {"intent": "run", "starts": 1}, {"start": 1, "exit_code": 143}, Found("absent"), False),
+    ("failed", {"intent": "run", "starts": 1}, {"start": 1, "exit_code": 2}, Found("absent"), False),
+    ("failed", {"intent": "run", "starts": 1}, {"start": 1}, Found("absent"), False),
+    ("failed", {"intent": "run", "starts": 1, "error": "x"}, None, Found("absent"), False),
+    ("finished", {"intent": "run", "starts": 1}, {"start": 1, "exit_code": 0}, Found("absent"), True),
+    ("finished", {"intent": "pause", "starts": 1}, {"start": 1, "exit_code": 0}, Found("absent"), True),
+    ("queued", {"intent": "run", "starts": 2}, {"start": 1, "exit_code": 0}, Found("absent"), True),
+]
+
+
+@pytest.mark.parametrize(("expected", "job", "launch", "found", "is_finished"), STATES)
+def test_the_state_follows_from_the_files_and_the_launcher(
+    expected: str, job: dict[str, Any], launch: dict[str, Any] | None, found: Found, is_finished: bool
+):
+    """Every combination that can be met."""
+    made = None if launch is None else Launch(**launch)
+    assert decide(Job(run="a", created_at=0.0, **job), made, found, is_finished=is_finished).state == expected

@@ -1,0 +1,68 @@
+"""Schemathesis sends what the API's own description allows, and what it does not: no answer is an internal error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.core.result import Ok
+from schemathesis.generation import GenerationMode
+from starlette.testclient import TestClient
+from tests.console.web.control.api import BASE, Api, FakeLauncher
+from tests.console.web.control.api import settings as least
+
+_EXAMPLES = 8  # for each route
+
+
+def test_no_request_that_the_description_allows_or_forbids_is_an_internal_error(
+    api: Api, launcher: FakeLauncher, tmp_path: Path
+):
+    """Every route but the endless stream, with values that fit and values that do not; runs exist, so that paths lead somewhere."""
+    client = api.client()
+    for run in ("a", "0"):
+        assert client.post("/v1/runs", json={"run": run, "settings": least()}).status_code == 201
+    schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+    sent = 0
+    for result in schema.get_all_operations():
+        assert isinstance(result, Ok), result
+        operation = result.ok()
+        if operation.path.endswith("/events"):
+            continue
+
+        for mode in GenerationMode:
+            cases = operation.as_strategy(generation_mode=mode)
+
+            @settings(
+                max_examples=_EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            @given(case=cases)
+            def ask(case: schemathesis.Case) -> None:
+                nonlocal sent
+                sent += 1
+                _check(client, case)
+
+            with contextlib.suppress(Unsatisfiable):  # nothing to get wrong: a route without parameters
+                ask()
+    assert sent > 40
+
+
+def _check(client: TestClient, case: schemathesis.Case) -> None:
+    request = case.as_transport_kwargs(base_url=BASE)
+    body = request.get("json")
+    content = json.dumps(body).encode() if body is not None else request.get("data")
+    answer = client.request(
+        request["method"],
+        request["url"],
+        params=request.get("params"),
+        content=content if isinstance(content, (bytes, str)) else None,
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code < 500, (request, answer.text)
+    if answer.status_code >= 400:
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["detail"]

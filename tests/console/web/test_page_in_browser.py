@@ -1,0 +1,269 @@
+"""The page in a real chromium: every view shows the run's own figures, hostile texts stay texts, a restart is survived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from tests.console.record import recorded_run as recorded
+from tests.console.web.browsing import CHROMIUM, VIEWS, Browser, browser
+from tests.console.web.conftest import STEPS, Shown
+from tests.console.web.shown_run import EPISODES, GROUPS_A_STEP, HOSTILE
+from tests.servers import require_package
+
+from penstock.console.web.access import Role
+
+pytest.importorskip("playwright", reason="playwright is not installed: pip install 'penstock[browser-tests]'")
+pytestmark = pytest.mark.slow
+GROUP = "e0.p10.a0"
+
+
+@pytest.fixture(scope="module")
+def chromium(shown: Shown) -> Iterator[Browser]:
+    """One window for all tests of this file."""
+    require_package(CHROMIUM, "chromium")
+    with browser(shown.console, viewport={"width": 1280, "height": 900}) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def no_complaint(chromium: Browser) -> Iterator[None]:
+    """After each test the browser's console has no error, and no text of a run was run as a script."""
+    chromium.complaints.clear()
+    yield
+    assert chromium.complaints == []
+    assert chromium.page.evaluate("window.broken") is None
+
+
+def api(shown: Shown, path: str, **query: Any) -> Any:
+    with shown.client() as client:
+        return client.get(f"/v1/runs/{shown.plain.run_id}/{path}", params=query).raise_for_status().json()
+
+
+def test_the_list_shows_each_run_with_its_state_and_curve(chromium: Browser, shown: Shown) -> None:
+    """And two of them can be compared from there by keyboard."""
+    chromium.go("#/", "runs")
+    rows = {row[1]: row for row in chromium.rows("Runs")}
+    assert {shown.plain.run_id, shown.hostile.run_id, "only-files"} <= set(rows)
+    assert (rows["only-files"][3], rows["only-files"][2]) == (str(recorded.STEPS), "stopped")
+    assert chromium.page.locator("svg.spark").count() >= 1
+    for run in (shown.plain.run_id, shown.hostile.run_id):
+        chromium.page.focus(f'[aria-label="compare {run}"]')
+        chromium.page.keyboard.press("Space")
+    chromium.page.click("text=Compare")
+    chromium.wait("compare")
+    assert chromium.rows("Settings that differ") == [["trainer.lr", "2e-05", "1e-05"]]
+    keys = chromium.page.locator('[data-chart="Reward"] [data-line]').all_inner_texts()
+    assert [key.split(":")[0] for key in keys] == [shown.plain.run_id, shown.hostile.run_id]
+
+
+def test_the_overview_shows_what_the_api_answers(chromium: Browser, shown: Shown) -> None:
+    """Each tile and the last point of each chart."""
+    chromium.open(shown.plain.run_id, "overview")
+    found, metrics = api(shown, "summary"), api(shown, "metrics")
+    assert chromium.tile("reward") == f"{found['reward']:.3f}"
+    assert chromium.tile("step") == f"{STEPS} of {STEPS + 100}"
+    assert chromium.tile("held-out accuracy") == f"{found['held_out']['now']:.3f}"
+    assert chromium.tile("staleness") == f"{found['staleness_mean']:.2f}"
+    assert chromium.tile("groups trained") == f"{found['groups']['trained']:,}"
+    for title, name in (
+        ("Reward", "reward_mean"), ("Entropy", "entropy"), ("Clipped tokens", "clip_fraction"),
+        ("KL between sampler and policy", "kl_behaviour"), ("Effective sample size", "ess_share"),
+        ("Degenerate groups", "zero_signal_groups"), ("Truncated completions", "truncated_share"),
+        ("Tokens trained per second", "tokens_per_s"), ("Staleness of what was trained", "staleness_mean"),
+    ):  # fmt: skip
+        shown_last = chromium.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last")
+        assert float(shown_last or "nan") == metrics["figures"][name]["mean"][-1], title
+    for one in found["evaluations"]:
+        title = f"Held-out accuracy: {one['split']}"
+        assert float(chromium.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last") or "nan") == one["points"][-1]["accuracy"]  # fmt: skip
+    truncated = next(band for band in found["bands"] if band["name"] == "truncated_share")
+    assert truncated["sentence"] in chromium.text('[data-chart="Truncated completions"]')
+    assert chromium.page.locator(".chart canvas").count() >= 10
+
+
+def test_a_new_step_appears_without_a_reload(chromium: Browser, shown: Shown) -> None:
+    """Within a few seconds."""
+    chromium.open(shown.plain.run_id, "overview")
+    shown.plain.publish_step(STEPS + 1)
+    shown.plain.flush()
+    chromium.page.wait_for_function(
+        "wanted => document.querySelector('[data-tile=step] b').textContent === wanted",
+        arg=f"{STEPS + 1} of {STEPS + 100}",
+    )
+
+
+def test_the_browser_of_trajectories_filters_pages_and_opens_a_group(chromium: Browser, shown: Shown) -> None:
+    """From the filter to the tokens, which are those of the pack."""
+    chromium.open(shown.plain.run_id, "trajectories")
+    assert len(chromium.rows("Groups")) == 40
+    chromium.page.click("text=More")
+    chromium.page.wait_for_function("() => document.querySelectorAll('[aria-label=Groups] tbody tr').length === 80")
+    chromium.page.fill("[name=step_from]", "5")
+    chromium.page.fill("[name=step_to]", "5")
+    chromium.page.keyboard.press("Enter")
+    chromium.page.wait_for_function(
+        f"() => document.querySelectorAll('[aria-label=Groups] tbody tr').length === {GROUPS_A_STEP}"
+    )
+    answered = api(shown, "groups", step_from=5, step_to=5)["items"]
+    assert [(row[0], row[1], row[6]) for row in chromium.rows("Groups")] == [
+        (one["group_id"], "5", one["prompt"]) for one in answered
+    ]
+    chromium.page.click(f"text={answered[0]['group_id']}")
+    chromium.wait("group")
+    group = shown.plain.groups[answered[0]["group_id"]]
+    assert chromium.page.locator("[data-trajectory] pre").all_inner_texts() == [
+        t.completion_text for t in group.trajectories
+    ]
+    rewards = [
+        float(one)
+        for one in chromium.page.eval_on_selector_all("[data-reward]", "found => found.map(one => one.dataset.reward)")
+    ]
+    assert rewards == list(shown.plain.rewards[group.group_id])
+
+
+def test_each_token_shows_its_log_probability_version_and_mask(chromium: Browser, shown: Shown) -> None:
+    """Chosen by a click, and by the arrow keys."""
+    chromium.open(shown.plain.run_id, "group", f"?id={GROUP}&chapter=1&at=1")
+    chromium.page.wait_for_selector('.tokens[data-loaded="1.0.0"]')
+    found = api(shown, "tokens", group_id=GROUP, trajectory=1)
+    spans = chromium.page.locator(".tokens span")
+    assert [int(text) for text in spans.all_inner_texts()] == found["ids"]
+    spans.nth(3).click()
+    text = chromium.text("section[aria-label=Tokens] p[role=status]")
+    assert f"id {found['ids'][3]}, log-probability {found['logprobs'][3]}" in text
+    assert f"sampled by version {found['versions'][3]}, in the loss" in text
+    spans.nth(3).focus()
+    chromium.page.keyboard.press("ArrowLeft")
+    assert "context: not sampled" in chromium.text("section[aria-label=Tokens] p[role=status]")
+    assert spans.nth(2).get_attribute("class") == "context chosen"
+
+
+def test_a_conversation_is_shown_turn_by_turn(chromium: Browser, shown: Shown) -> None:
+    """With a button for the tokens of each row."""
+    chromium.open(shown.plain.run_id, "group", f"?id={EPISODES}&chapter=1")
+    card = chromium.text('[data-trajectory="0"]')
+    assert "look up 37" in card
+    assert "4 turns" in card
+    assert chromium.page.locator('[data-trajectory="0"] button').count() == 3
+
+
+def test_fleet_weights_rewards_and_lineage_show_what_the_api_answers(chromium: Browser, shown: Shown) -> None:
+    """Row by row."""
+    run = shown.plain.run_id
+    chromium.open(run, "fleet")
+    services = api(shown, "workers")["services"]
+    assert [row[0] for row in chromium.rows("Services")] == [one["name"] for one in services]
+    assert ["rollout", "cpu_s", "24.500", "24.500", "24.500", "2"] in chromium.rows("Least, mean and greatest")
+    chromium.open(run, "weights")
+    versions = api(shown, "versions", limit=100)["versions"]
+    assert [row[0] for row in chromium.rows("Versions")] == [str(one["version"]) for one in versions]
+    assert chromium.rows("Versions")[0][8] == "30 ms (20 ms to 40 ms)"
+    chromium.open(run, "rewards")
+    rewards = api(shown, "rewards")
+    mean = rewards["distribution"]["reward"]["mean"]
+    assert f"mean {mean:.3f}" in chromium.text('[data-distribution="reward"]')
+    assert chromium.rows("Errors")[0][:3] == ["endpoint_failed", "1", "1"]
+    chromium.open(run, "lineage", "?version=3")
+    assert [row[0] for row in chromium.rows("Groups")] == [
+        one["group_id"] for one in api(shown, "lineage", version=3)["groups"]
+    ]
+    assert [row[0] for row in chromium.rows("Versions before it")] == ["3", "2", "1", "0"]
+
+
+def test_a_dead_letter_is_sent_again_from_the_page(chromium: Browser, shown: Shown) -> None:
+    """By a caller with the role run."""
+    run = shown.hostile
+    chromium.open(run.run_id, "dead-letters")
+    assert chromium.rows("Dead letters")[0][2:5] == ["generated", "endpoint_failed", HOSTILE[0]]
+    chromium.page.click("[aria-label='Dead letters'] button")
+    chromium.page.click("text=Send it again")
+    chromium.page.wait_for_selector("text=1: sent again to generated: e9.p3.a0")
+    sent_again = "() => document.querySelector('[aria-label=\"Dead letters\"] tbody tr').cells[7].innerText !== '–'"
+    chromium.page.wait_for_function(sent_again)
+
+
+def test_hostile_texts_are_shown_as_they_are(chromium: Browser, shown: Shown) -> None:
+    """In every view, and in the address; nothing is loaded, run or hidden (`no_complaint` looks for scripts that ran)."""
+    run = shown.hostile.run_id
+    for view in VIEWS:
+        chromium.open(run, view)
+        assert (
+            chromium.page.locator(
+                "main script, main iframe, main style, main img, main base, main meta, main math, main form[action]"
+            ).count()
+            == 0
+        )
+        assert chromium.page.locator("main [onerror], main [onload], main a[href^='javascript']").count() == 0
+    for place in range(5, 5 + len(HOSTILE)):
+        chromium.open(run, "group", f"?id=e0.p{place}.a0")
+        texts = [HOSTILE[(place + i) % len(HOSTILE)] for i in range(4)]
+        shown_texts = chromium.page.eval_on_selector_all(
+            "[data-trajectory] pre", "all => all.map(one => one.textContent)"
+        )
+        escaped = [_escaped(text) for text in texts]
+        assert shown_texts == escaped
+    for text in HOSTILE[:6]:
+        chromium.page.goto(f"{chromium.console.url}/#/run/{run}/group?{urlencode({'id': text})}")
+        chromium.page.wait_for_selector("main h1")
+        assert _escaped(text) in chromium.text("main h1")
+        chromium.page.goto(f"{chromium.console.url}/#/run/{urlencode({'': text})[1:]}/overview")
+        chromium.page.wait_for_selector("#banner:not([hidden])")
+    chromium.complaints = [
+        one for one in chromium.complaints if "Failed to load resource" not in one
+    ]  # refused: 404, 409, 422
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\u{ord(c):04x}" if c in "\u202e\u202c\u0000\u0007\u001b\ufeff" else c for c in text)
+
+
+def test_the_page_goes_on_after_the_console_was_stopped_and_started_again(chromium: Browser, shown: Shown) -> None:
+    """It says that nothing answers, keeps what it shows, and shows new steps when the console is back."""
+    chromium.open(shown.plain.run_id, "overview")
+    shown.console.stop()
+    chromium.page.wait_for_selector("#banner:not([hidden])")
+    assert "does not answer" in chromium.text("#banner")
+    assert chromium.tile("reward") != "–"
+    shown.plain.publish_step(STEPS + 2)
+    shown.plain.flush()
+    shown.console.start()
+    chromium.page.wait_for_function(
+        "wanted => document.querySelector('#banner').hidden && document.querySelector('[data-tile=step] b').textContent === wanted",
+        arg=f"{STEPS + 2} of {STEPS + 100}",
+    )
+    chromium.complaints = [
+        one for one in chromium.complaints if "Failed to load resource" not in one
+    ]  # while it was stopped
+
+
+def test_without_a_token_the_page_asks_for_one_and_shows_no_figure(chromium: Browser, shown: Shown) -> None:
+    """A wrong one is refused; a right one opens the page."""
+    chromium.page.context.clear_cookies()
+    chromium.page.goto(f"{chromium.console.url}/#/run/{shown.plain.run_id}/overview")
+    chromium.page.reload()
+    chromium.page.fill("[name=token]", "wrong")
+    chromium.page.click("text=Use it")
+    chromium.page.wait_for_selector("text=That token is not known")
+    assert "0.8" not in chromium.text()
+    chromium.page.fill("[name=token]", shown.console.tokens[Role.RUN])
+    chromium.page.click("text=Use it")
+    chromium.wait("runs")
+    chromium.complaints = [one for one in chromium.complaints if "status of 401" not in one]
+
+
+def test_on_a_phone_nothing_is_wider_than_the_window(chromium: Browser, shown: Shown) -> None:
+    """In every view; long tables scroll in their own box. In dark colours as well."""
+    chromium.page.set_viewport_size({"width": 390, "height": 800})
+    chromium.page.emulate_media(color_scheme="dark")
+    try:
+        for view in (*VIEWS, f"group?id={GROUP}"):
+            name, _, query = view.partition("?")
+            chromium.open(shown.hostile.run_id, name, f"?{query}")
+            assert chromium.page.evaluate("document.documentElement.scrollWidth") <= 390, view
+        background = chromium.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == "rgb(13, 17, 23)"
+    finally:
+        chromium.page.set_viewport_size({"width": 1280, "height": 900})

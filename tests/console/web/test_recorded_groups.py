@@ -1,0 +1,94 @@
+"""The groups of a record, filtered and paged; and in which settings runs differ."""
+
+from __future__ import annotations
+
+import pytest
+from tests.groups import make_generated, make_group, make_scored
+
+from penstock.console.web.reading.recorded_groups import (
+    Entry,
+    GroupFilter,
+    QueryRefused,
+    group_row,
+    parse_cursor,
+    trajectory_rows,
+)
+from penstock.console.web.reading.settings_difference import differences
+
+
+def entry(*rewards: float, step: int | None = 5) -> Entry:
+    generated = make_generated("r", [make_group("e0.p0.a0", size=len(rewards))])
+    scored = make_scored(generated, [rewards]).groups[0]
+    return Entry("e0.p0.a0", "trained", 1, "train", 10, step=step, trained_version=4, made_version=5, scored=scored)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_accepted"),
+    [
+        (GroupFilter(), True),
+        (GroupFilter(step_from=5, step_to=5), True),
+        (GroupFilter(step_from=6), False),
+        (GroupFilter(step_to=4), False),
+        (GroupFilter(reward_min=0.5), True),  # the mean
+        (GroupFilter(reward_min=0.6), False),
+        (GroupFilter(reward_max=0.4), False),
+        (GroupFilter(reward_min=0.9, each_trajectory=True), True),  # one of them
+        (GroupFilter(reward_min=1.5, each_trajectory=True), False),
+        (GroupFilter(status="dropped"), False),
+    ],
+)
+def test_a_filter_accepts_a_group_by_step_reward_and_status(wanted: GroupFilter, is_accepted: bool) -> None:
+    """The mean of the rewards is limited, or, one by one, each of them."""
+    assert wanted.accepts(entry(0.0, 1.0)) is is_accepted
+
+
+def test_a_group_without_a_step_or_a_reward_is_not_in_a_list_limited_by_them() -> None:
+    """Dropped groups have neither."""
+    dropped = Entry("e0.p1.a0", "dropped", 1, "train", 0, reason="stale")
+    assert GroupFilter().accepts(dropped)
+    assert not GroupFilter(step_from=0).accepts(dropped)
+    assert not GroupFilter(reward_min=-1e9).accepts(dropped)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "may_be"), [(1, 4, False), (1, 5, True), (8, 9, True), (10, 12, False), (None, None, False)]
+)
+def test_a_chapter_whose_steps_are_all_outside_is_not_read_again(
+    first: int | None, last: int | None, may_be: bool
+) -> None:
+    """Steps 5 to 9 are wanted."""
+    assert GroupFilter(step_from=5, step_to=9).may_be_in(first, last) is may_be
+
+
+def test_one_by_one_only_the_trajectories_within_the_limits_are_listed() -> None:
+    """Each with its own reward, parts and tokens."""
+    rows = trajectory_rows(entry(0.0, 1.0, 0.5), GroupFilter(reward_min=0.5, each_trajectory=True))
+    assert [(row["index"], row["reward"]) for row in rows] == [(1, 1.0), (2, 0.5)]
+
+
+def test_a_row_shows_the_spread_of_the_rewards_and_whether_the_group_teaches_anything() -> None:
+    """Equal rewards are a degenerate group."""
+    row = group_row(entry(0.0, 1.0))
+    assert (row["reward_mean"], row["reward_min"], row["reward_max"], row["is_degenerate"]) == (0.5, 0.0, 1.0, False)
+    assert row["staleness"] == 4
+    assert group_row(entry(1.0, 1.0))["is_degenerate"]
+
+
+@pytest.mark.parametrize("cursor", ["", "1", "a.b", "-1.0", "1.2.3", "1.1e9", "9" * 30 + ".1", "1.2\n"])
+def test_a_cursor_that_no_list_returned_is_refused(cursor: str) -> None:
+    """The refusal says what to do."""
+    with pytest.raises(QueryRefused, match="begin again without it"):
+        parse_cursor(cursor)
+
+
+def test_only_settings_that_differ_are_listed_with_the_value_of_each_run() -> None:
+    """A setting that one run does not have differs too."""
+    found = differences(
+        {"a": {"settings": {"trainer": {"lr": 1e-5, "steps": 3}}}, "b": {"settings": {"trainer": {"lr": 2e-5, "steps": 3}, "x": {"y": [1]}}}}
+    )  # fmt: skip
+    assert found["runs"] == ["a", "b"]
+    assert found["differing"] == [
+        {"key": "trainer.lr", "values": ["1e-05", "2e-05"]},
+        {"key": "x.y", "values": ["(not set)", "[1]"]},
+    ]
+    assert found["num_equal"] == 1
