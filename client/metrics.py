@@ -42,7 +42,7 @@ def from_rows(rows: Iterable[Mapping[str, Any]]) -> Metrics:
         latest[row.get("step"), *texts] = dict(_figures(row))
     places = sorted(latest, key=lambda place: latest[place].get("step", 0.0))
     kept = [latest[place] for place in places]
-    names = {name: None for row in kept for name in row}
+    names = {"step": None} | {name: None for row in kept for name in row}
     columns = Metrics({name: np.array([row.get(name, np.nan) for row in kept], dtype=np.float64) for name in names})
     for name in _WHOLE:
         if name in columns and np.isfinite(columns[name]).all():
