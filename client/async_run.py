@@ -53,7 +53,7 @@ class AsyncRun:
 
     async def events(self) -> AsyncIterator[Event]:
         """See `Run.events`."""
-        arriving = self.run.arriving()
+        arriving = self.run._arriving()
         over = object()
         while (event := await asyncio.to_thread(next, arriving, over)) is not over:
             if isinstance(event, Event):

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import structlog
 
-from penstock.client import local_start, run_settings
+from penstock.client import run_settings
 from penstock.client.data_files import Data
 from penstock.client.fine_tuning import FineTuning
 from penstock.client.run import Run
@@ -82,6 +82,8 @@ class Client:
             ConfigError: A setting is unknown or wrong; nothing was started.
             PenstockError: The run ended before its reward was registered.
         """
+        from penstock.client import local_start  # noqa: PLC0415 - needs the extras of every service
+
         run = Run(
             local_start.train(
                 self._values(
@@ -137,6 +139,8 @@ class Client:
         self.close()
 
     def _fine_tune(self, verb: str, model: Model, data: Any, run_id: str | None, settings: Settings) -> FineTuning:
+        from penstock.client import local_start  # noqa: PLC0415 - as above
+
         given = run_settings.section(verb, data, "data")
         values = self._values(run_id, run_settings.section("model", model, "path"), given, run_settings.flat(settings))
         training = local_start.fine_tune(verb, values, self._runs)

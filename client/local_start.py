@@ -45,7 +45,7 @@ def train(values: Values, runs: Path, *, workers: int, seed: int = 0) -> LocalBa
     name = reward_name(given) if callable(given) else endpoint.name if endpoint is not None else given
     named = {**values, REWARD: name}
     settings = LocalRun(run_settings.overrides(_stand_ins(named, runs)), num_workers=workers).settings
-    run_id, folder = _claim(values, settings.run.dir.absolute(), "run")
+    run_id, folder = claim(values, settings.run.dir.absolute(), "run")
     complete = _with_files({**named, ("run", "id"): run_id, ("run", "dir"): str(folder.parent)}, folder, seed)
     with LocalRun(run_settings.overrides(complete), num_workers=workers) as checked:
         checked.check()
@@ -66,7 +66,7 @@ def fine_tune(verb: str, values: Values, runs: Path, *, seed: int = 0) -> FineTu
     command = _COMMANDS[verb]
     overrides = run_settings.overrides(_stand_ins(values, runs))
     settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
-    run_id, folder = _claim(values, settings.run.dir.absolute(), verb)
+    run_id, folder = claim(values, settings.run.dir.absolute(), verb)
     complete = _with_files({**values, ("run", "id"): run_id, ("run", "dir"): str(folder.parent)}, folder, seed)
     overrides = run_settings.overrides(complete)
     settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
@@ -126,7 +126,7 @@ def _with_files(values: Values, folder: Path, seed: int) -> Values:
     return found
 
 
-def _claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple[str, Path]:
+def claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple[str, Path]:
     """Return the run's name and folder, which is created: the given name, else the first free one of stem, stem-2, …."""
     given = values.get(("run", "id"))
     if given is not None:

@@ -80,9 +80,9 @@ class Run:
 
         Of a run that is over already, its steps and evaluations.
         """
-        return (event for event in self.arriving() if event is not None)
+        return (event for event in self._arriving() if event is not None)
 
-    def arriving(self) -> Iterator[Event | None]:
+    def _arriving(self) -> Iterator[Event | None]:
         """Yield what `events` does, and None several times a second while none arrives."""
         return self._backend.events()
 

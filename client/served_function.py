@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from penstock.client.loop_thread import LoopThread
@@ -141,7 +142,7 @@ def _innermost(function: Any) -> Any:
     return function
 
 
-def _code(function: Any) -> Any:
+def _code(function: Any) -> CodeType | None:
     """Return the code object of what is called; None for one that is not written in Python."""
     found = inspect.unwrap(_innermost(function))
     if not inspect.isroutine(found):
@@ -150,11 +151,17 @@ def _code(function: Any) -> Any:
     return getattr(found, "__code__", None)
 
 
-def _version(function: Any, code: Any) -> str:
+def _version(function: Any, code: CodeType | None) -> str:
     """Return a hash of the source; where Python does not have it, of the compiled code."""
     try:
         target = inspect.unwrap(_innermost(function))
         source = inspect.getsource(target if inspect.isroutine(target) or inspect.isclass(target) else type(target))
     except (OSError, TypeError):
-        source = "" if code is None else f"{code.co_code.hex()} {code.co_consts!r} {code.co_names!r}"
+        source = "" if code is None else _text_of(code)
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def _text_of(code: CodeType) -> str:
+    """Return what a function does as a text, without the place of its source."""
+    constants = [_text_of(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return " ".join([code.co_code.hex(), *code.co_names, *constants])
