@@ -17,6 +17,11 @@ def stopped(verb: str, arguments: Sequence[str]) -> str:
     return f"stopped on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
 
 
+def paused(verb: str, arguments: Sequence[str]) -> str:
+    """Return the line that a paused run ends with: how to resume it."""
+    return f"paused on request; resume it with: {shlex.join(['penstock', verb, *arguments])}"
+
+
 def start_notes(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return a line for each setting that does nothing, and for each that a resumed run changes.
 

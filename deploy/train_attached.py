@@ -32,7 +32,7 @@ from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import BlobStoreRefused, BusRefused, MissingStream, PenstockError
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import pause_request, run_lock
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(note, file=sys.stderr)
         create_what_is_missing(settings)
         with trackers:
+            pause_request.clear(settings.run.folder)
             with run_lock.hold(settings.run.folder), Trainer(command, settings.run) as trainer:
                 trackers.start()
                 if trainer.is_logged:
@@ -83,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if trainer.stop_requested:
         again = sys.argv[1:] if arguments is None else arguments
         print(f"penstock train: {resumption.stopped('train', again)}", file=sys.stderr)
+    elif code == 0 and pause_request.is_requested(settings.run.folder):
+        again = sys.argv[1:] if arguments is None else arguments
+        print(f"penstock train: {resumption.paused('train', again)}", file=sys.stderr)
     elif code and trainer.is_logged:
         print(
             f"penstock train: the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}",

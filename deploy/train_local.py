@@ -21,6 +21,7 @@ from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.record import pause_request
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.recovery import finished_run
 
@@ -73,6 +74,7 @@ def _train(
             run.check()
             for note in resumption.start_notes(rest, os.environ):
                 print(note, file=sys.stderr)
+            pause_request.clear(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()
@@ -96,6 +98,8 @@ def _train(
         f"penstock train: {run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time", file=sys.stderr
     )
     write_report(run.folder, summary, as_json=options.json)
+    if pause_request.is_requested(run.folder):
+        print(f"penstock train: {resumption.paused('train', again)}", file=sys.stderr)
     for line in trackers.finish():
         print(f"penstock train: {line}", file=sys.stderr)
     return 0

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 import structlog
 
 from penstock.protocol.activity import Activity
+from penstock.protocol.record import pause_request
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.step_digest import STEP_DIGEST, group_digest, step_digest
 from penstock.protocol.versions import PolicyVersion, next_version
@@ -78,6 +79,7 @@ class Training:
     _fields: dict[str, object] | None = None  # of the newest step, until it is reported
     _wait_s: float = 0.0
     _step_s: float = 0.0  # of the newest step
+    _is_pausing: bool = False  # no new tasks; ends when what is under way is trained
 
     def __post_init__(self) -> None:
         trainer = self.settings.trainer
@@ -126,12 +128,14 @@ class Training:
         self.activity.restart()
 
     def collect(self) -> list[ReadyGroup]:
-        """Wait for the next batch; empty when ``stop`` is set."""
+        """Wait for the next batch; empty when ``stop`` is set, or a run that pauses has trained what was under way."""
         started = time.monotonic()
         self.activity.state = "waiting for groups"
         overtake_wait_s = self.settings.trainer.oldest_patience * self._step_s
         batch = self.collector.collect(self.version, self._should_stop, overtake_wait_s=overtake_wait_s)
         self._wait_s = time.monotonic() - started
+        if self._is_pausing and not batch:
+            self.stop.set()
         return batch
 
     def train(self, batch: list[ReadyGroup]) -> Learned:
@@ -215,7 +219,8 @@ class Training:
                 self.evaluations.wait_for_all(self._should_stop)
                 self._checkpoint()  # acknowledges the groups of evaluations too
         self.publisher.close()
-        self._set_state("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
+        ended = "finished" if not self.stop.is_set() else "paused" if self._is_pausing else "stopped"
+        self._set_state(ended, finished=not self.stop.is_set())
 
     def on_published(self, publication: Publication) -> None:
         """Admit tasks for an announced version, and write its event (called on the publisher's thread)."""
@@ -249,7 +254,16 @@ class Training:
         self.lease.check()
         self.publisher.check()
         self.issuer.check()
+        self._pause_if_requested()
         return self.stop.is_set()
+
+    def _pause_if_requested(self) -> None:
+        """Stop issuing when the run is asked to pause; the batches that are under way are still trained."""
+        if not self._is_pausing and pause_request.is_requested(self.settings.run.folder):
+            self._is_pausing = True
+            self.issuer.drain()
+            self.collector.drain()
+            self._set_state("pausing: training what is under way")
 
     def _checkpoint(self) -> None:
         started = time.monotonic()

@@ -16,7 +16,15 @@ from cyclopts import App
 
 from penstock import __version__
 from penstock.console import launch
-from penstock.console.cli import dead_letter_verbs, model_verbs, reward_verbs, run_verbs, setting_verbs, tracking_verbs
+from penstock.console.cli import (
+    console_verbs,
+    dead_letter_verbs,
+    model_verbs,
+    reward_verbs,
+    run_verbs,
+    setting_verbs,
+    tracking_verbs,
+)
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
@@ -37,7 +45,16 @@ penstock COMMAND --help shows an example and the next command.""",
 )
 config = App(name="config", help="Show the settings of a run file.", help_format="plaintext", group=TRAIN)
 data = App(name="data", help="Check data files.", help_format="plaintext", group=TRAIN)
-for part in (config, data, model_verbs.app, reward_verbs.app, run_verbs.runs, run_verbs.weights, dead_letter_verbs.app):
+for part in (
+    config,
+    data,
+    model_verbs.app,
+    reward_verbs.app,
+    run_verbs.runs,
+    run_verbs.weights,
+    dead_letter_verbs.app,
+    console_verbs.app,
+):
     app.command(part)
 app.update(run_verbs.record)
 app.update(tracking_verbs.app)

@@ -33,6 +33,7 @@ _MARKS = (
     "config.json",
     "report.json",
     "model",
+    "job.json",  # created by the Runs API, and perhaps not started yet
     connections.STORE,
     run_lock.RUN_LOCK,
 )  # a folder with any of these is a run's

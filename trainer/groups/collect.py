@@ -49,6 +49,7 @@ log = structlog.get_logger("trainer.groups.collect")
 
 _FETCH_MESSAGES = 16
 _FETCH_WAIT_S = 0.5
+_DRAIN_S = 300.0  # a run that pauses waits no longer for the next group; the rest stays in the queues
 _SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
 
 
@@ -91,6 +92,7 @@ class Collector:
         self._deadline_s = deadline_s
         self._dead = DeadCount(max_dead)
         self._all_dead = False
+        self._draining_since: float | None = None
         self._silent_s = silent_s
         self._reader = reader or PackReader(connections.blobs.get)
         self._held: dict[int, Delivery[GroupScored]] = {}
@@ -126,7 +128,7 @@ class Collector:
     def collect(
         self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
     ) -> list[ReadyGroup]:
-        """Return the batch to train at ``version``; empty when ``should_stop`` returns True while it waits.
+        """Return the batch to train at ``version``; empty when ``should_stop`` returns True while it waits, or all is drained.
 
         A full batch waits ``overtake_wait_s`` for groups under way that would be too old for the next one, and less
         after waits without result (`OvertakeBackoff`): otherwise they would be dropped on arrival, and sampled again by
@@ -148,6 +150,8 @@ class Collector:
                     self._backoff.record(overtook=overtakes)
                     self._dropped_at_last_batch = self._tracker.dropped.copy()
                     return batch
+                if rest_s <= 0.0 and self._is_drained():
+                    return []
                 num_ready = self._tracker.num_ready
                 self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
             if self._all_dead:
@@ -163,6 +167,12 @@ class Collector:
                     f"{self._dead_lettered()}{self._dropped_since_last_batch()}"
                 )
         return []
+
+    def drain(self) -> None:
+        """Let `collect` return an empty batch once everything under way has arrived and is not enough for a batch."""
+        with self._changed:
+            self._draining_since = time.monotonic()
+            self._changed.notify_all()
 
     def mark_trained(self, group_ids: Sequence[str]) -> None:
         """Settle the groups of a batch that was trained and is in the ledger; their messages wait for the checkpoint.
@@ -302,6 +312,23 @@ class Collector:
                 self._changed.notify_all()
 
     # ── with the lock held ────────────────────────────────────────────────────────────────────
+
+    def _is_drained(self) -> bool:
+        """Return True if nothing more arrives for a batch; what has arrived is delivered again when the run goes on."""
+        if self._draining_since is None:
+            return False
+        if self._tracker.is_drained:
+            return True
+        waited_s = time.monotonic() - max(self._draining_since, self._last_arrival)
+        if waited_s > _DRAIN_S:
+            missing = self._tracker.missing()
+            log.warning(
+                "pausing without groups that did not arrive: they stay in the queues",
+                num_groups=len(missing),
+                first=missing[:3],
+                waited_s=round(waited_s),
+            )
+        return waited_s > _DRAIN_S
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, PenstockError):

@@ -152,6 +152,11 @@ class DeliveryTracker:
         """Return the outstanding groups that have not arrived."""
         return [group_id for group_id in self._issued.outstanding() if not self._has_arrived(group_id)]
 
+    @property
+    def is_drained(self) -> bool:
+        """True when every outstanding group has arrived, and none is being read."""
+        return not self._fetching and not self.missing()
+
     def drop_missing(self) -> list[str]:
         """Drop what is missing with reason ``lost``; return the ids."""
         missing = self.missing()

@@ -76,6 +76,7 @@ class Issuer:
         self._letters_read = letters_read
         self._log: IssueLog | None = None
         self._paused = False
+        self._draining = False
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._version = PolicyVersion(0)  # the newest that workers can fetch
         self._trainer_version = PolicyVersion(0)  # the version that the next step starts from
@@ -107,6 +108,11 @@ class Issuer:
         with self._changed:
             self._paused = is_paused
             self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Issue nothing new; what an earlier session issued without a receipt of the stream is still published."""
+        with self._changed:
+            self._draining = True
 
     def stop(self) -> None:
         """Issue nothing more."""
@@ -218,7 +224,7 @@ class Issuer:
                     return []
                 self._resends = False
                 return [self._dispatch.pack_again(ids, self._version) for ids in self._unsent]
-            if self._paused:
+            if self._paused or self._draining:
                 return []
             packs = self._dispatch.next_packs(
                 self._version, self._most_outstanding, trainer_version=self._trainer_version

@@ -172,6 +172,9 @@ class StoredIssuer:
     def check(self) -> None:
         """Do nothing: there is no thread that could fail."""
 
+    def drain(self) -> None:
+        """Do nothing: no task is issued."""
+
     def stop(self) -> None:
         """Do nothing: no task is issued."""
 
@@ -182,6 +185,7 @@ class StoredCollector:
     def __init__(self, groups: StoredGroups, issuer: StoredIssuer, blobs: Blobs, groups_per_step: int) -> None:
         """Start at the position of ``groups``."""
         self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
+        self._draining = False
 
     def collect(
         self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
@@ -190,7 +194,7 @@ class StoredCollector:
 
         Raises BlobMissing, BlobCorrupt or PackError for a group that cannot be read: it is not replaced.
         """
-        if should_stop():
+        if should_stop() or self._draining:
             return []
         batch, drops = self._groups.take(self._count)
         packs = list(dict.fromkeys(pack for _, pack in batch))
@@ -198,6 +202,10 @@ class StoredCollector:
         ready = ready_groups(packs, groups, self._blobs.get)
         self._issuer.take(batch, drops)
         return ready
+
+    def drain(self) -> None:
+        """Take no more groups: none is under way."""
+        self._draining = True
 
     def mark_trained(self, group_ids: Sequence[str]) -> None:
         """Do nothing: no message waits for a checkpoint."""

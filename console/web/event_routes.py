@@ -1,0 +1,209 @@
+"""``GET /v1/runs/{run}/events``: the events of a run as server-sent events, resumable by Last-Event-ID.
+
+The id of an event is its number in the run's stream on NATS, so a client goes on at any process of the API. Three kinds:
+
+| event | id | data |
+|---|---|---|
+| `run` | its number | the stored event: `kind`, `source`, `at`, `data` |
+| `state` | none | the state of the run, at first and whenever it changes |
+| `gap` | none | the events after the client's last one are not stored any more, or the stream began anew |
+
+A stream is bounded: a client that reads too slowly is disconnected, and goes on where it was; so are all when the server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from penstock.console.web.context import Context, Reader, RunFolder, WebContext
+from penstock.console.web.jobs import actions
+from penstock.console.web.problems import RESPONSES, Problem
+from penstock.protocol import streams, subjects
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.facts import RunEvent
+from penstock.protocol.transport.bus import Bus
+
+router = APIRouter(prefix="/v1", tags=["events"], responses=RESPONSES)
+MAX_STREAMS = 32
+MAX_WAITING = 2000  # events that one client may be behind
+_POLL_S = 0.5
+_RETRY_S = 2.0  # between tries to reach a NATS that is not there: a queued run has none yet
+_STATE_S = 1.0
+_RETRY_MS = 1000
+MAX_ID = 2**63 - 1
+
+
+async def a_stream(request: Request) -> AsyncIterator[None]:
+    """Count a stream while it is open; a problem 429 when too many are."""
+    open_streams: set[object] = request.app.state.event_streams
+    if len(open_streams) >= MAX_STREAMS:
+        raise Problem(429, f"{MAX_STREAMS} event streams are open", fix="close one, or try again")
+    mark = object()
+    open_streams.add(mark)
+    try:
+        yield
+    finally:
+        open_streams.discard(mark)
+
+
+@router.get("/runs/{run}/events", response_class=EventSourceResponse)
+async def read_events(
+    folder: RunFolder,
+    web: Context,
+    _: Reader,
+    _counted: Annotated[None, Depends(a_stream)],
+    after: Annotated[
+        int | None,
+        Query(ge=0, le=MAX_ID, description="Events after this number; 0: from the first. Default: new ones."),
+    ] = None,
+    last_event_id: Annotated[str | None, Header(max_length=20)] = None,
+) -> AsyncIterator[ServerSentEvent]:
+    """Stream the events of a run as they are written, until the client leaves or the server stops."""
+    position = after
+    if last_event_id is not None and last_event_id.isascii() and last_event_id.isdigit():
+        position = min(int(last_event_id), MAX_ID)
+    stream = _Stream(web, folder, position)
+    try:
+        while not stream.is_over:
+            for event in await asyncio.to_thread(stream.poll):
+                yield event
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(web.closing.wait(), _POLL_S)
+    finally:
+        await asyncio.shield(asyncio.to_thread(stream.close))
+
+
+class _Reading:
+    """The events of one run, read on the bus's thread into a bounded queue."""
+
+    def __init__(self, web: WebContext, folder: Path, position: int | None) -> None:
+        self.position = position
+        self.gap: dict[str, int] | None = None
+        self.is_behind = False
+        self._waiting: deque[tuple[int, RunEvent]] = deque()
+        self._lock = threading.Lock()
+        run = folder.name
+        self._bus: Bus = web.bus(run, name="console-events")
+        try:
+            self._start(run)
+        except BaseException:
+            self._bus.close()
+            raise
+
+    def _start(self, run: str) -> None:
+        stream = streams.stream_name(run, "events")
+        state = self._bus.stream_state(stream).wait()
+        first, last = state.first_sequence, state.last_sequence
+        if self.position is None:
+            self.position = last
+        elif self.position > last:
+            self.gap, self.position = {"after": self.position, "next": first}, 0
+        elif self.position and self.position + 1 < first:
+            self.gap, self.position = {"after": self.position, "next": first}, first - 1
+        self._bus.follow(stream, subjects.events(run), RunEvent, self._receive, after=self.position).wait()
+
+    def _receive(self, fact: RunEvent, sequence: int, _subject: str) -> None:
+        with self._lock:
+            if len(self._waiting) >= MAX_WAITING:
+                self.is_behind = True
+            elif not self.is_behind:
+                self._waiting.append((sequence, fact))
+
+    def take(self) -> list[tuple[int, RunEvent]]:
+        """Return what has arrived."""
+        with self._lock:
+            found = list(self._waiting)
+            self._waiting.clear()
+        return found
+
+    @property
+    def is_down(self) -> bool:
+        return self._bus.down_s > 0.0
+
+    def close(self) -> None:
+        self._bus.close()
+
+
+class _Stream:
+    """What one client gets, in order: the state of the run, gaps, and events."""
+
+    def __init__(self, web: WebContext, folder: Path, position: int | None) -> None:
+        self._web = web
+        self._folder = folder
+        self._position = position
+        self._state: dict[str, Any] | None = None
+        self._reading: _Reading | None = None
+        self._next_state = self._next_try = 0.0
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """True when the server stops, the run was removed, or the client is too far behind and is to come back."""
+        return self._is_over or self._web.closing.is_set()
+
+    def poll(self) -> list[ServerSentEvent]:
+        """Return what is new."""
+        return [*self._new_state(), *self._begin(), *self._new_events()]
+
+    def close(self) -> None:
+        """Close the connection to NATS."""
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+
+    def _new_state(self) -> list[ServerSentEvent]:
+        if time.monotonic() < self._next_state:
+            return []
+        self._next_state = time.monotonic() + _STATE_S
+        if not self._folder.is_dir():
+            self._is_over = True
+            return []
+        state = _state(self._folder)
+        if state == self._state:
+            return []
+        self._state = state
+        return [ServerSentEvent(event="state", data=state, retry=_RETRY_MS)]
+
+    def _begin(self) -> list[ServerSentEvent]:
+        """Connect to the run's NATS, if it is there now."""
+        if self._reading is not None or self._is_over or time.monotonic() < self._next_try:
+            return []
+        with contextlib.suppress(PenstockError):
+            self._reading = _Reading(self._web, self._folder, self._position)
+        self._next_try = time.monotonic() + _RETRY_S
+        gap = None if self._reading is None else self._reading.gap
+        return [ServerSentEvent(event="gap", data=gap)] if gap else []
+
+    def _new_events(self) -> list[ServerSentEvent]:
+        if self._reading is None:
+            return []
+        found = self._reading.take()
+        self._position = found[-1][0] if found else self._position
+        if self._reading.is_behind:
+            self._is_over = True
+        elif self._reading.is_down:
+            self._position = self._reading.position if self._position is None else self._position
+            self.close()
+        return [ServerSentEvent(id=str(one), event="run", data=_document(one, fact)) for one, fact in found]
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    try:
+        state = actions.read_state(folder, ask=False)
+    except PenstockError as err:
+        return {"run": folder.name, "state": "unknown", "detail": str(err)}
+    return {"run": folder.name, "state": state.state, "detail": state.detail}
+
+
+def _document(sequence: int, fact: RunEvent) -> dict[str, Any]:
+    return {"sequence": sequence, "kind": fact.kind, "source": fact.source, "at": fact.at, "data": fact.data}

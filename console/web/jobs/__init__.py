@@ -1,0 +1,1 @@
+"""Runs that the API created: their files, their state, the queue of this machine, and the steps that change them."""

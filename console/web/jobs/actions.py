@@ -1,0 +1,198 @@
+"""What the API does to a run: create, start, pause, resume, stop, remove. Each may be repeated; each ends with the run's state."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+import tomllib
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from penstock.console.tools import removal
+from penstock.console.web.context import WebContext
+from penstock.console.web.jobs import check_settings, job_file, job_state, queue
+from penstock.console.web.jobs.job_file import Job
+from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
+from penstock.console.web.jobs.job_state import RunState
+from penstock.console.web.launchers.launcher import scheduler_options
+from penstock.console.web.launchers.registry import LAUNCHERS
+from penstock.console.web.problems import Problem
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record import pause_request
+
+_MAX_RUNS = 10_000
+
+
+def create(web: WebContext, request: RunRequest) -> Path:
+    """Create a run's folder with its job and its run file, all at once; return it. Raises Problem or ConfigError."""
+    options = _options(request)
+    directory = Path.cwd()
+    text = run_file_text(request, directory)
+    try:
+        settings = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as err:
+        raise Problem(
+            422, f"run_file is not valid TOML: {err}", expected="TOML", fix="correct the place named"
+        ) from None
+    run = run_name(request, settings)
+    folder = web.runs_dir / run
+    _refuse_existing(folder)
+    web.runs_dir.mkdir(parents=True, exist_ok=True)
+    if sum(1 for _ in web.runs_dir.iterdir()) > _MAX_RUNS:
+        raise Problem(429, f"{web.runs_dir.name}/ has more than {_MAX_RUNS} entries", fix="remove runs that ended")
+    new = Path(mkdtemp(prefix=f".new-{run}-", dir=web.runs_dir))
+    try:
+        (new / job_file.RUN_FILE).write_text(text, "utf-8")
+        arguments = [*web.arguments, str(new / job_file.RUN_FILE), f"run.id={run}", f"run.dir={web.runs_dir}"]
+        document = check_settings.check(arguments, web.environ, directory, new)
+        job_file.write_document(new / job_file.PLANNED, document)
+        job = Job(
+            run=run,
+            created_at=time.time(),
+            launcher=request.launcher,
+            options=options.model_dump(exclude_none=True),
+            workers=request.workers,
+            serve=tuple(str(directory / file) for file in request.serve),
+            num_gpus=request.num_gpus or 0,
+            description=" ".join(part for part in (request.model_size, request.description) if part),
+            directory=str(directory),
+        )
+        job_file.write(new, job)
+        new.chmod(0o755)
+        try:
+            new.rename(folder)
+        except OSError:  # another request was faster
+            _refuse_existing(folder)
+            raise
+    finally:
+        if new.exists():
+            shutil.rmtree(new, ignore_errors=True)
+    return folder
+
+
+def start(web: WebContext, folder: Path) -> RunState:
+    """Queue a run, and start it if the machine is free; also resumes it. No change for one that is queued or running."""
+    with job_file.changing(folder) as job:
+        state = job_state.of_folder(folder, job)
+        if state.state in {"pausing", "stopping"}:
+            raise _wrong_state(folder, state, "start", "a run that has ended its pause or stop", "repeat it then")
+        if state.state == "finished":
+            fix = "raise trainer.steps in its run.toml and start it with penstock train, or create another run"
+            raise _wrong_state(folder, state, "start", "a run with steps left", fix)
+        if state.state not in {"queued", "waiting", "running"}:
+            changed = {"intent": "run", "starts": job.starts + 1, "queued_ns": time.time_ns(), "error": ""}
+            job_file.write(folder, job.model_copy(update=changed))
+    queue.advance(machine(web))
+    return read_state(folder)
+
+
+def pause(web: WebContext, folder: Path) -> RunState:
+    """Let a run issue no new tasks, train what is under way, write a checkpoint and exit; one that is queued leaves the queue."""
+    with job_file.changing(folder) as job:
+        state = job_state.of_folder(folder, job)
+        if state.state == "queued":
+            job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
+        elif state.state in {"running", "waiting"}:
+            job_file.write(folder, job.model_copy(update={"intent": "pause"}))
+            pause_request.request(folder)
+        elif state.state == "pausing":
+            pause_request.request(folder)  # an API that was killed may not have written it
+        elif state.state != "paused":
+            raise _wrong_state(folder, state, "pause", "a run that is running or queued", "start it first")
+    return read_state(folder)
+
+
+def stop(web: WebContext, folder: Path, *, force: bool) -> RunState:
+    """Let a run write a checkpoint and exit at once; with ``force`` it is killed, and resumes from its last checkpoint."""
+    with job_file.changing(folder) as job:
+        state = job_state.of_folder(folder, job)
+        if state.state == "queued":
+            job_file.write(folder, job.model_copy(update={"intent": "stop", "starts": job.starts - 1}))
+        elif state.is_alive:
+            launcher = LAUNCHERS[job.launcher]
+            if state.state != "stopping" or force:
+                job_file.write(folder, job.model_copy(update={"intent": "stop"}))
+                options = scheduler_options(job.options, launcher.options)
+                launcher.stop(folder, options, job.handle, force=force)
+    return read_state(folder)
+
+
+def remove(web: WebContext, folder: Path, *, force: bool) -> None:
+    """Remove a run: its objects, its streams and its folder. Raises Problem while it runs, and what `remove_run` raises."""
+    job = job_file.read(folder)
+    state = job_state.of_folder(folder, job)
+    if state.is_alive:
+        raise _wrong_state(
+            folder, state, "delete", "a run without a process", f"POST /v1/runs/{folder.name}/stop first"
+        )
+    never_ran = job is not None and job.starts == 0 and not (folder / "metrics.jsonl").exists()
+    if never_ran or (job is not None and _left_nothing(web, folder)):
+        shutil.rmtree(folder)
+        return
+    arguments = [*web.arguments, f"run.dir={web.runs_dir}"]
+    done = removal.remove_run(folder.name, arguments, web.environ, yes=True, folder=True, force=force)
+    if done:
+        raise Problem(409, f"run {folder.name} was not removed", fix="see the log of penstock console")
+
+
+def read_state(folder: Path, *, ask: bool = True) -> RunState:
+    """Return the state of a run; raises Problem when its scheduler does not answer."""
+    return job_state.of_folder(folder, job_file.read(folder), ask=ask)
+
+
+def machine(web: WebContext) -> queue.Machine:
+    """Return what starting a run needs of the console."""
+    return queue.Machine(web.runs_dir, web.arguments, web.environ, web.at_a_time)
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """Return the settings with their origins: those the trainer was last started with, or those that were checked."""
+    started = job_file.read_document(folder / "config.json")
+    found = started or job_file.read_document(folder / job_file.PLANNED)
+    if found is None:
+        raise Problem(404, f"run {folder.name} has no stored settings", fix="start it once")
+    return {"run": folder.name, "source": "started" if started else "planned", **found}
+
+
+def _left_nothing(web: WebContext, folder: Path) -> bool:
+    """Return True if a run has no store of its own and no servers are configured: it failed before it made either."""
+    if (folder / "store").is_dir():
+        return False
+    with contextlib.suppress(ConfigError):
+        return web.settings_of(folder.name).origins["nats.url"] == "default"
+    return False
+
+
+def _options(request: RunRequest) -> BaseModel:
+    try:
+        return LAUNCHERS[request.launcher].options.model_validate(request.launcher_options)
+    except ValidationError as err:
+        errors = [f"launcher_options.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
+        known = ", ".join(LAUNCHERS[request.launcher].options.model_fields) or "none"
+        raise Problem(
+            422,
+            errors[0],
+            expected=f"options of the launcher {request.launcher}: {known}",
+            errors=errors,
+            fix="correct them",
+        ) from None
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists() or folder.is_symlink():
+        raise Problem(
+            409,
+            f"run {folder.name} exists",
+            expected="a new name",
+            got=folder.name,
+            fix=f"choose another name, start it with POST /v1/runs/{folder.name}/start, or DELETE it first",
+        )
+
+
+def _wrong_state(folder: Path, state: RunState, what: str, expected: str, fix: str) -> Problem:
+    detail = f"{what} of run {folder.name} is not possible now"
+    return Problem(409, detail, expected=expected, got=f"state {state.state}", fix=fix)

@@ -1,0 +1,169 @@
+"""``job.json`` in a run's folder: what the API was asked for, so that any process of the API can go on with it.
+
+The run file that was sent is beside it (``run.toml``), as are the settings that were checked (``planned-config.json``) and what
+became of the process (``launch.json``, written by `launchers/run_process.py`). All are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.console.web import context
+from penstock.console.web.problems import Problem
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record.regular_file import read_regular
+
+JOB = "job.json"
+RUN_FILE = context.RUN_FILE
+PLANNED = "planned-config.json"
+LAUNCH = "launch.json"
+_LOCK = "job.lock"
+_LOCK_S = 10.0
+_MAX_BYTES = 1024 * 1024
+
+Intent = Literal["none", "run", "pause", "stop"]
+
+
+class Job(BaseModel):
+    """What was asked for. ``starts`` counts requests to run: one whose number ``launch.json`` lacks was not started yet."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run: str
+    created_at: float
+    launcher: str = "local"
+    options: dict[str, Any] = Field(default={}, description="Options of the launcher.")
+    workers: int = 2
+    serve: tuple[str, ...] = ()
+    num_gpus: int = 0
+    description: str = ""
+    intent: Intent = "none"
+    starts: int = 0
+    queued_ns: int = Field(default=0, description="When the run was queued; the smallest is started first.")
+    handle: str = Field(default="", description="The scheduler's id of the newest start.")
+    handle_start: int = Field(default=0, description="The start that it belongs to.")
+    directory: str = Field(default="", description="Working directory: relative paths of the run file start there.")
+    error: str = Field(default="", description="Why the newest start failed.")
+
+
+class Launch(BaseModel):
+    """What became of the newest process."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    start: int
+    pid: int = 0
+    pid_started: int = 0
+    child: int = 0
+    child_started: int = 0
+    host: str = ""
+    started_at: float = 0.0
+    ended_at: float | None = None
+    exit_code: int | None = None
+
+
+def read(folder: Path) -> Job | None:
+    """Return the job of a run's folder; None if the API did not create the run. Raises ConfigError for a damaged file."""
+    found = _read(folder / JOB)
+    if found is None:
+        return None
+    try:
+        return Job.model_validate_json(found)
+    except ValidationError as err:
+        raise ConfigError(
+            f"{folder / JOB} cannot be read ({err.error_count()} errors); restore it, or remove it and start the run by hand"
+        ) from None
+
+
+def read_launch(folder: Path) -> Launch | None:
+    """Return what became of the newest process; None before the first, and for a damaged file."""
+    found = _read(folder / LAUNCH)
+    if found is None:
+        return None
+    try:
+        return Launch.model_validate_json(found)
+    except ValidationError:
+        return None
+
+
+def write(folder: Path, job: Job) -> None:
+    """Store a job."""
+    write_whole(folder / JOB, job.model_dump_json(indent=1).encode() + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, also one after a crash, finds the old or the new content."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    try:
+        with new.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read_document(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object; None if there is none or it cannot be read."""
+    found = _read(path)
+    try:
+        document = json.loads(found or b"null")
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+@contextlib.contextmanager
+def changing(folder: Path) -> Iterator[Job]:
+    """Hold the lock of a run's job, also against other processes of the API, and give the job; a problem if there is none."""
+    with locked(folder / _LOCK, f"run {folder.name}"):
+        job = read(folder)
+        if job is None:
+            raise Problem(
+                409,
+                f"run {folder.name} was not created by this API",
+                expected=f"a file {JOB} in its folder",
+                fix="control it where it was started, or create a run with POST /v1/runs",
+            )
+        yield job
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock of a file; a problem 503 when another process holds it for too long."""
+    deadline = time.monotonic() + _LOCK_S
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Problem(503, f"another request changes {what}", fix="try again") from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_regular(path, _MAX_BYTES)
+    except OSError:
+        return None
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """Store a JSON object."""
+    write_whole(path, json.dumps(document, indent=1).encode() + b"\n")

@@ -1,0 +1,230 @@
+"""The body of ``POST /v1/runs``: a run file, settings, or the platform guide's job fields, as one text in TOML.
+
+Pure, but for the number of rows of a data file, which ``num_epochs`` needs.
+
+| field of the guide | becomes |
+|---|---|
+| `name` | `run.id`, in the letters that a run's name may have |
+| `model_path`, `train_data_path`, `eval_data_path` | `model.path`, `data.train`, `data.eval` |
+| `algorithm` | `algorithm.name`; `sft` and `dpo` are commands of their own |
+| `learning_rate`, `batch_size`, `rollout_n`, `kl_coef` | `trainer.lr`, `rollout.groups_per_step`, `rollout.group_size`, `algorithm.kl_coefficient` |
+| `num_epochs` | `trainer.steps`: epochs · rows / groups per step |
+| `context_length` | `data.max_prompt_tokens`: what `rollout.max_new_tokens` leaves of it |
+| `num_gpus` | GPUs that the launcher asks for; `trainer.num_ranks` stays a setting |
+| `model_size`, `description` | kept as text |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.console.web.launchers.registry import LauncherName
+from penstock.console.web.problems import Problem
+from penstock.protocol.config.run_file import toml_text
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.subjects import check_run_id
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_PATH = Annotated[str, Field(max_length=4096)]
+_OWN_COMMANDS = {"sft": "penstock sft run.toml", "dpo": "penstock dpo run.toml"}
+_DEFAULT_STEP = 8  # rollout.groups_per_step, when neither batch_size nor the setting is given
+_MAX_ROWS_BYTES = 16 * 1024**3
+
+
+class RunRequest(BaseModel):
+    """A run to create: ``run_file``, or ``settings`` and the guide's job fields, which settings overrule."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {
+                "run": "math",
+                "settings": {"model": {"path": "Qwen3-0.6B"}, "data": {"train": "gsm8k.jsonl"}},
+                "start": True,
+            }
+        },
+    )
+
+    run: str | None = Field(None, max_length=48, description="Its name; default run.id of the settings, or `name`.")
+    run_file: str | None = Field(None, max_length=512 * 1024, description="A run file: TOML, as for penstock train.")
+    settings: dict[str, Any] | None = Field(None, description="The sections of a run file as an object.")
+    start: bool = Field(False, description="Start it too, as POST /v1/runs/{run}/start.")
+    launcher: LauncherName = Field("local", description="Where it runs.")
+    launcher_options: dict[str, Any] = Field({}, description="Options of the launcher.")
+    workers: int = Field(2, ge=1, le=256, description="Rollout workers on the trainer's machine.")
+    serve: tuple[_PATH, ...] = Field((), max_length=16, description="Reward files to serve, as penstock train --serve.")
+    description: str = Field("", max_length=10_000)
+    name: str | None = Field(None, min_length=1, max_length=200, description="Job field: becomes the run's name.")
+    model_path: _PATH | None = Field(None, description="Job field: model.path.")
+    model_size: str | None = Field(None, max_length=100, description="Job field: kept as text.")
+    algorithm: str | None = Field(None, max_length=100, description="Job field: algorithm.name.")
+    train_data_path: _PATH | None = Field(None, description="Job field: data.train.")
+    eval_data_path: _PATH | None = Field(None, description="Job field: data.eval.")
+    num_gpus: int | None = Field(None, ge=0, le=100_000, description="Job field: GPUs that the launcher asks for.")
+    learning_rate: float | None = Field(None, gt=0, le=1, description="Job field: trainer.lr.")
+    batch_size: int | None = Field(None, ge=1, le=10**9, description="Job field: rollout.groups_per_step.")
+    num_epochs: float | None = Field(None, gt=0, le=10**6, description="Job field: passes over the data.")
+    context_length: int | None = Field(None, ge=2, le=10**9, description="Job field: prompt and completion together.")
+    rollout_n: int | None = Field(None, ge=1, le=10**6, description="Job field: rollout.group_size.")
+    kl_coef: float | None = Field(None, ge=0, le=10**6, description="Job field: algorithm.kl_coefficient.")
+
+
+_DIRECT = {
+    "model_path": ("model", "path"),
+    "train_data_path": ("data", "train"),
+    "eval_data_path": ("data", "eval"),
+    "learning_rate": ("trainer", "lr"),
+    "batch_size": ("rollout", "groups_per_step"),
+    "rollout_n": ("rollout", "group_size"),
+    "kl_coef": ("algorithm", "kl_coefficient"),
+}
+_COMPUTED = ("name", "algorithm", "num_epochs", "context_length", "model_size", "num_gpus")
+
+
+def run_file_text(request: RunRequest, directory: Path) -> str:
+    """Return the run file that a request asks for; relative data files are below ``directory``. Raises Problem."""
+    fields = [name for name in (*_DIRECT, *_COMPUTED[1:4]) if getattr(request, name) is not None]
+    if request.run_file is not None:
+        if given := [*fields, *(["settings"] if request.settings is not None else [])]:
+            raise Problem(
+                422,
+                f"run_file comes with {', '.join(given)}",
+                expected="run_file alone, or settings with job fields",
+                got=f"run_file and {', '.join(given)}",
+                fix="write these settings into run_file",
+            )
+        return request.run_file
+    if request.settings is None and not fields:
+        raise Problem(
+            422,
+            "the request has no settings",
+            expected="run_file, settings, or job fields such as model_path and train_data_path",
+            fix="send one of them",
+        )
+    sections: dict[str, Any] = {}
+    for name, (section, key) in _DIRECT.items():
+        if (value := getattr(request, name)) is not None:
+            sections.setdefault(section, {})[key] = value
+    _algorithm(request, sections)
+    _merge(sections, request.settings or {})
+    _steps(request, sections, directory)
+    _lengths(request, sections)
+    return as_toml(sections)
+
+
+def run_name(request: RunRequest, settings: Mapping[str, Any]) -> str:
+    """Return the run's name: ``run``, ``run.id`` of the settings, or ``name`` in allowed letters. Raises ConfigError."""
+    section = settings.get("run")
+    of_settings = section.get("id") if isinstance(section, dict) else None
+    if request.run is not None or isinstance(of_settings, str):
+        return check_run_id(request.run if request.run is not None else str(of_settings))
+    if request.name is not None:
+        return check_run_id(re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")[:48] or request.name)
+    raise ConfigError("the run has no name: set run, run.id in the settings, or the job field name")
+
+
+def as_toml(sections: Mapping[str, Any]) -> str:
+    """Return sections of settings as the text of a run file."""
+    lines: list[str] = []
+    tables: list[str] = []
+    for section, values in sections.items():
+        if isinstance(values, dict):
+            tables += [
+                f"[{_key(section)}]",
+                *(f"{_key(key)} = {toml_text(value)}" for key, value in values.items()),
+                "",
+            ]
+        else:
+            lines.append(f"{_key(section)} = {toml_text(values)}")
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _key(text: str) -> str:
+    return text if _BARE.fullmatch(text) else toml_text(text)
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _algorithm(request: RunRequest, sections: dict[str, Any]) -> None:
+    if request.algorithm is None:
+        return
+    name = request.algorithm.strip().lower()
+    if name in _OWN_COMMANDS:
+        raise Problem(
+            422,
+            f"algorithm {name} is not trained with rollouts",
+            expected="an algorithm with rollouts, such as grpo, ppo, gspo or dapo",
+            got=name,
+            fix=f"run it with: {_OWN_COMMANDS[name]}",
+        )
+    sections.setdefault("algorithm", {})["name"] = name
+
+
+def _steps(request: RunRequest, sections: dict[str, Any], directory: Path) -> None:
+    trainer = sections.setdefault("trainer", {})
+    if request.num_epochs is None or not isinstance(trainer, dict) or "steps" in trainer:
+        return
+    data, rollout = sections.get("data"), sections.get("rollout")
+    train = data.get("train") if isinstance(data, dict) else None
+    file = directory / train if isinstance(train, str) else None
+    rows = None if file is None else num_rows(file)
+    if rows is None:
+        raise Problem(
+            422,
+            "num_epochs needs the number of rows of train_data_path",
+            expected="a JSONL or Parquet file that this machine can read",
+            got=str(train),
+            fix='leave num_epochs out and set "settings": {"trainer": {"steps": N}}',
+        )
+    per_step = rollout.get("groups_per_step", _DEFAULT_STEP) if isinstance(rollout, dict) else _DEFAULT_STEP
+    if isinstance(per_step, int) and per_step > 0:
+        trainer["steps"] = max(1, math.ceil(request.num_epochs * rows / per_step))
+
+
+def _lengths(request: RunRequest, sections: dict[str, Any]) -> None:
+    data = sections.setdefault("data", {})
+    if request.context_length is None or not isinstance(data, dict) or "max_prompt_tokens" in data:
+        return
+    rollout = sections.get("rollout")
+    completion = rollout.get("max_new_tokens") if isinstance(rollout, dict) else None
+    if completion is None:
+        completion = request.context_length * 2 // 3  # as the guide: 1,024 of 1,536
+        sections.setdefault("rollout", {})["max_new_tokens"] = completion
+    if not isinstance(completion, int) or not 0 < completion < request.context_length:
+        raise Problem(
+            422,
+            "context_length leaves nothing for the prompt",
+            expected=f"rollout.max_new_tokens below context_length = {request.context_length}",
+            got=str(completion),
+            fix="lower rollout.max_new_tokens, or raise context_length",
+        )
+    data["max_prompt_tokens"] = request.context_length - completion
+
+
+def num_rows(file: Path) -> int | None:
+    """Return the number of rows of a JSONL or Parquet file; None for another, or one that cannot be read."""
+    try:
+        if not file.is_file() or file.stat().st_size > _MAX_ROWS_BYTES:
+            return None
+        if file.suffix == ".parquet":
+            from pyarrow import parquet  # noqa: PLC0415 - slow to import
+
+            return parquet.read_metadata(file).num_rows
+        if file.suffix in {".jsonl", ".ndjson"}:
+            with file.open("rb") as lines:
+                return sum(1 for line in lines if line.strip())
+    except (OSError, ValueError):
+        return None
+    return None

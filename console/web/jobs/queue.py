@@ -1,0 +1,147 @@
+"""Starts what is queued: one run at a time on this machine, in the order in which they were queued.
+
+The queue is the jobs' files: `advance` reads them, so it goes on after a kill of the API where it was, and processes that serve
+the same folder take turns (a lock). Runs of schedulers are handed to these at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock.console import launch as command_line
+from penstock.console.web.jobs import job_file
+from penstock.console.web.jobs.job_file import Job
+from penstock.console.web.jobs.job_state import is_launched
+from penstock.console.web.launchers.launcher import Start, scheduler_options
+from penstock.console.web.launchers.local import is_locked
+from penstock.console.web.launchers.registry import LAUNCHERS
+from penstock.console.web.launchers.run_process import LOCK
+from penstock.console.web.problems import Problem, of_error
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.record import pause_request, run_lock
+from penstock.protocol.subjects import RUN_ID
+
+log = structlog.get_logger("console.queue")
+QUEUE_LOCK = ".console-queue.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a run needs of the console that starts it."""
+
+    runs_dir: Path
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    at_a_time: int = 1
+
+
+def folders(runs_dir: Path) -> list[Path]:
+    """Return the folders of all runs that an API created."""
+    try:
+        found = list(runs_dir.iterdir())
+    except OSError:
+        return []
+    return [
+        one for one in found if RUN_ID.fullmatch(one.name) and not one.is_symlink() and (one / job_file.JOB).exists()
+    ]
+
+
+def queued(runs_dir: Path) -> list[tuple[Path, Job]]:
+    """Return the runs that are to be started, the one that waits longest first."""
+    return sorted(_to_start(runs_dir), key=lambda one: (one[1].queued_ns, one[1].run))
+
+
+def advance(machine: Machine) -> int:
+    """Start what may start now; return how many were started. Never raises for one run's failure."""
+    waiting = queued(machine.runs_dir)
+    if not waiting:
+        return 0
+    num_started = 0
+    with job_file.locked(machine.runs_dir / QUEUE_LOCK, "the queue"):
+        free = machine.at_a_time - _num_running(machine.runs_dir)
+        for folder, job in queued(machine.runs_dir):
+            is_local = LAUNCHERS[job.launcher].uses_this_machine
+            if is_local and free <= 0:
+                continue
+            if _start(machine, folder):
+                num_started += 1
+                free -= is_local
+    return num_started
+
+
+def repeat_pauses(runs_dir: Path) -> None:
+    """Write the request of every run that is to pause again.
+
+    An API that was killed may not have written it, and `penstock train` removes one that it finds when it starts.
+    """
+    for folder in folders(runs_dir):
+        with contextlib.suppress(PenstockError):
+            job = job_file.read(folder)
+            if job is not None and job.intent == "pause" and is_locked(folder / LOCK):
+                pause_request.request(folder)
+
+
+def command(machine: Machine, folder: Path, job: Job) -> list[str]:
+    """Return the command that trains a run, as a person would type it."""
+    words = [*run_arguments(machine.arguments, folder), command_line.LOCAL, "--workers", str(job.workers)]
+    for file in job.serve:
+        words += ["--serve", file]
+    return command_line.train_command(words, machine.environ)
+
+
+def run_arguments(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Return run files and overrides of a run: those of the console, its run file, and its name and folder."""
+    own = [str(folder / job_file.RUN_FILE), f"run.id={folder.name}", f"run.dir={folder.parent}"]
+    return [*arguments, *own]
+
+
+def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
+    for folder in folders(runs_dir):
+        try:
+            job = job_file.read(folder)
+        except PenstockError:
+            continue  # its state says so
+        if job is None or job.intent != "run" or job.error or job.launcher not in LAUNCHERS:
+            continue
+        if not is_launched(job, job_file.read_launch(folder)):
+            yield folder, job
+
+
+def _num_running(runs_dir: Path) -> int:
+    """Return how many runs of this folder use this machine, also those that were started by hand."""
+    return sum(
+        is_locked(one / LOCK) or run_lock.is_held(one) for one in runs_dir.iterdir() if RUN_ID.fullmatch(one.name)
+    )
+
+
+def _start(machine: Machine, folder: Path) -> bool:
+    with job_file.changing(folder) as job:
+        if job.intent != "run" or is_launched(job, job_file.read_launch(folder)):
+            return False  # stopped meanwhile
+        launcher = LAUNCHERS[job.launcher]
+        try:
+            pause_request.clear(folder)
+            start = Start(
+                folder=folder,
+                number=job.starts,
+                command=tuple(command(machine, folder, job)),
+                environ=machine.environ,
+                options=scheduler_options(job.options, launcher.options),
+                num_gpus=job.num_gpus,
+                directory=Path(job.directory) if job.directory else None,
+            )
+            handle = launcher.start(start)
+        except (Problem, PenstockError, OSError) as err:
+            problem = err if isinstance(err, Problem) else of_error(err) if isinstance(err, PenstockError) else None
+            body = None if problem is None else problem.body
+            text = str(err) if body is None else ". ".join(part for part in (body.detail, body.got, body.fix) if part)
+            log.warning("a run was not started", run=folder.name, error=text)
+            job_file.write(folder, job.model_copy(update={"error": f"not started: {text}"}))
+            return False
+        job_file.write(folder, job.model_copy(update={"handle": handle, "handle_start": job.starts}))
+    return True

@@ -1,0 +1,109 @@
+"""`penstock console`: serve the API and the page, and print the link that opens the page in a browser.
+
+The only file that imports uvicorn. uvicorn never finishes a graceful stop while an event stream is open, so the streams are
+ended first (`WebContext.closing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from penstock.console import connections
+from penstock.console.web.access import Access, Role, file_of
+from penstock.console.web.app import create_app
+from penstock.console.web.context import WebContext
+from penstock.protocol import logs
+from penstock.protocol.errors import ConfigError
+
+PORT = 8800
+_GRACE_S = 2
+_MAX_CONNECTIONS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Where the console listens, and for whom."""
+
+    host: str = "127.0.0.1"
+    port: int = PORT
+    tokens: Path | None = None
+    allow_hosts: tuple[str, ...] = ()
+    as_json: bool = False
+
+
+def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOptions) -> int:
+    """Serve until SIGINT or SIGTERM; return the exit code. Raises ConfigError when the address cannot be had."""
+    logs.configure("console", level="warning")
+    runs_dir = connections.find(arguments, environ).settings.run.dir.absolute()
+    access = Access(file_of(arguments, environ, options.tokens))
+    with contextlib.closing(_listen(options.host, options.port)) as bound:
+        host, port = bound.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        if ipaddress.ip_address(host).is_unspecified:
+            shown = options.allow_hosts[0] if options.allow_hosts else "127.0.0.1"
+        url = f"http://{shown}:{port}"
+        link = f"{url}/?token={access.one_time_link(Role.ADMIN)}"
+        print(f"console: {link}   (opens the page once, in one browser)", file=sys.stderr)
+        print(f"api: {url}/v1/runs   tokens: penstock console token NAME --role read", file=sys.stderr, flush=True)
+        if options.as_json:
+            print(json.dumps({"url": url, "link": link, "tokens": str(access.file)}), flush=True)
+        context = WebContext(runs_dir, access, tuple(arguments), dict(environ))
+        asyncio.run(_serve(context, bound, (shown, *options.allow_hosts)))
+    return 0
+
+
+async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]) -> None:
+    """Answer requests until a signal asks to stop; event streams end first."""
+    server = _Server(
+        uvicorn.Config(
+            create_app(context, hosts=hosts),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        context.closing.set()
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    await server.serve(sockets=[bound])
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_serve`, which ends the event streams too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(128)
+    except OSError as err:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({err.strerror or err}); choose another with --port, or --port 0 for a free one"
+        ) from None
+    return bound
