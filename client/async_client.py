@@ -23,9 +23,9 @@ class AsyncClient:
     A reward function is called on a thread; one that is ``async`` runs on that thread's own event loop.
     """
 
-    def __init__(self, where: str = LOCAL, *, runs: str | os.PathLike[str] = "runs") -> None:
+    def __init__(self, where: str = LOCAL, *, token: str | None = None, runs: str | os.PathLike[str] = "runs") -> None:
         """See `Client`."""
-        self.client = Client(where, runs=runs)
+        self.client = Client(where, token=token, runs=runs)
 
     async def train(
         self,
@@ -41,6 +41,10 @@ class AsyncClient:
         """See `Client.train`."""
         given = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, "run_id": run_id}
         return AsyncRun(await asyncio.to_thread(self.client.train, **given, workers=workers, **settings))
+
+    async def run(self, run_id: str) -> AsyncRun:
+        """See `Client.run`."""
+        return AsyncRun(await asyncio.to_thread(self.client.run, run_id))
 
     async def sft(
         self, *, model: Model, data: Data | Settings, run_id: str | None = None, **settings: Any

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import structlog
 
@@ -16,35 +16,40 @@ from penstock.client.data_files import Data
 from penstock.client.fine_tuning import FineTuning
 from penstock.client.run import Run
 from penstock.client.run_settings import Values
+from penstock.client.runs_api import RunsApi
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.subjects import check_run_id
 
 LOCAL = "local"
 
+Handle = TypeVar("Handle", Run, FineTuning)
 Settings = Mapping[str, Any]
 Model = str | os.PathLike[str] | Settings
 Rewards = str | Callable[..., Any] | Settings
 
 
 class Client:
-    """Starts runs, on this machine with every service they need.
+    """Starts runs: on this machine with every service they need, or through the Runs API of a `penstock console`.
 
         client = penstock.Client()
         run = client.train(model="models/Qwen3-0.6B", data=rows, reward=my_function, trainer={"steps": 200})
         run.wait()
 
-    Runs that are going on when this Python process ends are stopped, whatever ended it. Leaving a ``with`` block stops them
-    too. A client may be used from several threads.
+    Runs of this machine that are going on when this Python process ends are stopped, whatever ended it; leaving a ``with``
+    block stops them too. Runs of a console go on. A client may be used from several threads.
     """
 
-    def __init__(self, where: str = LOCAL, *, runs: str | os.PathLike[str] = "runs") -> None:
+    def __init__(self, where: str = LOCAL, *, token: str | None = None, runs: str | os.PathLike[str] = "runs") -> None:
         """Prepare; starts nothing.
 
         Args:
-            where: "local".
-            runs: Folder of the runs' folders.
+            where: "local", or the URL of a `penstock console`, such as "http://127.0.0.1:8800".
+            token: A token of the console with the role ``run`` (`penstock console token NAME --role run`).
+            runs: Folder of the runs' folders; of a console on this machine the folder of rows that calls bring.
+
+        Raises ConfigError for any other place.
         """
-        if where != LOCAL:
-            raise ConfigError(f"Client({where!r}): expected 'local'")
+        self._api = None if where == LOCAL else RunsApi(where, token)
         _be_quiet()
         self._runs = Path(runs).absolute()
         self._started: list[Run | FineTuning] = []
@@ -82,24 +87,31 @@ class Client:
             ConfigError: A setting is unknown or wrong; nothing was started.
             PenstockError: The run ended before its reward was registered.
         """
+        values = self._values(
+            run_id,
+            run_settings.section("model", model, "path"),
+            run_settings.section("data", data, "train"),
+            run_settings.section("reward", reward, "name"),
+            run_settings.section("algorithm", algorithm, "name"),
+            run_settings.flat(settings),
+        )
+        if self._api is not None:
+            from penstock.client import remote_start  # noqa: PLC0415 - needs the extra of the reward service
+
+            return self._kept(Run(remote_start.train(self._api, values, self._runs, workers=workers)))
         from penstock.client import local_start  # noqa: PLC0415 - needs the extras of every service
 
-        run = Run(
-            local_start.train(
-                self._values(
-                    run_id,
-                    run_settings.section("model", model, "path"),
-                    run_settings.section("data", data, "train"),
-                    run_settings.section("reward", reward, "name"),
-                    run_settings.section("algorithm", algorithm, "name"),
-                    run_settings.flat(settings),
-                ),
-                self._runs,
-                workers=workers,
-            )
-        )
-        self._started.append(run)
-        return run
+        return self._kept(Run(local_start.train(values, self._runs, workers=workers)))
+
+    def run(self, run_id: str) -> Run:
+        """Return the handle of a run that exists, whoever started it; raises PenstockError when there is none."""
+        if self._api is not None:
+            from penstock.client.remote_backend import RemoteBackend  # noqa: PLC0415 - as above
+
+            return self._kept(Run(RemoteBackend(self._api, check_run_id(run_id))))
+        from penstock.client import local_start  # noqa: PLC0415 - as above
+
+        return self._kept(Run(local_start.existing(run_id, self._runs)))
 
     def sft(self, *, model: Model, data: Data | Settings, run_id: str | None = None, **settings: Any) -> FineTuning:
         """Start supervised fine-tuning (`penstock sft`) and return its handle.
@@ -128,7 +140,7 @@ class Client:
         return self._fine_tune("dpo", model, data, run_id, settings)
 
     def close(self) -> None:
-        """Stop what this client has started and is still going on; idempotent."""
+        """Stop what this client has started on this machine and is still going on; idempotent."""
         for one in self._started:
             one.close()
 
@@ -139,13 +151,17 @@ class Client:
         self.close()
 
     def _fine_tune(self, verb: str, model: Model, data: Any, run_id: str | None, settings: Settings) -> FineTuning:
+        if self._api is not None:
+            raise ConfigError(f"the Runs API has no {verb}: use penstock.Client(), on the machine with the model")
         from penstock.client import local_start  # noqa: PLC0415 - as above
 
         given = run_settings.section(verb, data, "data")
         values = self._values(run_id, run_settings.section("model", model, "path"), given, run_settings.flat(settings))
-        training = local_start.fine_tune(verb, values, self._runs)
-        self._started.append(training)
-        return training
+        return self._kept(local_start.fine_tune(verb, values, self._runs))
+
+    def _kept(self, handle: Handle) -> Handle:
+        self._started.append(handle)
+        return handle
 
     def _values(self, run_id: str | None, *parts: Values) -> Values:
         return run_settings.merged({} if run_id is None else {("run", "id"): run_id}, *parts)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.client.processes import UNFINISHED, State
+from penstock.client.processes import GOING_ON, State
 from penstock.console.tools.chat import answer_length, trained_with
 from penstock.console.tools.chat_engine import ChatEngine
 from penstock.protocol.errors import PenstockError
@@ -90,4 +90,4 @@ class Conversation:
 
 def has_final_model(run: HasModel) -> bool:
     """Return True if a run is over and has written its model."""
-    return run.state not in UNFINISHED and run.folder is not None and (run.folder / "model" / "config.json").is_file()
+    return run.state not in GOING_ON and run.folder is not None and (run.folder / "model" / "config.json").is_file()

@@ -17,6 +17,8 @@ from penstock.protocol.errors import BusError, ConfigError
 from penstock.protocol.facts import RunEvent
 from penstock.protocol.transport.bus import Bus
 
+RUN_FILE = "run.toml"
+
 _CONNECT_S = 2.0
 _POLL_S = 0.1
 _QUIET_S = 0.5  # after the end of a run: what was published before has arrived
@@ -40,7 +42,7 @@ def recorded(folder: Path) -> Iterator[Event]:
         yield Event(str(row.get("kind", "")), "trainer", float(at) if isinstance(at, int | float) else 0.0, data)
 
 
-def published(run_id: str, run_file: Path, is_over: Callable[[], bool]) -> Iterator[Event | None]:
+def published(run_id: str, folder: Path, is_over: Callable[[], bool]) -> Iterator[Event | None]:
     """Yield a run's events from its first one, each once, as they are published, and None while none arrives.
 
     Ends when the run is over.
@@ -52,7 +54,7 @@ def published(run_id: str, run_file: Path, is_over: Callable[[], bool]) -> Itera
     def put(event: RunEvent, _number: int, _subject: str) -> None:
         arrived.put(Event(event.kind, event.source, event.at, dict(event.data)))
 
-    while (bus := _connected(run_id, run_file)) is None:
+    while (bus := _connected(run_id, folder)) is None:
         if is_over():
             return
         time.sleep(_POLL_S)
@@ -68,10 +70,12 @@ def published(run_id: str, run_file: Path, is_over: Callable[[], bool]) -> Itera
                 yield None
 
 
-def _connected(run_id: str, run_file: Path) -> Bus | None:
+def _connected(run_id: str, folder: Path) -> Bus | None:
     """Return a connection if the run's stream exists."""
     try:
-        settings = connections.find([str(run_file)], os.environ, run_id=run_id).settings
+        run_file = folder / RUN_FILE  # its servers may be others than the run's own
+        given = [*([str(run_file)] if run_file.exists() else []), f"run.dir={folder.parent}"]
+        settings = connections.find(given, os.environ, run_id=run_id).settings
         bus = Bus.connect(settings.nats, name="client", deadline_s=_CONNECT_S)
     except (BusError, ConfigError):
         return None

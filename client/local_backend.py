@@ -13,16 +13,15 @@ from typing import Any
 
 from penstock.client import events
 from penstock.client.errors import RunFailed
-from penstock.client.events import Event
-from penstock.client.processes import LocalProcess, State
+from penstock.client.events import RUN_FILE, Event
+from penstock.client.processes import GOING_ON, LocalProcess, State, wait_until
 from penstock.client.registered_reward import RegisteredReward
 from penstock.client.served_function import ServedFunction
 from penstock.console import launch
 from penstock.console.report import curves
-from penstock.protocol.errors import PenstockError
-from penstock.protocol.record import run_lock
-
-RUN_FILE = "run.toml"
+from penstock.console.tools.runs import is_finished
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.record import pause_request, run_lock
 
 _LOG = "client.log"
 _REWARD_S = 120.0  # until the run's reward service listens, on a busy machine
@@ -54,7 +53,12 @@ class LocalBackend:
                 raise PenstockError(
                     f"run {self.run_id} is running already, in {self.folder}; stop it, or choose another run_id"
                 )
+            if not (self.folder / RUN_FILE).exists():
+                raise ConfigError(
+                    f"run {self.run_id} has no {RUN_FILE} in {self.folder}: start it as it was started before"
+                )
             self._reward_port.unlink(missing_ok=True)
+            pause_request.clear(self.folder)
             command = launch.module(
                 "penstock.deploy.train_local", str(self.folder / RUN_FILE), "--workers", str(self._workers)
             )
@@ -68,8 +72,17 @@ class LocalBackend:
 
     @property
     def state(self) -> State:
-        """How the process is; "stopped" before it was started."""
-        return "stopped" if self._process is None else self._process.state
+        """How the process is; of a run that was not started here, what its folder says."""
+        found = self._process.state if self._process is not None else self._state_of_folder()
+        is_paused = found in {"running", "finished"} and pause_request.is_requested(self.folder)
+        if is_paused and not is_finished(self.folder):
+            return "pausing" if found == "running" else "paused"
+        return found
+
+    def _state_of_folder(self) -> State:
+        if run_lock.is_held(self.folder):
+            return "running"
+        return "finished" if is_finished(self.folder) or pause_request.is_requested(self.folder) else "stopped"
 
     @property
     def pid(self) -> int:
@@ -77,8 +90,10 @@ class LocalBackend:
         return 0 if self._process is None else self._process.pid
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until the process exits; returns False when ``timeout_s`` passed first."""
-        return self._process is None or self._process.wait(timeout_s)
+        """Wait until the run's processes have exited; returns False when ``timeout_s`` passed first."""
+        if self._process is not None:
+            return self._process.wait(timeout_s)
+        return wait_until(lambda: not run_lock.is_held(self.folder), timeout_s)
 
     def failure(self) -> RunFailed:
         """Return the error with the last lines of the process."""
@@ -93,21 +108,27 @@ class LocalBackend:
         """Yield the events from NATS while the run is going on, else those in the folder."""
         if self._is_over():
             return events.recorded(self.folder)
-        return events.published(self.run_id, self.folder / RUN_FILE, self._is_over)
+        return events.published(self.run_id, self.folder, self._is_over)
 
     def pause(self) -> None:
-        """Pause the run."""
-        raise PenstockError("a local run cannot be paused; stop() writes a checkpoint, and resume() continues from it")
+        """Ask the trainer to train what is under way, write a checkpoint and exit; the processes exit then."""
+        if self._is_over():
+            raise PenstockError(f"run {self.run_id} is {self.state}: only one that is running can be paused")
+        pause_request.request(self.folder)
 
     def resume(self) -> None:
-        """Start the processes again; nothing happens while they run."""
+        """Start the processes again; nothing happens while they run. Raises PenstockError while they end."""
+        if self.state == "pausing":
+            raise PenstockError(f"run {self.run_id} is pausing: wait() until it is paused")
         if self._is_over():
             self.start()
 
     def stop(self) -> None:
-        """Stop the processes in order."""
+        """Stop the processes in order; raises PenstockError for those that another program has started."""
         if self._process is not None:
             self._process.stop()
+        elif run_lock.is_held(self.folder):
+            raise PenstockError(f"run {self.run_id} was started by another program: stop it there")
 
     def versions(self) -> list[dict[str, Any]]:
         """Return what `penstock weights RUN --json` prints."""
@@ -119,8 +140,9 @@ class LocalBackend:
         self._verb("weights", "export", self.run_id, *which, "--to", str(to))
 
     def close(self) -> None:
-        """Stop the run if it is going on, and what serves its reward."""
-        self.stop()
+        """Stop the run if it was started here and is going on, and what serves its reward."""
+        if self._process is not None:
+            self._process.stop()
         if self._reward is not None:
             self._reward.close()
 
@@ -129,10 +151,10 @@ class LocalBackend:
         return self.folder / "reward.port"  # written by the reward service (deploy/local_run.py)
 
     def _is_over(self) -> bool:
-        return self._process is None or self._process.state != "running"
+        return self.state not in GOING_ON
 
     def _register(self, reward: ServedFunction | RegisteredReward) -> None:
-        port = _wait_for(self._port_of_reward_service, _REWARD_S, self._is_over)
+        port = _wait_for(self.reward_port, _REWARD_S, self._is_over)
         if port is None and self.state == "finished":  # it was finished before: there is nothing to score
             return
         if port is None and self._is_over():
@@ -143,7 +165,8 @@ class LocalBackend:
             )
         reward.register(f"http://127.0.0.1:{port}")
 
-    def _port_of_reward_service(self) -> int | None:
+    def reward_port(self) -> int | None:
+        """Return the port of the run's reward service once it listens."""
         try:
             return int(self._reward_port.read_text())
         except (OSError, ValueError):

@@ -10,13 +10,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.client import data_files, run_settings
+from penstock.client.events import RUN_FILE
 from penstock.client.fine_tuning import FineTuning
-from penstock.client.local_backend import RUN_FILE, LocalBackend
+from penstock.client.local_backend import LocalBackend
 from penstock.client.processes import LocalProcess
 from penstock.client.registered_reward import RegisteredReward
 from penstock.client.run_settings import DATA, MODEL, REWARD, Values
 from penstock.client.served_function import ServedFunction, reward_name, reward_of
 from penstock.console import launch
+from penstock.console.tools.runs import unknown_run
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import LocalRun
 from penstock.protocol.config.run_file import load
@@ -59,6 +61,14 @@ def train(values: Values, runs: Path, *, workers: int, seed: int = 0) -> LocalBa
         backend.close()
         raise
     return backend
+
+
+def existing(run_id: str, runs: Path) -> LocalBackend:
+    """Return a run whose folder is here; raises ConfigError that lists the runs found."""
+    folder = runs / check_run_id(run_id)
+    if not folder.is_dir():
+        raise unknown_run(run_id, runs)
+    return LocalBackend(run_id, folder, workers=2)
 
 
 def fine_tune(verb: str, values: Values, runs: Path, *, seed: int = 0) -> FineTuning:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from signal import SIGTERM
 from typing import Literal
@@ -17,9 +17,12 @@ from typing import Literal
 from penstock.client.errors import RunFailed
 from penstock.deploy.child import Child, describe_exit
 
-State = Literal["running", "paused", "finished", "stopped", "failed"]
+# Of a run on this machine: running, pausing, paused, finished, stopped, failed. The Runs API has the others too.
+State = Literal[
+    "created", "queued", "waiting", "running", "pausing", "paused", "stopping", "stopped", "failed", "finished"
+]
 
-UNFINISHED: tuple[State, ...] = ("running", "paused")
+GOING_ON: tuple[State, ...] = ("queued", "waiting", "running", "pausing", "stopping")
 STOP_S = 60.0  # services stop in order, and the trainer writes a checkpoint
 _TERMINATED = (130, 143, -SIGTERM)  # exit codes of a process that was stopped on request
 _POLL_S = 0.05
@@ -56,13 +59,7 @@ class LocalProcess:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it exits; returns False when ``timeout_s`` passed first."""
-        give_up = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._child.returncode is None:
-            left_s = _POLL_S if give_up is None else give_up - time.monotonic()
-            if left_s <= 0.0:
-                return False
-            time.sleep(min(_POLL_S, left_s))
-        return True
+        return wait_until(lambda: self._child.returncode is not None, timeout_s)
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM and return at once."""
@@ -87,6 +84,17 @@ class LocalProcess:
         except OSError:
             lines = []
         return "\n".join(f"    {line}" for line in lines) or "    (nothing)"
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float | None, period_s: float = _POLL_S) -> bool:
+    """Wait until ``is_so()``; returns False when ``timeout_s`` passed first."""
+    give_up = None if timeout_s is None else time.monotonic() + timeout_s
+    while not is_so():
+        left_s = period_s if give_up is None else give_up - time.monotonic()
+        if left_s <= 0.0:
+            return False
+        time.sleep(min(period_s, left_s))
+    return True
 
 
 @atexit.register

@@ -58,6 +58,17 @@ def merged(*parts: Values) -> Values:
     return found
 
 
+def nested(values: Values) -> dict[str, Any]:
+    """Return the values as sections, as the Runs API takes them."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        place = found
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1]] = value
+    return found
+
+
 def overrides(values: Values) -> list[str]:
     """Return the values as the overrides of a command line."""
     return [f"{_key(path)}={toml_text(value)}" for path, value in values.items()]

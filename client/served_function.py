@@ -113,6 +113,8 @@ class ServedFunction:
 
     def register(self, service: str) -> None:
         """Register at a reward service and renew the lease from now on; raises NotRegistered."""
+        if self._registered is not None:
+            self._registered.close()
         self._registered = RegisteredReward(self.name, self.url, self._reward.version, self._reward.terms)
         self._registered.register(service)
 

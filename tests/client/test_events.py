@@ -18,14 +18,15 @@ from tests.servers import secret_file
 
 
 @pytest.fixture
-def run_file(tmp_path: Path, nats_settings: NatsSettings) -> Path:
-    file = tmp_path / "run.toml"
+def folder(tmp_path: Path, nats_settings: NatsSettings, run_id: str) -> Path:
+    """The folder of a run whose run file names the session's NATS."""
+    file = tmp_path / run_id / "run.toml"
+    file.parent.mkdir()
     password = secret_file(nats_settings.secret())
     file.write_text(
         f'nats = {{ url = "{nats_settings.url}", user = "{nats_settings.user}", password_file = "{password}" }}\n'
-        f'run.dir = "{tmp_path}"\n'
     )
-    return file
+    return file.parent
 
 
 def publish(bus: Bus, run: str, number: int) -> None:
@@ -40,11 +41,11 @@ def next_event(arriving: Iterator[Event | None]) -> Event:
     return event
 
 
-def test_events_arrive_from_the_first_one_until_the_run_is_over(bus: Bus, run_streams: str, run_file: Path) -> None:
+def test_events_arrive_from_the_first_one_until_the_run_is_over(bus: Bus, run_streams: str, folder: Path) -> None:
     """What was published before, what comes while it is read, and nothing twice; then it ends by itself."""
     over: list[bool] = []
     publish(bus, run_streams, 1)
-    arriving = events.published(run_streams, run_file, lambda: bool(over))
+    arriving = events.published(run_streams, folder, lambda: bool(over))
     assert next_event(arriving) == Event("step", "trainer", 1.0, {"step": 1})
     publish(bus, run_streams, 2)
     assert next_event(arriving).data == {"step": 2}
@@ -53,10 +54,10 @@ def test_events_arrive_from_the_first_one_until_the_run_is_over(bus: Bus, run_st
     assert [event.data for event in arriving if event is not None] == [{"step": 3}]
 
 
-def test_a_run_that_ends_before_its_streams_exist_has_no_events(run_id: str, run_file: Path) -> None:
+def test_a_run_that_ends_before_its_streams_exist_has_no_events(run_id: str, folder: Path) -> None:
     """While there are none the iterator gives None, so that its reader is never stuck; it ends with the run."""
     over: list[bool] = []
-    arriving = events.published(run_id, run_file, lambda: bool(over))
+    arriving = events.published(run_id, folder, lambda: bool(over))
     assert next(arriving) is None
     over.append(True)
     assert list(arriving) == []
