@@ -17,7 +17,7 @@ from penstock.client.events import Event
 from penstock.client.processes import State
 from penstock.client.run import Run
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.record import run_lock
+from penstock.protocol.record import pause_request, run_lock
 from penstock.reward_service.errors import UserFileError
 
 ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]
@@ -91,10 +91,31 @@ def test_runs_get_the_first_free_name(tmp_path: Path) -> None:
     assert local_start.claim({("run", "id"): "run"}, tmp_path, "run") == ("run", tmp_path / "run")
 
 
-def test_only_local_is_a_place(tmp_path: Path) -> None:
-    """An unknown place is an error, not a local run."""
-    with pytest.raises(ConfigError, match="expected 'local'"):
-        penstock.Client("remote")
+def test_an_existing_run_is_found_by_its_name(client: penstock.Client, tmp_path: Path) -> None:
+    """Its state is that of its folder: running while a process holds it, then as it ended; another name is an error."""
+    folder = tmp_path / "runs" / "mine"
+    with run_lock.hold(folder):
+        run = client.run("mine")
+        assert run.state == "running"
+        pause_request.request(folder)
+        assert run.state == "pausing"
+        with pytest.raises(TimeoutError):
+            run.wait(0.05)
+        with pytest.raises(PenstockError, match="pausing: wait"):
+            run.resume()
+        with pytest.raises(PenstockError, match="started by another program"):
+            run.stop()
+    assert run.wait(5.0).state == "paused"
+    with pytest.raises(PenstockError, match="only one that is running can be paused"):
+        run.pause()
+    pause_request.clear(folder)
+    assert run.state == "stopped"
+    with pytest.raises(ConfigError, match=r"has no run\.toml"):
+        run.resume()
+    (folder / "report.json").write_text("{}")
+    assert run.state == "finished"
+    with pytest.raises(ConfigError, match=r"no run min .*did you mean mine\?"):
+        client.run("min")
 
 
 class Scripted:

@@ -18,9 +18,10 @@ from tests.packaging.conftest import ROOT
 # Public name -> kind and signature, then its public members likewise.
 INTERFACE: dict[str, list[str]] = {
     "AsyncClient": [
-        "class() (where: 'str' = 'local', *, runs: 'str | os.PathLike[str]' = 'runs') -> 'None'",
+        "class() (where: 'str' = 'local', *, token: 'str | None' = None, runs: 'str | os.PathLike[str]' = 'runs') -> 'None'",
         "close(self) -> 'None'",
         "dpo(self, *, model: 'Model', data: 'Data | Settings', run_id: 'str | None' = None, **settings: 'Any') -> 'AsyncFineTuning'",
+        "run(self, run_id: 'str') -> 'AsyncRun'",
         "sft(self, *, model: 'Model', data: 'Data | Settings', run_id: 'str | None' = None, **settings: 'Any') -> 'AsyncFineTuning'",
         "train(self, *, model: 'Model', data: 'Data | Settings', reward: 'Rewards', algorithm: 'str | Settings' = 'async_grpo', run_id: 'str | None' = None, workers: 'int' = 2, **settings: 'Any') -> 'AsyncRun'",
     ],
@@ -65,9 +66,10 @@ INTERFACE: dict[str, list[str]] = {
         "truncated",
     ],
     "Client": [
-        "class() (where: 'str' = 'local', *, runs: 'str | os.PathLike[str]' = 'runs') -> 'None'",
+        "class() (where: 'str' = 'local', *, token: 'str | None' = None, runs: 'str | os.PathLike[str]' = 'runs') -> 'None'",
         "close(self) -> 'None'",
         "dpo(self, *, model: 'Model', data: 'Data | Settings', run_id: 'str | None' = None, **settings: 'Any') -> 'FineTuning'",
+        "run(self, run_id: 'str') -> 'Run'",
         "sft(self, *, model: 'Model', data: 'Data | Settings', run_id: 'str | None' = None, **settings: 'Any') -> 'FineTuning'",
         "train(self, *, model: 'Model', data: 'Data | Settings', reward: 'Rewards', algorithm: 'str | Settings' = 'async_grpo', run_id: 'str | None' = None, workers: 'int' = 2, **settings: 'Any') -> 'Run'",
     ],
