@@ -66,8 +66,8 @@ class RemoteBackend:
         yield from self._steps()
         for split in self._call("GET", "/summary").get("evaluations", []):
             for point in split["points"]:
-                figures = {"reward_mean": point.get("reward"), **point}
-                yield {"kind": "eval", "split": split["split"], **figures}
+                figures = {name: value for name, value in point.items() if name != "reward"}
+                yield {"kind": "eval", "split": split["split"], "reward_mean": point.get("reward"), **figures}
 
     def _steps(self) -> Iterator[Mapping[str, Any]]:
         first = 0

@@ -20,7 +20,7 @@ from penstock.protocol.errors import PenstockError
 class Run:
     """A run that `Client.train` started.
 
-    It goes on without this handle being used, until it is over, stopped, or this Python process ends.
+    It goes on without this handle being used, until it is over or stopped; on this machine also until this Python process ends.
     """
 
     def __init__(self, backend: RunBackend) -> None:
@@ -155,7 +155,7 @@ class Run:
             return self._conversation.answer(prompt, temperature=temperature, max_tokens=max_tokens)
 
     def close(self) -> None:
-        """End the engine of `chat` and what serves the run's reward; a run that is going on is stopped. Idempotent."""
+        """End the engine of `chat` and what serves the run's reward; a run that was started on this machine is stopped. Idempotent."""
         self._end_conversation()
         self._backend.close()
 
