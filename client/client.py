@@ -14,9 +14,9 @@ import structlog
 from penstock.client import run_settings
 from penstock.client.data_files import Data
 from penstock.client.fine_tuning import FineTuning
+from penstock.client.remote.runs_api import RunsApi
 from penstock.client.run import Run
 from penstock.client.run_settings import Values
-from penstock.client.runs_api import RunsApi
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
@@ -96,7 +96,7 @@ class Client:
             run_settings.flat(settings),
         )
         if self._api is not None:
-            from penstock.client import remote_start  # noqa: PLC0415 - needs the extra of the reward service
+            from penstock.client.remote import remote_start  # noqa: PLC0415 - needs the extra of the reward service
 
             return self._kept(Run(remote_start.train(self._api, values, self._runs, workers=workers)))
         from penstock.client import local_start  # noqa: PLC0415 - needs the extras of every service
@@ -106,7 +106,7 @@ class Client:
     def run(self, run_id: str) -> Run:
         """Return the handle of a run that exists, whoever started it; raises PenstockError when there is none."""
         if self._api is not None:
-            from penstock.client.remote_backend import RemoteBackend  # noqa: PLC0415 - as above
+            from penstock.client.remote.remote_backend import RemoteBackend  # noqa: PLC0415 - as above
 
             return self._kept(Run(RemoteBackend(self._api, check_run_id(run_id))))
         from penstock.client import local_start  # noqa: PLC0415 - as above

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,7 +38,7 @@ _COMMANDS = {"sft": SFT, "dpo": DPO}
 _LATER = "chosen-later"  # stands for what is written once the other settings are right
 
 
-def train(values: Values, runs: Path, *, workers: int, seed: int = 0) -> LocalBackend:
+def train(values: Values, runs: Path, *, workers: int) -> LocalBackend:
     """Start a run; raises ConfigError, UserFileError or another PenstockError, and leaves no process then.
 
     ``values`` are those of the run file; a reward may be a function, data rows, and a model "quickstart".
@@ -47,13 +49,15 @@ def train(values: Values, runs: Path, *, workers: int, seed: int = 0) -> LocalBa
     name = reward_name(given) if callable(given) else endpoint.name if endpoint is not None else given
     named = {**values, REWARD: name}
     settings = LocalRun(run_settings.overrides(_stand_ins(named, runs)), num_workers=workers).settings
-    run_id, folder = claim(values, settings.run.dir.absolute(), "run")
-    complete = _with_files({**named, ("run", "id"): run_id, ("run", "dir"): str(folder.parent)}, folder, seed)
-    with LocalRun(run_settings.overrides(complete), num_workers=workers) as checked:
-        checked.check()
-    command = shlex.join(["penstock", "train", str(folder / RUN_FILE), "--local"])
-    (folder / RUN_FILE).write_text(run_settings.run_file_text(complete, command), encoding="utf-8")
-    reward = endpoint if function is None else ServedFunction(function, str(name))
+    with _claimed(values, settings.run.dir.absolute(), "run") as folder:
+        run_id = folder.name
+        placed: Values = {**named, ("run", "id"): run_id, ("run", "dir"): str(folder.parent)}
+        complete = _with_files(placed, folder, settings.run.seed)
+        with LocalRun(run_settings.overrides(complete), num_workers=workers) as checked:
+            checked.check()
+        reward = endpoint if function is None else ServedFunction(function, str(name))
+        command = shlex.join(["penstock", "train", str(folder / RUN_FILE), "--local"])
+        (folder / RUN_FILE).write_text(run_settings.run_file_text(complete, command), encoding="utf-8")
     backend = LocalBackend(run_id, folder, workers=workers, reward=reward)
     try:
         backend.start()
@@ -71,21 +75,18 @@ def existing(run_id: str, runs: Path) -> LocalBackend:
     return LocalBackend(run_id, folder, workers=2)
 
 
-def fine_tune(verb: str, values: Values, runs: Path, *, seed: int = 0) -> FineTuning:
+def fine_tune(verb: str, values: Values, runs: Path) -> FineTuning:
     """Start `penstock sft` or `penstock dpo`; raises ConfigError, and starts nothing then."""
     command = _COMMANDS[verb]
     overrides = run_settings.overrides(_stand_ins(values, runs))
     settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
-    run_id, folder = claim(values, settings.run.dir.absolute(), verb)
-    complete = _with_files({**values, ("run", "id"): run_id, ("run", "dir"): str(folder.parent)}, folder, seed)
-    overrides = run_settings.overrides(complete)
-    settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
-    _check_files(verb, settings)
-    log = folder / "logs" / f"{verb}.log"
-    environ = {"OMP_NUM_THREADS": "1", **os.environ} if settings.trainer.num_ranks > 1 else os.environ
-    process = LocalProcess(
-        f"{verb} {run_id}", launch.trainer(settings.trainer.num_ranks, verb, *overrides), log, environ
-    )
+    with _claimed(values, settings.run.dir.absolute(), verb) as folder:
+        placed: Values = {**values, ("run", "id"): folder.name, ("run", "dir"): str(folder.parent)}
+        overrides = run_settings.overrides(_with_files(placed, folder, settings.run.seed))
+        settings, _ = command.chosen_settings(load(TrainerSettings, overrides=overrides, environ=os.environ), overrides)
+        _check_files(verb, settings)
+    started = launch.trainer(settings.trainer.num_ranks, verb, *overrides)
+    process = LocalProcess(f"{verb} {folder.name}", started, folder / "logs" / f"{verb}.log")
     return FineTuning(verb, folder, (getattr(settings, verb).output or folder / verb).absolute(), process)
 
 
@@ -136,15 +137,28 @@ def _with_files(values: Values, folder: Path, seed: int) -> Values:
     return found
 
 
-def claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple[str, Path]:
-    """Return the run's name and folder, which is created: the given name, else the first free one of stem, stem-2, …."""
+@contextlib.contextmanager
+def _claimed(values: Values, runs: Path, stem: str) -> Iterator[Path]:
+    """Give the folder of a run; one that is new is removed again when an error ends the block."""
+    folder, is_new = claim(values, runs, stem)
+    try:
+        yield folder
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple[Path, bool]:
+    """Return the run's folder, and True if it is new: of the given name, else of the first free one of stem, stem-2, …."""
     given = values.get(("run", "id"))
     if given is not None:
         folder = runs / check_run_id(str(given))
         if run_lock.is_held(folder):
             raise ConfigError(f"run {given} is running already, in {folder}; stop it, or choose another run_id")
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        return str(given), folder
+        return folder, is_new
     number = 1
     while True:
         name = stem if number == 1 else f"{stem}-{number}"
@@ -153,4 +167,4 @@ def claim(values: Mapping[tuple[str, ...], Any], runs: Path, stem: str) -> tuple
         except FileExistsError:
             number += 1
             continue
-        return name, runs / name
+        return runs / name, True

@@ -70,12 +70,12 @@ def test_fine_tuning_refuses_what_it_does_not_read(
 
 
 def test_a_missing_model_or_file_is_named_before_a_process_starts(client: penstock.Client, tmp_path: Path) -> None:
-    """Both verbs check the paths of a call."""
+    """Both verbs check the paths of a call; the name that they would have taken is free again."""
     with pytest.raises(ConfigError, match=r"model.path = .*nowhere"):
         client.train(model=tmp_path / "nowhere", data=ROWS, reward="exact_match")
     with pytest.raises(ConfigError, match=r"sft.data: there is no .*rows.jsonl"):
         client.sft(model="quickstart", data=tmp_path / "rows.jsonl")
-    assert list(tmp_path.glob("runs/*/logs")) == []
+    assert list(tmp_path.glob("runs/*")) == []
 
 
 def test_a_run_that_is_running_is_not_started_again(client: penstock.Client, tmp_path: Path) -> None:
@@ -86,9 +86,10 @@ def test_a_run_that_is_running_is_not_started_again(client: penstock.Client, tmp
 
 def test_runs_get_the_first_free_name(tmp_path: Path) -> None:
     """A name is claimed by its folder, so that two callers never share one."""
-    names = [local_start.claim({}, tmp_path, "run")[0] for _ in range(3)]
+    names = [local_start.claim({}, tmp_path, "run")[0].name for _ in range(3)]
     assert names == ["run", "run-2", "run-3"]
-    assert local_start.claim({("run", "id"): "run"}, tmp_path, "run") == ("run", tmp_path / "run")
+    assert local_start.claim({("run", "id"): "run"}, tmp_path, "run") == (tmp_path / "run", False)
+    assert local_start.claim({("run", "id"): "mine"}, tmp_path, "run") == (tmp_path / "mine", True)
 
 
 def test_an_existing_run_is_found_by_its_name(client: penstock.Client, tmp_path: Path) -> None:

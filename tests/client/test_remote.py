@@ -16,8 +16,8 @@ import pytest
 import penstock
 from penstock.client.events import Event
 from penstock.client.loop_thread import LoopThread
-from penstock.client.remote_backend import RemoteBackend
-from penstock.client.runs_api import ApiRefused, RunsApi
+from penstock.client.remote.remote_backend import RemoteBackend
+from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.console.web.access import Access, Role
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext

@@ -7,9 +7,9 @@ from typing import Any
 
 from penstock.client import data_files
 from penstock.client.registered_reward import RegisteredReward
-from penstock.client.remote_backend import RemoteBackend
+from penstock.client.remote.remote_backend import RemoteBackend
+from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.client.run_settings import DATA, MODEL, REWARD, Values, nested
-from penstock.client.runs_api import ApiRefused, RunsApi
 from penstock.client.served_function import ServedFunction, reward_name, reward_of
 from penstock.protocol.errors import ConfigError
 

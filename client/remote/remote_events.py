@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import httpx
 
-from penstock.client.runs_api import ApiRefused, RunsApi
+from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.protocol.errors import PenstockError
 
 _RETRY_S = 1.0

@@ -14,8 +14,8 @@ from penstock.client.events import Event
 from penstock.client.local_backend import LocalBackend
 from penstock.client.processes import GOING_ON, State, wait_until
 from penstock.client.registered_reward import RegisteredReward
-from penstock.client.remote_events import RemoteEvents
-from penstock.client.runs_api import RunsApi
+from penstock.client.remote.remote_events import RemoteEvents
+from penstock.client.remote.runs_api import RunsApi
 from penstock.client.served_function import ServedFunction
 from penstock.protocol.errors import PenstockError
 
