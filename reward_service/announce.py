@@ -23,6 +23,7 @@ from penstock.protocol.transport.delivery import Delivery
 
 STAGE = "generated"
 _MAX_DETAIL_CHARS = 2000
+_MAX_EVENT_DETAIL_CHARS = 1500  # a reason with a traceback of some frames
 
 
 class Announcer:
@@ -95,7 +96,13 @@ class Announcer:
         )
         await self.event(
             "dead",
-            {"stage": STAGE, "reason": reason, "detail": detail[:500], "group_ids": ids, "pack_id": generated.pack_id},
+            {
+                "stage": STAGE,
+                "reason": reason,
+                "detail": detail[:_MAX_EVENT_DETAIL_CHARS],
+                "group_ids": ids,
+                "pack_id": generated.pack_id,
+            },
             msg_id=f"dead-event:{_message_id(delivery)}:{hash_of(ids)}",
         )
 
@@ -108,7 +115,7 @@ class Announcer:
             "pack_id": delivery.fact.pack_id,
             "group_ids": list(errors),
             "reason": type(first).__name__,
-            "detail": str(first)[:500],
+            "detail": str(first)[:_MAX_EVENT_DETAIL_CHARS],
             "num_delivered": delivery.num_delivered,
             "delay_s": delay_s,
         }

@@ -14,6 +14,7 @@ COPY rollout_service rollout_service
 COPY trainer trainer
 COPY console console
 COPY deploy deploy
+COPY client client
 COPY src src
 # Install torch first: its CPU build is small, other builds pull gigabytes. To get it, set TORCH_INDEX to
 # the URL of an index with CPU builds; if unset, pip uses its default index.

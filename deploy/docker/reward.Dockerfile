@@ -11,6 +11,7 @@ COPY rollout_service rollout_service
 COPY trainer trainer
 COPY console console
 COPY deploy deploy
+COPY client client
 COPY src src
 RUN pip install -c constraints.txt '.[reward]' \
     && useradd --uid 10001 --create-home penstock

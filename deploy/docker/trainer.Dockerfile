@@ -14,6 +14,7 @@ COPY rollout_service rollout_service
 COPY trainer trainer
 COPY console console
 COPY deploy deploy
+COPY client client
 COPY src src
 # A torch in the base image is kept; deepspeed is built against the installed torch.
 RUN pip install -c constraints.txt torch setuptools wheel numpy \

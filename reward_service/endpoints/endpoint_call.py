@@ -27,7 +27,7 @@ from penstock.reward_service.scores import GroupScores, Outcome
 _PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time
 _LONGEST_PAUSE_S = 10.0
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_MAX_TEXT = 300
+_MAX_TEXT = 1200  # of a score's own error: a reason, and a traceback of some frames
 
 
 @dataclass(slots=True)

@@ -36,9 +36,10 @@ def load(file: Path, function: str | None = None, *, conversational: bool = Fals
     return of(found, name, file, conversational=conversational)
 
 
-def of(found: Any, name: str, file: Path, *, conversational: bool = False) -> UserReward:
+def of(found: Any, name: str, file: Path, *, conversational: bool = False, full_tracebacks: bool = False) -> UserReward:
     """Return what is called for a function, a callable object, or a class that is built without arguments.
 
+    ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``.
     Raises UserFileError when it has none of the signatures of a reward function.
     """
     called = _built(found, file, name)
@@ -60,8 +61,9 @@ def of(found: Any, name: str, file: Path, *, conversational: bool = False) -> Us
         parameters=tuple(parameters),
         takes_any=style is Style.GROUP and any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
         style=style,
-        file=file.resolve(),
+        file=file.resolve() if file.exists() else file,
         conversational=conversational,
+        full_tracebacks=full_tracebacks,
     )
 
 

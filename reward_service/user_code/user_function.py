@@ -28,6 +28,7 @@ from penstock.reward_service.endpoints.dialects.trl import columns_of
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 from penstock.reward_service.errors import UserFileError
 
+_MAX_TRACEBACK = 700  # characters
 _MAX_SHOWN = 20  # lines of the file whose exceptions are shown in full
 
 
@@ -51,6 +52,7 @@ class UserReward:
     style: Style
     file: Path
     conversational: bool = False  # TRL: texts as lists of messages
+    full_tracebacks: bool = False  # the error of a score has the traceback from the user's code on
     shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already
 
     @property
@@ -144,8 +146,19 @@ class UserReward:
             sys.stderr.write(f"{self.name} could not score ({where}); the group is retried:\n")
             sys.stderr.write("".join(traceback.format_exception(err)))
             sys.stderr.flush()
+        if self.full_tracebacks:
+            return f"{str(f'{type(err).__name__}: {err}')[:300]} ({where[:120]})\n{_traceback_from(err, self.file)}"
         code = f": {frames[-1].line}" if frames[-1].line else ""
         return f"{str(f'{type(err).__name__}: {err}')[:800]} ({where}{code[:120]})"
+
+
+def _traceback_from(err: BaseException, file: Path) -> str:
+    """Return the traceback from the first line of ``file`` on, one line a frame; of a long one its end."""
+    place = err.__traceback__
+    while place is not None and Path(place.tb_frame.f_code.co_filename) != file:
+        place = place.tb_next
+    frames = [f"  {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in traceback.extract_tb(place)]
+    return "\n".join(frames)[-_MAX_TRACEBACK:]
 
 
 def _batch(rows: Sequence[tuple[GroupToScore, str]]) -> dict[str, Any]:

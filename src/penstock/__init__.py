@@ -12,6 +12,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.client.async_client import AsyncClient as AsyncClient
+    from penstock.client.async_run import AsyncFineTuning as AsyncFineTuning
+    from penstock.client.async_run import AsyncRun as AsyncRun
+    from penstock.client.client import Client as Client
+    from penstock.client.errors import RunFailed as RunFailed
+    from penstock.client.events import Event as Event
+    from penstock.client.fine_tuning import FineTuning as FineTuning
+    from penstock.client.metrics import Metrics as Metrics
+    from penstock.client.run import Run as Run
     from penstock.console.tracking.metrics_log import MetricsLog as MetricsLog
     from penstock.protocol.errors import ConfigError as ConfigError
     from penstock.protocol.errors import PenstockError as PenstockError
@@ -53,7 +62,11 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it. tests/packaging/test_public_interface.py has each with its signature.
 _MODULES = {
+    "AsyncClient": "penstock.client.async_client",
+    "AsyncFineTuning": "penstock.client.async_run",
+    "AsyncRun": "penstock.client.async_run",
     "Candidate": "penstock.trainer.algorithm.filters.interface",
+    "Client": "penstock.client.client",
     "ClipRange": "penstock.trainer.algorithm.losses.interface",
     "Completion": "penstock.rollout_service.engines.completion",
     "ConfigError": "penstock.protocol.errors",
@@ -65,15 +78,20 @@ _MODULES = {
     "EngineKind": "penstock.rollout_service.engines.engine_kind",
     "Environment": "penstock.rollout_service.environments.environment",
     "Estimator": "penstock.trainer.algorithm.estimators.interface",
+    "Event": "penstock.client.events",
     "Extension": "penstock.protocol.extensions",
     "Filter": "penstock.trainer.algorithm.filters.interface",
+    "FineTuning": "penstock.client.fine_tuning",
     "Loss": "penstock.trainer.algorithm.losses.interface",
     "LossTerms": "penstock.trainer.algorithm.losses.interface",
+    "Metrics": "penstock.client.metrics",
     "MetricsLog": "penstock.console.tracking.metrics_log",
     "Options": "penstock.trainer.algorithm.losses.interface",
     "Outcomes": "penstock.trainer.algorithm.estimators.interface",
     "PenstockError": "penstock.protocol.errors",
     "Registry": "penstock.protocol.extensions",
+    "Run": "penstock.client.run",
+    "RunFailed": "penstock.client.errors",
     "Sampler": "penstock.rollout_service.environments.environment",
     "Sampling": "penstock.protocol.facts",
     "Sequences": "penstock.trainer.algorithm.losses.interface",
@@ -91,7 +109,11 @@ _MODULES = {
     "trajectory_filter": "penstock.trainer.algorithm.filters.interface",
 }
 __all__ = [
+    "AsyncClient",
+    "AsyncFineTuning",
+    "AsyncRun",
     "Candidate",
+    "Client",
     "ClipRange",
     "Completion",
     "ConfigError",
@@ -103,15 +125,20 @@ __all__ = [
     "EngineKind",
     "Environment",
     "Estimator",
+    "Event",
     "Extension",
     "Filter",
+    "FineTuning",
     "Loss",
     "LossTerms",
+    "Metrics",
     "MetricsLog",
     "Options",
     "Outcomes",
     "PenstockError",
     "Registry",
+    "Run",
+    "RunFailed",
     "Sampler",
     "Sampling",
     "Sequences",

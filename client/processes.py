@@ -1,0 +1,107 @@
+"""The process of a run or a training on this machine: started, stopped, and ended with this Python process.
+
+When this process ends, by SIGKILL too, the kernel sends SIGTERM to the one started here, which stops what it started in order
+(`deploy/child.py`). At a normal exit this process waits for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from signal import SIGTERM
+from typing import Literal
+
+from penstock.client.errors import RunFailed
+from penstock.deploy.child import Child, describe_exit
+
+# Of a run on this machine: running, pausing, paused, finished, stopped, failed. The Runs API has the others too.
+State = Literal[
+    "created", "queued", "waiting", "running", "pausing", "paused", "stopping", "stopped", "failed", "finished"
+]
+
+GOING_ON: tuple[State, ...] = ("queued", "waiting", "running", "pausing", "stopping")
+STOP_S = 60.0  # services stop in order, and the trainer writes a checkpoint
+_TERMINATED = (130, 143, -SIGTERM)  # exit codes of a process that was stopped on request
+_POLL_S = 0.05
+
+_started: list[LocalProcess] = []
+
+
+class LocalProcess:
+    """One process of a run or a training, in a session of its own, so that Ctrl-C does not reach it."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
+        """Start it; its output is appended to ``log``. Raises DeployError when it cannot be started."""
+        self.name = name
+        self.log = log
+        self._started_at_byte = log.stat().st_size if log.exists() else 0
+        self._child = Child(name, command, log=log, environ=dict(environ or os.environ), death_signal=SIGTERM)
+        self._child.start()
+        _started[:] = [*(one for one in _started if one.state == "running"), self]
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.pid
+
+    @property
+    def state(self) -> State:
+        """How it is, from its exit code."""
+        code = self._child.returncode
+        if code is None:
+            return "running"
+        if code == 0:
+            return "finished"
+        return "stopped" if code in _TERMINATED else "failed"
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it exits; returns False when ``timeout_s`` passed first."""
+        return wait_until(lambda: self._child.returncode is not None, timeout_s)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM and return at once."""
+        self._child.ask_to_stop()
+
+    def stop(self) -> None:
+        """Stop it in order, and kill it and what it started when that takes longer than `STOP_S`; idempotent."""
+        self._child.stop(STOP_S)
+
+    def failure(self, what: str) -> RunFailed:
+        """Return the error with the last lines that it wrote."""
+        code = self._child.returncode
+        end = "is still running" if code is None else f"ended with {describe_exit(code)}"
+        return RunFailed(f"{what} {end}; {self.log} ends with\n{self.last_lines()}")
+
+    def last_lines(self, num_lines: int = 15) -> str:
+        """Return the last lines that this process wrote, indented."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._started_at_byte, self.log.stat().st_size - 16_384))
+                lines = file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
+        except OSError:
+            lines = []
+        return "\n".join(f"    {line}" for line in lines) or "    (nothing)"
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float | None, period_s: float = _POLL_S) -> bool:
+    """Wait until ``is_so()``; returns False when ``timeout_s`` passed first."""
+    give_up = None if timeout_s is None else time.monotonic() + timeout_s
+    while not is_so():
+        left_s = period_s if give_up is None else give_up - time.monotonic()
+        if left_s <= 0.0:
+            return False
+        time.sleep(min(period_s, left_s))
+    return True
+
+
+@atexit.register
+def stop_all() -> None:
+    """Stop every process that still runs, all at the same time."""
+    running = [one for one in _started if one.state == "running"]
+    for one in running:
+        one.ask_to_stop()
+    for one in running:
+        one.stop()

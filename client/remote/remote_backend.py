@@ -1,0 +1,161 @@
+"""A run behind a Runs API (`penstock console`); of a console on this machine its folder is read too."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.client.errors import RunFailed
+from penstock.client.events import Event
+from penstock.client.local_backend import LocalBackend
+from penstock.client.processes import GOING_ON, State, wait_until
+from penstock.client.registered_reward import RegisteredReward
+from penstock.client.remote.remote_events import RemoteEvents
+from penstock.client.remote.runs_api import RunsApi
+from penstock.client.served_function import ServedFunction
+from penstock.protocol.errors import PenstockError
+
+_POLL_S = 0.5
+_PORT_S = 0.2
+_STOP_S = 120.0
+_QUIET_S = 1.5  # after the end of a run: what was published before has arrived
+_WINDOW = 2000  # steps whose figures the API returns one by one
+
+
+class RemoteBackend:
+    """One run of a Runs API."""
+
+    def __init__(self, api: RunsApi, run_id: str, *, reward: ServedFunction | RegisteredReward | None = None) -> None:
+        """``reward`` is registered at the run's reward service when that listens."""
+        self.run_id = run_id
+        self._api = api
+        self._reward = reward
+        self._closed = threading.Event()
+        self._local = self._find_folder() if api.is_here else None
+        if reward is not None and self._local is not None:
+            threading.Thread(target=self._keep_registered, name="reward-register", daemon=True).start()
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, if the console is on this machine."""
+        return None if self._local is None else self._local.folder
+
+    @property
+    def state(self) -> State:
+        """What the API says."""
+        return self._call("GET", "")["state"]
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until no process of the run is left or to come; returns False when ``timeout_s`` passed first."""
+        return wait_until(lambda: self.state not in GOING_ON, timeout_s, _POLL_S)
+
+    def failure(self) -> RunFailed:
+        """Return the error with the end of the log."""
+        found = self._call("GET", "")
+        return RunFailed(f"run {self.run_id} failed: {found.get('detail')}; its log ends with\n{found.get('log', '')}")
+
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield steps and evaluations: of the folder, or those that the API has."""
+        if self._local is not None:
+            yield from self._local.rows()
+            return
+        yield from self._steps()
+        for split in self._call("GET", "/summary").get("evaluations", []):
+            for point in split["points"]:
+                figures = {name: value for name, value in point.items() if name != "reward"}
+                yield {"kind": "eval", "split": split["split"], "reward_mean": point.get("reward"), **figures}
+
+    def _steps(self) -> Iterator[Mapping[str, Any]]:
+        first = 0
+        while True:
+            found = self._call("GET", "/metrics", **{"from": first, "to": first + _WINDOW - 1, "points": _WINDOW})
+            for place, step in enumerate(found["steps"]):
+                values = {name: series["mean"][place] for name, series in found["figures"].items()}
+                yield {"kind": "step", **values, "at": found["at"][place], "step": step}
+            first += _WINDOW
+            if not found["steps"] and not self._call("GET", "/metrics", **{"from": first, "points": 2})["steps"]:
+                return
+
+    def events(self) -> Iterator[Event | None]:
+        """Yield the events as they are published until the run is over; of one that is over, its steps and evaluations."""
+        if self.state not in GOING_ON:
+            for row in self.rows():
+                data = {name: value for name, value in row.items() if name not in {"kind", "at"}}
+                yield Event(str(row.get("kind")), "trainer", float(row.get("at") or 0.0), data)
+            return
+        over_since: float | None = None
+        with RemoteEvents(self._api, self.run_id) as arriving:
+            while over_since is None or time.monotonic() - over_since < _QUIET_S:
+                found = arriving.next(_POLL_S)
+                if found is not None and "kind" in found:
+                    over_since = over_since and time.monotonic()
+                    yield Event(str(found["kind"]), str(found["source"]), float(found["at"]), dict(found["data"]))
+                    continue
+                if found is not None and "state" in found:
+                    is_over = found["state"] not in GOING_ON and self.state not in GOING_ON
+                    over_since = (over_since or time.monotonic()) if is_over else None
+                yield None
+
+    def pause(self) -> None:
+        """Ask the API to pause it."""
+        self._call("POST", "/pause")
+
+    def resume(self) -> None:
+        """Ask the API to start it again."""
+        self._call("POST", "/resume")
+
+    def stop(self) -> None:
+        """Ask the API to stop it, and wait until it has."""
+        if self.state in GOING_ON or self.state == "created":
+            self._call("POST", "/stop")
+            if not self.wait(_STOP_S):
+                raise PenstockError(f"run {self.run_id} did not stop within {_STOP_S:.0f} s; it is {self.state}")
+
+    def versions(self) -> list[dict[str, Any]]:
+        """Return the stored versions."""
+        return self._here("weights").versions()
+
+    def export(self, version: int | None, to: Path) -> None:
+        """Write a version as a model folder."""
+        self._here("export").export(version, to)
+
+    def close(self) -> None:
+        """Stop serving the reward; the run goes on."""
+        self._closed.set()
+        if self._reward is not None:
+            self._reward.close()
+
+    def _call(self, method: str, path: str, **query: Any) -> Any:
+        return self._api.call(method, f"/v1/runs/{self.run_id}{path}", **query)
+
+    def _here(self, what: str) -> LocalBackend:
+        if self._local is None:
+            raise PenstockError(
+                f"{what} of run {self.run_id}: its weights are on another machine; use `penstock weights` there"
+            )
+        return self._local
+
+    def _find_folder(self) -> LocalBackend | None:
+        settings = self._call("GET", "/config").get("settings", {})
+        folder = Path(str(settings.get("run", {}).get("dir", ""))) / self.run_id
+        return LocalBackend(self.run_id, folder, workers=1) if folder.is_absolute() and folder.is_dir() else None
+
+    def _keep_registered(self) -> None:
+        """Register the reward whenever the run's reward service listens at another port: a run may be queued for hours."""
+        assert self._reward is not None
+        assert self._local is not None
+        known = None
+        while not self._closed.wait(_PORT_S):
+            port = self._local.reward_port()
+            if port is None or port == known:
+                continue
+            known = port
+            try:
+                self._reward.register(f"http://127.0.0.1:{port}")
+            except PenstockError as err:
+                sys.stderr.write(f"penstock: run {self.run_id}: {err}\n")
+                known = None

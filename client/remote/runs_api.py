@@ -1,0 +1,94 @@
+"""The Runs API of `penstock console`, over HTTP: requests, and what their errors say."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from penstock.protocol.errors import ConfigError, PenstockError
+
+_CONNECT_S = 5.0
+_ANSWER_S = 120.0  # creating a run checks its settings and inputs
+_QUIET_S = 60.0  # the stream of events sends something at least every 15 s
+
+
+class ApiRefused(PenstockError):
+    """The Runs API refused a request, or does not answer; ``status`` is 0 then."""
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        """``status`` is that of HTTP."""
+        super().__init__(text)
+        self.status = status
+
+
+class RunsApi:
+    """One Runs API, and the token for it."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        """Prepare; raises ConfigError for a URL that is not one of http."""
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ConfigError(
+                f"Client({url!r}): expected 'local' or the URL of a console, such as 'http://127.0.0.1:8800'"
+            )
+        self.url = url.rstrip("/")
+        self.host = parts.hostname
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+
+    @property
+    def is_here(self) -> bool:
+        """True if the API is reached over the loopback: its files are those of this machine."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        """Return the answer; raises ApiRefused with what the API says is wrong and what to do."""
+        timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+        try:
+            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:
+                response = client.request(method, self.url + path, json=body, params=query)
+        except httpx.HTTPError as err:
+            raise ApiRefused(
+                f"no console answers at {self.url} ({type(err).__name__}); start one there: penstock console"
+            ) from None
+        if not response.is_success:
+            raise _refusal(response, f"{method} {path}")
+        try:
+            return response.json() if response.content else None
+        except (ValueError, RecursionError):
+            raise ApiRefused(f"what answers at {self.url} is no console: its answer to {path} is not JSON") from None
+
+    @contextmanager
+    def stream(self, path: str, **query: Any) -> Iterator[httpx.Response]:
+        """Give an answer whose lines arrive over time; raises ApiRefused, or httpx.HTTPError when the connection breaks."""
+        timeout = httpx.Timeout(_QUIET_S, connect=_CONNECT_S)
+        with (
+            httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client,
+            client.stream("GET", self.url + path, params=query) as response,
+        ):
+            if not response.is_success:
+                response.read()
+                raise _refusal(response, f"GET {path}")
+            yield response
+
+
+def _refusal(response: httpx.Response, what: str) -> ApiRefused:
+    """Return the error that a problem document describes."""
+    try:
+        problem = response.json()
+        parts = [str(problem["detail"])]
+        parts += [f"{name} {problem[name]}" for name in ("expected", "got") if problem.get(name)]
+        text = "; ".join([", ".join(parts), *([str(problem["fix"])] if problem.get("fix") else [])])
+        text += "".join(f"\n{error}" for error in problem.get("errors", []) if error not in text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        text = f"{what}: HTTP {response.status_code}: {response.text[:300]}"
+    return ApiRefused(text, response.status_code)

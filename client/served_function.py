@@ -1,0 +1,169 @@
+"""A Python function as a reward of a run: served over HTTP by threads of this process, at a port of the loopback.
+
+The function may be a closure or of a notebook's cell: it is never imported, copied or sent. HTTP and the renewal of the
+registration run in one thread, the function in another, one call at a time; what it awaits overlaps. It does not run on
+the main thread, so that ``signal.alarm`` cannot be used in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from penstock.client.loop_thread import LoopThread
+from penstock.client.registered_reward import RegisteredReward
+from penstock.reward_service.api import web_server
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.hosting import hosted_app
+from penstock.reward_service.user_code import user_file
+from penstock.reward_service.user_code.user_function import UserReward
+
+_TIMEOUT_S = 300.0  # of one call of the reward service
+_STOP_S = 5.0
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionReward:
+    """A function as it is served."""
+
+    reward: UserReward
+    version: str  # a hash of its source
+
+    @property
+    def title(self) -> str:
+        """File and function."""
+        return f"{self.reward.file.name}: {self.reward.name}"
+
+    @property
+    def batched(self) -> bool:
+        """True if the function takes many groups at once."""
+        return self.reward.batched
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        """Deadline of a call; a function has no concurrency of its own."""
+        return {"timeout_s": _TIMEOUT_S}
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """No metrics."""
+        return {}
+
+    async def open(self) -> None:
+        """Call the reward's ``setup``; raises UserFileError."""
+        await self.reward.open()
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Call the function; what it raises is the error of the score."""
+        return await self.reward.score_all(groups)
+
+    async def close(self) -> None:
+        """Call the reward's ``close``."""
+        await self.reward.close()
+
+
+def reward_of(function: Callable[..., Any]) -> FunctionReward:
+    """Return a function, callable object or class as a reward; raises UserFileError for one with no known signature."""
+    code = _code(function)
+    file = Path(code.co_filename) if code is not None else Path("<python>")
+    name = getattr(function, "__name__", type(function).__name__)
+    return FunctionReward(user_file.of(function, name, file, full_tracebacks=True), _version(function, code))
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """Return the name under which a function is registered: its own, with what a name may have."""
+    name = getattr(_innermost(function), "__name__", type(function).__name__)
+    return re.sub(r"[^A-Za-z0-9_.-]", "", "reward" if name == "<lambda>" else name).lstrip("_.-") or "reward"
+
+
+class ServedFunction:
+    """A function that is served until `close`, and registered at one reward service."""
+
+    def __init__(self, reward: FunctionReward, name: str) -> None:
+        """Start serving; raises UserFileError when the reward's ``setup`` fails, ConfigError without a free port."""
+        self.name = name
+        self._reward = reward
+        self._registered: RegisteredReward | None = None
+        self._calls_thread = LoopThread("reward-calls")
+        self._http_thread = LoopThread("reward-http")
+        self._bound = web_server.listen(_HOST, 0, key="the port")
+        self._done = asyncio.Event()
+        try:
+            self._calls_thread.run(reward.open())
+        except BaseException:
+            self._bound.close()
+            self._end_threads()
+            raise
+        app = hosted_app.build(reward, hosted_app.Calls(self._calls_thread.loop), secrets=())
+        self._serving = self._http_thread.start(web_server.serve(app, self._bound, self._done))
+
+    @property
+    def url(self) -> str:
+        """Where groups are posted."""
+        return f"http://{_HOST}:{self._bound.getsockname()[1]}/score"
+
+    def register(self, service: str) -> None:
+        """Register at a reward service and renew the lease from now on; raises NotRegistered."""
+        if self._registered is not None:
+            self._registered.close()
+        self._registered = RegisteredReward(self.name, self.url, self._reward.version, self._reward.terms)
+        self._registered.register(service)
+
+    def close(self) -> None:
+        """Stop serving; calls in progress are abandoned. Idempotent."""
+        if not self._http_thread.is_running:
+            return
+        if self._registered is not None:
+            self._registered.close()
+        self._http_thread.run(self._stop_serving())
+        self._calls_thread.run(self._reward.close(), _STOP_S, must_finish=False)
+        self._bound.close()
+        self._end_threads()
+
+    async def _stop_serving(self) -> None:
+        self._done.set()
+        await asyncio.wait({asyncio.wrap_future(self._serving)}, timeout=_STOP_S)
+
+    def _end_threads(self) -> None:
+        self._http_thread.end()
+        self._calls_thread.end()
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _code(function: Any) -> CodeType | None:
+    """Return the code object of what is called; None for one that is not written in Python."""
+    found = inspect.unwrap(_innermost(function))
+    if not inspect.isroutine(found):
+        found = inspect.getattr_static(found if inspect.isclass(found) else type(found), "__call__", None)
+    found = getattr(found, "__func__", found)
+    return getattr(found, "__code__", None)
+
+
+def _version(function: Any, code: CodeType | None) -> str:
+    """Return a hash of the source; where Python does not have it, of the compiled code."""
+    try:
+        target = inspect.unwrap(_innermost(function))
+        source = inspect.getsource(target if inspect.isroutine(target) or inspect.isclass(target) else type(target))
+    except (OSError, TypeError):
+        source = "" if code is None else _text_of(code)
+    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def _text_of(code: CodeType) -> str:
+    """Return what a function does as a text, without the place of its source."""
+    constants = [_text_of(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return " ".join([code.co_code.hex(), *code.co_names, *constants])

@@ -1,0 +1,244 @@
+"""The client of a Runs API: requests and errors of the real app, its events, and what only a console of this machine can do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.client.events import Event
+from penstock.client.loop_thread import LoopThread
+from penstock.client.remote.remote_backend import RemoteBackend
+from penstock.client.remote.runs_api import ApiRefused, RunsApi
+from penstock.console.web.access import Access, Role
+from penstock.console.web.app import create_app
+from penstock.console.web.context import WebContext
+from penstock.console.web.jobs import queue
+from penstock.deploy import quickstart_task
+from penstock.protocol import subjects
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.facts import RunEvent
+from penstock.protocol.record import run_lock
+from penstock.protocol.transport.bus import Bus
+from penstock.reward_service.api import web_server
+from tests.json_server import JsonServer
+from tests.servers import secret_file
+
+ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]
+
+
+@dataclass
+class Console:
+    """A console in a thread of the test, and the runs that it serves."""
+
+    url: str
+    token: str
+    runs: Path
+
+    @property
+    def api(self) -> RunsApi:
+        return RunsApi(self.url, self.token)
+
+
+@pytest.fixture
+def start_console(tmp_path: Path, nats_settings: NatsSettings) -> Iterator[Callable[[int], Console]]:
+    """Start the API's real app; what it returns can be closed by starting another one."""
+    runs = tmp_path / "runs"
+    access = Access(tmp_path / "tokens")
+    token = access.add("me", Role.RUN)
+    password = secret_file(nats_settings.secret())
+    where = (
+        f"nats.url={nats_settings.url}",
+        f"nats.user={nats_settings.user}",
+        f"nats.password_file={password}",
+        "s3.endpoint=http://127.0.0.1:9",
+    )
+    running: list[Callable[[], None]] = []
+
+    def start(port: int) -> Console:
+        stop()
+        bound = web_server.listen("127.0.0.1", port, key="port")
+        context = WebContext(runs, access, where, {})
+        thread, done = LoopThread("console"), asyncio.Event()
+        serving = thread.start(web_server.serve(create_app(context), bound, done))
+
+        def end() -> None:
+            thread.loop.call_soon_threadsafe(context.closing.set)
+            thread.loop.call_soon_threadsafe(done.set)
+            serving.result(20.0)
+            bound.close()
+            thread.end()
+
+        running.append(end)
+        return Console(f"http://127.0.0.1:{bound.getsockname()[1]}", token, runs)
+
+    def stop() -> None:
+        while running:
+            running.pop()()
+
+    yield start
+    stop()
+
+
+@pytest.fixture
+def console(start_console: Callable[[int], Console]) -> Console:
+    return start_console(0)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    return tmp_path / "model"
+
+
+class RewardService(JsonServer):
+    """The registrations that arrive at a reward service."""
+
+    def __init__(self) -> None:
+        self.arrived: list[dict[str, Any]] = []
+        super().__init__()
+
+    def answer(self, method: str, path: str, body: Any, headers: Any) -> tuple[int, Any]:
+        if path == "/v1/endpoints":
+            self.arrived.append(body)
+        return 200, {}
+
+
+def test_a_run_is_created_and_its_function_registered_when_it_runs(
+    console: Console, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, rows and name arrive; the reward is registered at the port that the run's reward service has written."""
+    monkeypatch.setattr(queue, "advance", lambda _: None)  # no process is started
+
+    def length(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    service = RewardService()
+    client = penstock.Client(console.url, token=console.token, runs=console.runs)
+    try:
+        run = client.train(model=model, data=ROWS, reward=length, algorithm="grpo", trainer={"steps": 7}, workers=3)
+        assert (run.id, run.state, run.folder) == ("run", "queued", console.runs / "run")
+        text = (console.runs / "run" / "run.toml").read_text()
+        assert "steps = 7" in text
+        assert 'name = "length"' in text
+        (rows,) = (console.runs / ".client").iterdir()
+        assert str(rows) in text
+        assert json.loads(rows.read_text()) == ROWS[0]
+        (console.runs / "run" / "reward.port").write_text(str(service.port))
+        deadline = time.monotonic() + 20.0
+        while not service.arrived:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert service.arrived[0]["name"] == "length"
+        run.stop()
+        assert run.state in {"stopped", "created"}
+    finally:
+        client.close()
+        service.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("reward-calls")]
+
+
+def test_what_the_api_refuses_is_said_with_its_fix(console: Console, model: Path) -> None:
+    """A wrong setting, an unknown run, a missing token and a server that does not answer."""
+    client = penstock.Client(console.url, token=console.token, runs=console.runs)
+    with pytest.raises(ApiRefused, match=r"unknown key trainer\.lrr; did you mean trainer\.lr\?") as refused:
+        client.train(model=model, data=ROWS, reward="exact_match", trainer={"lrr": 1})
+    assert refused.value.status == 422
+    assert not (console.runs / "run").exists()
+    with pytest.raises(ApiRefused, match="there is no run nope; list the runs"):
+        client.run("nope")
+    with pytest.raises(ApiRefused, match="token"):
+        penstock.Client(console.url).run("nope")
+    with pytest.raises(ConfigError, match="the Runs API has no sft"):
+        client.sft(model=model, data=ROWS)
+    with pytest.raises(ApiRefused, match="no console answers at"):
+        RunsApi("http://127.0.0.1:9", None).call("GET", "/v1/runs")
+    for url in ("remote", "ftp://host", "http://"):
+        with pytest.raises(ConfigError, match="expected 'local' or the URL of a console"):
+            penstock.Client(url)
+
+
+def test_a_console_elsewhere_gets_neither_rows_nor_functions(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to give instead; nothing is sent."""
+    monkeypatch.setattr(RunsApi, "is_here", False)
+    client = penstock.Client(console.url, token=console.token)
+    with pytest.raises(ConfigError, match=r"data\.train: rows are not sent"):
+        client.train(model="m", data=ROWS, reward="exact_match")
+    with pytest.raises(ConfigError, match="cannot call a function of this process"):
+        client.train(model="m", data="rows.jsonl", reward=lambda completions, **columns: [])
+    assert [RunsApi(url, None).is_here for url in ("http://localhost:1", "http://[::1]:1")] == [False, False]
+    monkeypatch.undo()
+    places = ("http://localhost:1", "http://127.9.0.1", "http://[::1]:1", "http://10.0.0.1", "http://gpu-1:8800")
+    assert [RunsApi(url, None).is_here for url in places] == [True, True, True, False, False]
+
+
+def publish(bus: Bus, run: str, number: int) -> None:
+    event = RunEvent(run_id=run, source="trainer", kind="step", at=float(number), data={"step": number})
+    bus.publish(subjects.events(run, "step"), event, msg_id=f"e{number}").wait()
+
+
+def test_events_go_on_after_a_restart_of_the_console_until_the_run_is_over(
+    start_console: Callable[[int], Console], bus: Bus, run_streams: str
+) -> None:
+    """Each event arrives once, in order, from the first one; the iterator ends with the run."""
+    console = start_console(0)
+    folder = console.runs / run_streams
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"settings": {"run": {"dir": str(console.runs)}}, "origins": {}}))
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "at": 1.0, "step": 1, "loss": 0.5}\n')
+    with run_lock.hold(folder):
+        run = RemoteBackend(console.api, run_streams)
+        assert run.state == "running"
+        publish(bus, run_streams, 1)
+        arriving = run.events()
+        assert next_event(arriving).data == {"step": 1}
+        start_console(int(console.url.rpartition(":")[2]))
+        publish(bus, run_streams, 2)
+        assert next_event(arriving).data == {"step": 2}
+        publish(bus, run_streams, 3)
+    assert [event.data for event in arriving if event is not None] == [{"step": 3}]
+    assert run.wait(5.0)
+    assert list(run.events()) == [Event("step", "trainer", 1.0, {"step": 1, "loss": 0.5})]
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "client-events"]
+
+
+def next_event(arriving: Iterator[Event | None]) -> Event:
+    deadline = time.monotonic() + 30.0
+    while (event := next(arriving)) is None:
+        assert time.monotonic() < deadline
+    return event
+
+
+class FarAway(RunsApi):
+    """An API on another machine, with the answers of the reading routes for a run of 2,500 steps."""
+
+    is_here = False
+
+    def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        if path.endswith("/summary"):
+            point = {"step": 5, "version": 5, "accuracy": None, "reward": 0.25, "num_prompts": 8}
+            return {"evaluations": [{"split": "eval", "points": [point]}]}
+        steps = [step for step in range(1, 2501) if query["from"] <= step <= query.get("to", 10**9)]
+        series = {"mean": [step / 10 for step in steps]}
+        return {"steps": steps, "at": [float(step) for step in steps], "figures": {"loss": series}}
+
+
+def test_figures_of_a_run_elsewhere_are_those_of_each_step() -> None:
+    """More steps than one answer has; what needs the run's files is refused."""
+    run = penstock.Run(RemoteBackend(FarAway("http://gpu-1:8800", "t"), "far"))
+    found = run.metrics()
+    assert found["step"].tolist() == list(range(1, 2501))
+    assert found["loss"][-1] == 250.0
+    assert run.metrics("eval")["reward_mean"].tolist() == [0.25]
+    assert run.folder is None
+    with pytest.raises(PenstockError, match="its weights are on another machine"):
+        run.weights()
