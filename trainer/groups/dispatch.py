@@ -466,7 +466,8 @@ class Dispatch:
     def _issue(self, keys: Sequence[GroupKey], version: PolicyVersion) -> TaskPack:
         tasks = [self._task(key, version) for key in keys]
         promises = [_Issued(version, self._own_promise(key, task)) for key, task in zip(keys, tasks, strict=True)]
-        kept = {key: issued for key, issued in self._issued.items() if key in self.state.outstanding}
+        may_arrive = self.state.outstanding.union(self.state.dead)
+        kept = {key: issued for key, issued in self._issued.items() if key in may_arrive}
         self._issued = kept | dict(zip(keys, promises, strict=True))
         return pack_tasks(tasks)
 

@@ -528,6 +528,22 @@ def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
     assert [[s.group_size for s in later.promise(group_id).settings] for group_id in again] == [[2, 4]] * len(again)
 
 
+def test_a_dead_lettered_group_is_held_against_its_task_when_it_arrives() -> None:
+    """Its letter may be sent again, after other groups were issued: its size and length are those it was asked for."""
+    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
+    dispatch = Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
+    dead, trained, *_ = (task.group_id for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks)
+    asked_for = dispatch.promise(dead)
+    dispatch.dead_letter([dead])
+    dispatch.settle([trained])
+    assert dispatch.next_packs(PolicyVersion(1))
+    assert dispatch.accept(dead)
+    assert dispatch.promise(dead) == asked_for
+    assert asked_for.settings == (TaskSettings(2, 256, "single_turn"),)
+    with pytest.raises(PackError, match="1 trajectories, its task asked for 2"):
+        dispatch.promise(dead).check_lengths(dead, [9], has_baseline=False)
+
+
 def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issued_under(tmp_path: Path) -> None:
     """Its size and length are those of that session, whatever the settings are now; a stolen login cannot choose them."""
     prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
