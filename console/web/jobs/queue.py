@@ -100,8 +100,10 @@ def repeat_pauses(runs_dir: Path) -> None:
 
 
 def command(machine: Machine, folder: Path, job: Job) -> list[str]:
-    """Return the command that trains a run, as a person would type it."""
-    words = [*run_arguments(machine.arguments, folder), command_line.LOCAL, "--workers", str(job.workers)]
+    """Return the command that trains a run, as a person would type it; without workers the trainer alone."""
+    words = run_arguments(machine.arguments, folder)
+    if job.workers:
+        words += [command_line.LOCAL, "--workers", str(job.workers)]
     for file in job.serve:
         words += ["--serve", file]
     return command_line.train_command(words, machine.environ)

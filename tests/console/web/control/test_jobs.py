@@ -100,7 +100,8 @@ def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher
         ({"run": "a", "settings": settings(model=5)}, "model is a section, not a value"),
         ({"run": "a", "settings": settings(trainer={"lr": "\ud800"})}, "no UTF-8"),
         ({"run": "a", "settings": settings(), "unknown": 1}, "body.unknown: Extra inputs"),
-        ({"run": "a", "settings": settings(), "workers": 0}, "body.workers"),
+        ({"run": "a", "settings": settings(), "workers": -1}, "body.workers"),
+        ({"run": "a", "settings": settings(), "workers": 0, "serve": ["r.py"]}, "serve comes with workers = 0"),
         ({"run": "a", "settings": settings(), "launcher": "ray"}, "body.launcher"),
         ({"run": "a", "settings": settings(), "launcher_options": {"x": 1}}, "launcher_options.x"),
         ({"run": "a", "settings": settings(), "serve": ["a\x00b"]}, "body.serve.0"),
@@ -152,6 +153,18 @@ def test_runs_of_this_machine_wait_for_one_another_in_their_order(api: Api, laun
         assert queue.advance(actions.machine(restarted.context)) == 1
         assert state(restarted, then) == "running"
     assert [start.run for start in launcher.started] == ["c", "a", "b"]
+
+
+def test_a_run_has_its_workers_here_or_elsewhere(api: Api, launcher: FakeLauncher):
+    """With workers it is started like `penstock train --local`, without any the trainer alone."""
+    create(api, "here", workers=3, serve=["r.py"], start=True)
+    launcher.end(api.folder / "here", 0)
+    create(api, "elsewhere", workers=0, start=True)
+    here, elsewhere = (start.command for start in launcher.started)
+    own = (str(api.folder / "here" / "run.toml"), "run.id=here", f"run.dir={api.folder}")
+    assert here[-8:] == ("penstock.deploy.train_local", *own, "--workers", "3", "--serve", str(Path.cwd() / "r.py"))
+    assert elsewhere[3] == "penstock.deploy.train_attached"
+    assert "--workers" not in elsewhere
 
 
 def test_a_run_that_was_started_by_hand_uses_the_machine_too(api: Api, launcher: FakeLauncher):
