@@ -231,6 +231,20 @@ def test_a_pause_that_was_only_half_written_is_repeated(api: Api, launcher: Fake
     pause_request.clear(api.folder / "a")
     queue.repeat_pauses(api.folder)
     assert pause_request.is_requested(api.folder / "a")
+    pause_request.clear(api.folder / "a")
+    launcher.close()  # its process is on another machine, and holds no lock that is seen here
+    queue.repeat_pauses(api.folder)
+    assert pause_request.is_requested(api.folder / "a")
+
+
+def test_a_run_that_ended_is_not_asked_to_pause_again(api: Api, launcher: FakeLauncher):
+    """Somebody may have started it by hand since."""
+    create(api, "a", start=True)
+    post(api, "a", "pause")
+    launcher.end(api.folder / "a", 0)
+    pause_request.clear(api.folder / "a")
+    queue.repeat_pauses(api.folder)
+    assert not pause_request.is_requested(api.folder / "a")
 
 
 def test_stop_ends_a_running_run_and_takes_a_queued_one_out(api: Api, launcher: FakeLauncher):
