@@ -16,7 +16,7 @@ from tests.console.web.control.api import BASE, Api, FakeLauncher
 from tests.console.web.control.api import settings as least
 from tests.examples import FACTOR
 
-_EXAMPLES = 2  # for each route and mode
+_EXAMPLES = 3  # for each route and mode
 
 
 def test_no_request_that_the_description_allows_or_forbids_is_an_internal_error(
