@@ -100,6 +100,7 @@ def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher
         ({"run": "a", "settings": settings(model=5)}, "model is a section, not a value"),
         ({"run": "a", "settings": settings(trainer={"lr": "\ud800"})}, "no UTF-8"),
         ({"run": "a", "settings": settings(), "unknown": 1}, "body.unknown: Extra inputs"),
+        ({"run": "a", "context_length": 9, "settings": settings(rollout={"max_new_tokens": "\ud800"})}, "context_length leaves"),
         ({"run": "a", "settings": settings(), "workers": -1}, "body.workers"),
         ({"run": "a", "settings": settings(), "workers": 0, "serve": ["r.py"]}, "serve comes with workers = 0"),
         ({"run": "a", "settings": settings(), "launcher": "ray"}, "body.launcher"),
@@ -141,18 +142,18 @@ def test_of_many_requests_for_one_name_one_creates_the_run(api: Api, launcher: F
 
 def test_runs_of_this_machine_wait_for_one_another_in_their_order(api: Api, launcher: FakeLauncher):
     """The order is that of the starts, also for a console that was killed and started anew; one runs at a time."""
-    for run in ("c", "a", "b"):
+    for run in ("c", "b", "a"):
         create(api, run, start=True)
-    assert [state(api, run) for run in ("c", "a", "b")] == ["running", "queued", "queued"]
-    status = api.client(Role.READ).get("/v1/runs/b").json()
+    assert [state(api, run) for run in ("c", "b", "a")] == ["running", "queued", "queued"]
+    status = api.client(Role.READ).get("/v1/runs/a").json()
     assert status["position"] == 1
     restarted = Api(api.folder)
     assert queue.advance(actions.machine(restarted.context)) == 0
-    for ended, then in (("c", "a"), ("a", "b")):
+    for ended, then in (("c", "b"), ("b", "a")):
         launcher.end(api.folder / ended, 0)
         assert queue.advance(actions.machine(restarted.context)) == 1
         assert state(restarted, then) == "running"
-    assert [start.run for start in launcher.started] == ["c", "a", "b"]
+    assert [start.run for start in launcher.started] == ["c", "b", "a"]
 
 
 def test_a_run_has_its_workers_here_or_elsewhere(api: Api, launcher: FakeLauncher):
