@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from penstock.deploy import quickstart_task
 
 _DEADLINE_S = 240.0
+STEPS = 120
 _PENSTOCK = [sys.executable, "-P", "-m", "penstock"]
 
 
@@ -86,6 +87,13 @@ class Console:
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
         return [row["step"] for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"]
 
+    def has_steps(self, run: str, count: int) -> bool:
+        """Whether a run has made so many steps; fails when it ended before, by the files alone: the console may be dead."""
+        launch = self.base / "runs" / run / "launch.json"
+        code = json.loads(launch.read_text()).get("exit_code") if launch.exists() else None
+        assert code is None or len(self.steps(run)) >= count, f"{run} ended with {code}"
+        return len(self.steps(run)) >= count
+
 
 def wait(condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition; AssertionError after the deadline."""
@@ -100,8 +108,7 @@ def main() -> int:
     base = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="penstock-runs-api-"))
     base.mkdir(parents=True, exist_ok=True)
     quickstart_task.write_model(base / "model", seed=0)
-    rows = [{"prompt": f"what is {n} + {n}?", "answer": str(2 * n), "data_source": "sums"} for n in range(40)]
-    pq.write_table(pa.Table.from_pylist(rows), base / "train.parquet")
+    pq.write_table(pa.Table.from_pylist([_row(n) for n in range(40)]), base / "train.parquet")
     console = Console(base)
     try:
         prove(console, base)
@@ -112,6 +119,17 @@ def main() -> int:
         console.process.terminate()
         console.process.communicate(timeout=20)
     return 0
+
+
+def _row(number: int) -> dict[str, Any]:
+    """A row as verl writes it."""
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"what is {number} + {number}?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(2 * number)},
+        "extra_info": {"index": number},
+    }
 
 
 def prove(console: Console, base: Path) -> None:
@@ -128,16 +146,16 @@ def prove(console: Console, base: Path) -> None:
             "trainer": {"checkpoint_every": 1000},
         },
     }  # fmt: skip
-    first = console.ask("POST", "/v1/runs", 201, json={**job, "name": "First", "num_epochs": 6})
+    first = console.ask("POST", "/v1/runs", 201, json={**job, "name": "First", "num_epochs": STEPS / 10})
     assert (first["uuid"], first["state"]) == ("first", "running"), first
     second = console.ask("POST", "/v1/runs", 201, json={**job, "name": "second", "num_epochs": 0.2})
     assert (second["state"], second["position"]) == ("queued", 0), second
     say("created and started two runs: one runs, one is queued")
-    wait(lambda: len(console.steps("first")) >= 2, "steps")
+    wait(lambda: console.has_steps("first", 2), "steps")
     for _ in range(2):
         before = len(console.steps("first"))
         console.kill()
-        wait(lambda count=before: len(console.steps("first")) > count, "steps without a console")
+        wait(lambda count=before: console.has_steps("first", count + 1), "steps without a console")
         console.start()
         assert console.ask("GET", "/v1/runs/first")["state"] == "running"
         assert console.ask("GET", "/v1/runs/second")["state"] == "queued"
@@ -154,15 +172,15 @@ def prove(console: Console, base: Path) -> None:
     say(
         f"paused after {at_pause} steps: issued {train['issued']}, trained {train['used']}, in flight {left}; the audit closes"
     )
-    assert at_pause < 60, "the run ended before it was paused"
+    assert at_pause < STEPS, "the run ended before it was paused"
     assert left < 4, "what was under way was not trained"
     assert console.ask("POST", "/v1/runs/first/resume")["state"] in {"queued", "running"}
     console.until("second", "finished")
     console.until("first", "finished")
-    assert console.steps("first") == list(range(1, 61)), console.steps("first")
+    assert console.steps("first") == list(range(1, STEPS + 1)), console.steps("first")
     account = console.audit("first")
     train = next(one for one in account["splits"] if one["split"] == "train")
-    say(f"resumed and finished: steps 1 to 60, each once; trained {train['used']} groups; the audit closes")
+    say(f"resumed and finished: steps 1 to {STEPS}, each once; trained {train['used']} groups; the audit closes")
     console.ask("DELETE", "/v1/runs/second", 204)
     console.ask("GET", "/v1/runs/second", 404)
     say(f"deleted the second run; {console.num_starts} consoles served all this")

@@ -30,6 +30,9 @@ _MAX_RUNS = 10_000
 def create(web: WebContext, request: RunRequest) -> Path:
     """Create a run's folder with its job and its run file, all at once; return it. Raises Problem or ConfigError."""
     options = _options(request)
+    if request.serve and not request.workers:
+        fix = "serve them where the reward service runs (penstock reward serve), or set workers to 1 or more"
+        raise Problem(422, "serve comes with workers = 0", expected="workers of at least 1", got="workers = 0", fix=fix)
     directory = Path.cwd()
     try:
         text = run_file_text(request, directory)

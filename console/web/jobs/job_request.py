@@ -57,7 +57,12 @@ class RunRequest(BaseModel):
     start: bool = Field(False, description="Start it too, as POST /v1/runs/{run}/start.")
     launcher: LauncherName = Field("local", description="Where it runs.")
     launcher_options: dict[str, Any] = Field({}, description="Options of the launcher.")
-    workers: int = Field(2, ge=1, le=256, description="Rollout workers on the trainer's machine.")
+    workers: int = Field(
+        2,
+        ge=0,
+        le=256,
+        description="Rollout workers on the trainer's machine; 0: the trainer alone, with NATS, S3 and the other services elsewhere.",
+    )
     serve: tuple[_PATH, ...] = Field((), max_length=16, description="Reward files to serve, as penstock train --serve.")
     description: str = Field("", max_length=10_000)
     name: str | None = Field(None, min_length=1, max_length=200, description="Job field: becomes the run's name.")

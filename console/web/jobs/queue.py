@@ -94,14 +94,22 @@ def repeat_pauses(runs_dir: Path) -> None:
     An API that was killed may not have written it, and `penstock train` removes one that it finds when it starts.
     """
     for folder in folders(runs_dir):
-        if job_file.intent_of(folder) == "pause" and is_locked(folder / LOCK):
+        if job_file.intent_of(folder) == "pause" and _has_process(folder):
             with contextlib.suppress(PenstockError):
                 pause_request.request(folder)
 
 
+def _has_process(folder: Path) -> bool:
+    """Return True while the process that the API started runs, here or on another machine, which does not show its lock."""
+    launch = job_file.read_launch(folder)
+    return is_locked(folder / LOCK) or (launch is not None and launch.ended_at is None)
+
+
 def command(machine: Machine, folder: Path, job: Job) -> list[str]:
-    """Return the command that trains a run, as a person would type it."""
-    words = [*run_arguments(machine.arguments, folder), command_line.LOCAL, "--workers", str(job.workers)]
+    """Return the command that trains a run, as a person would type it; without workers the trainer alone."""
+    words = run_arguments(machine.arguments, folder)
+    if job.workers:
+        words += [command_line.LOCAL, "--workers", str(job.workers)]
     for file in job.serve:
         words += ["--serve", file]
     return command_line.train_command(words, machine.environ)

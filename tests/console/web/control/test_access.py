@@ -216,28 +216,30 @@ ATTACKS: dict[str, tuple[str, str, dict[str, str], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_is_refused(api: Api, attack: str, tmp_path: Path):
-    """Refused with the status that says why, as a problem, without the token in the answer."""
-    (tmp_path / "outside").mkdir()
-    (api.folder / "linked").symlink_to(tmp_path / "outside")
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Api, dict[str, str]]:
+    """An app with a link in its folder of runs, and what an attacker may know: a token of each role, and a browser's cookie."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "linked").symlink_to(tmp_path_factory.mktemp("outside"))
+    api = Api(folder)
     browser = api.client(None)
     browser.get(f"/?token={api.access.one_time_link()}")
     cookie = "; ".join(f"{name}={value}" for name, value in browser.cookies.items())
-    words = {
-        "read": api.tokens[Role.READ],
-        "run": api.tokens[Role.RUN],
-        "admin": api.tokens[Role.ADMIN],
-        "cookie": cookie,
-    }
+    return api, {role.text: token for role, token in api.tokens.items()} | {"cookie": cookie}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_refused(attacked: tuple[Api, dict[str, str]], attack: str):
+    """Refused with the status that says why, as a problem, without the token in the answer."""
+    api, words = attacked
     method, path, headers, status = ATTACKS[attack]
     filled = {name: value.format(**words) for name, value in headers.items()}
     answer = api.client(None).request(method, path.format(**words) if "{" in path else path, headers=filled)
     assert answer.status_code == status, answer.text
-    assert api.tokens[Role.ADMIN] not in answer.text
+    assert words["admin"] not in answer.text
     assert "x-content-type-options" in answer.headers
     assert answer.headers["x-frame-options"] == "DENY"
-    assert (tmp_path / "outside").is_dir()
+    assert (api.folder / "linked").resolve().is_dir()
 
 
 def test_the_page_s_own_requests_pass(api: Api):

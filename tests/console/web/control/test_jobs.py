@@ -100,7 +100,9 @@ def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher
         ({"run": "a", "settings": settings(model=5)}, "model is a section, not a value"),
         ({"run": "a", "settings": settings(trainer={"lr": "\ud800"})}, "no UTF-8"),
         ({"run": "a", "settings": settings(), "unknown": 1}, "body.unknown: Extra inputs"),
-        ({"run": "a", "settings": settings(), "workers": 0}, "body.workers"),
+        ({"run": "a", "context_length": 9, "settings": settings(rollout={"max_new_tokens": "\ud800"})}, "context_length leaves"),
+        ({"run": "a", "settings": settings(), "workers": -1}, "body.workers"),
+        ({"run": "a", "settings": settings(), "workers": 0, "serve": ["r.py"]}, "serve comes with workers = 0"),
         ({"run": "a", "settings": settings(), "launcher": "ray"}, "body.launcher"),
         ({"run": "a", "settings": settings(), "launcher_options": {"x": 1}}, "launcher_options.x"),
         ({"run": "a", "settings": settings(), "serve": ["a\x00b"]}, "body.serve.0"),
@@ -140,18 +142,30 @@ def test_of_many_requests_for_one_name_one_creates_the_run(api: Api, launcher: F
 
 def test_runs_of_this_machine_wait_for_one_another_in_their_order(api: Api, launcher: FakeLauncher):
     """The order is that of the starts, also for a console that was killed and started anew; one runs at a time."""
-    for run in ("c", "a", "b"):
+    for run in ("c", "b", "a"):
         create(api, run, start=True)
-    assert [state(api, run) for run in ("c", "a", "b")] == ["running", "queued", "queued"]
-    status = api.client(Role.READ).get("/v1/runs/b").json()
+    assert [state(api, run) for run in ("c", "b", "a")] == ["running", "queued", "queued"]
+    status = api.client(Role.READ).get("/v1/runs/a").json()
     assert status["position"] == 1
     restarted = Api(api.folder)
     assert queue.advance(actions.machine(restarted.context)) == 0
-    for ended, then in (("c", "a"), ("a", "b")):
+    for ended, then in (("c", "b"), ("b", "a")):
         launcher.end(api.folder / ended, 0)
         assert queue.advance(actions.machine(restarted.context)) == 1
         assert state(restarted, then) == "running"
-    assert [start.run for start in launcher.started] == ["c", "a", "b"]
+    assert [start.run for start in launcher.started] == ["c", "b", "a"]
+
+
+def test_a_run_has_its_workers_here_or_elsewhere(api: Api, launcher: FakeLauncher):
+    """With workers it is started like `penstock train --local`, without any the trainer alone."""
+    create(api, "here", workers=3, serve=["r.py"], start=True)
+    launcher.end(api.folder / "here", 0)
+    create(api, "elsewhere", workers=0, start=True)
+    here, elsewhere = (start.command for start in launcher.started)
+    own = (str(api.folder / "here" / "run.toml"), "run.id=here", f"run.dir={api.folder}")
+    assert here[-8:] == ("penstock.deploy.train_local", *own, "--workers", "3", "--serve", str(Path.cwd() / "r.py"))
+    assert elsewhere[3] == "penstock.deploy.train_attached"
+    assert "--workers" not in elsewhere
 
 
 def test_a_run_that_was_started_by_hand_uses_the_machine_too(api: Api, launcher: FakeLauncher):
@@ -218,6 +232,20 @@ def test_a_pause_that_was_only_half_written_is_repeated(api: Api, launcher: Fake
     pause_request.clear(api.folder / "a")
     queue.repeat_pauses(api.folder)
     assert pause_request.is_requested(api.folder / "a")
+    pause_request.clear(api.folder / "a")
+    launcher.close()  # its process is on another machine, and holds no lock that is seen here
+    queue.repeat_pauses(api.folder)
+    assert pause_request.is_requested(api.folder / "a")
+
+
+def test_a_run_that_ended_is_not_asked_to_pause_again(api: Api, launcher: FakeLauncher):
+    """Somebody may have started it by hand since."""
+    create(api, "a", start=True)
+    post(api, "a", "pause")
+    launcher.end(api.folder / "a", 0)
+    pause_request.clear(api.folder / "a")
+    queue.repeat_pauses(api.folder)
+    assert not pause_request.is_requested(api.folder / "a")
 
 
 def test_stop_ends_a_running_run_and_takes_a_queued_one_out(api: Api, launcher: FakeLauncher):

@@ -75,10 +75,24 @@ def test_a_killed_run_is_seen_as_ended_and_its_command_is_not_left(folder: Path)
     assert of_folder(folder, job).state == "failed"
 
 
+def test_a_run_goes_on_without_the_process_that_records_its_end(folder: Path):
+    """Its command holds the lock too, is still found, and is the one that is asked to stop."""
+    Local().start(start_of(folder, sys.executable, "-c", WAITS))
+    wait_for(lambda: "up" in (folder / "logs" / "launch.log").read_text(), "the command to run")
+    launch = job_file.read_launch(folder)
+    assert launch is not None
+    assert send(launch.pid, launch.pid_started, signal.SIGKILL)
+    wait_for(lambda: started_ticks(launch.pid) != launch.pid_started, "the recording process to end")
+    assert Local().find(folder, LocalOptions(), "").state == "running"
+    Local().stop(folder, LocalOptions(), "", force=False)
+    wait_for(lambda: not is_locked(folder / LOCK), "the command to end")
+
+
 def test_a_signal_is_sent_to_no_other_process_of_the_same_pid():
     """The time at which a process started is compared: this process is not the one of another time."""
-    assert not send(os.getpid(), started_ticks(os.getpid()) + 1, signal.SIGKILL)
-    assert not send(0, 0, signal.SIGKILL)
+    assert not send(os.getpid(), started_ticks(os.getpid()) + 1, signal.SIGCONT)
+    assert send(os.getpid(), started_ticks(os.getpid()), signal.SIGCONT)
+    assert not send(0, 0, signal.SIGCONT)
 
 
 def test_a_command_that_cannot_start_is_a_failure_with_its_log(folder: Path):
