@@ -1,7 +1,7 @@
 """The `penstock` command and its top-level verbs.
 
 A verb that runs a service replaces this process by the service's (`console/launch.py`). Verbs with a
-subject are in its file (`reward_verbs`, `model_verbs`, `run_verbs`, `setting_verbs`, `tracking_verbs`, `dead_letter_verbs`). Slow imports are inside
+subject are in its file (`reward_verbs`, `evaluation_verbs`, `model_verbs`, `run_verbs`, `setting_verbs`, `tracking_verbs`, `dead_letter_verbs`). Slow imports are inside
 the verbs, so that ``--help`` answers at once.
 """
 
@@ -16,7 +16,15 @@ from cyclopts import App
 
 from penstock import __version__
 from penstock.console import launch
-from penstock.console.cli import dead_letter_verbs, model_verbs, reward_verbs, run_verbs, setting_verbs, tracking_verbs
+from penstock.console.cli import (
+    dead_letter_verbs,
+    evaluation_verbs,
+    model_verbs,
+    reward_verbs,
+    run_verbs,
+    setting_verbs,
+    tracking_verbs,
+)
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
@@ -40,6 +48,7 @@ data = App(name="data", help="Check data files.", help_format="plaintext", group
 for part in (config, data, model_verbs.app, reward_verbs.app, run_verbs.runs, run_verbs.weights, dead_letter_verbs.app):
     app.command(part)
 app.update(run_verbs.record)
+app.update(evaluation_verbs.app)
 app.update(tracking_verbs.app)
 app.update(setting_verbs.app)
 app["--help"].show = app["--version"].show = False  # the text above and the verb say the same
