@@ -13,6 +13,8 @@ from tests.servers import require, wait_for
 
 from penstock.console.evaluation import stored_results
 from penstock.console.evaluation.results import Outcome
+from penstock.console.registry import tags
+from penstock.console.registry.tags import Tag
 from penstock.deploy import quickstart_task
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.evaluate import correctness
@@ -80,6 +82,10 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
         target.recorded_settings(final, with_reward=True) == 'data = {system_prompt = "s"}\nreward = {name = "math"}\n'
     )
     assert target.recorded_settings(final, with_reward=False) == 'data = {system_prompt = "s"}\n'
+    tags.put(home, "kept", Tag(version=7))
+    quickstart_task.write_model(home / tags.MODELS / "kept", seed=0)
+    kept = target.find("one@kept", runs, {})
+    assert (kept.run, kept.version, kept.folder) == ("one", 7, home / tags.MODELS / "kept")
     with pytest.raises(ConfigError, match="no run two"):
         target.find("two", runs, {})
 
