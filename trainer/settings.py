@@ -306,8 +306,8 @@ class OptimizerSettings(Section):
         default=1,
         ge=0,
         le=16,
-        description="Versions with the best evaluations that are kept beyond keep_versions: by the share of correct "
-        "completions, or by the mean reward where nothing says when one is correct. 0: none.",
+        description="Versions with the best evaluations that are kept beyond keep_versions: by eval.best_by, else by the share of "
+        "correct completions, or by the mean reward where nothing says when one is correct. 0: none.",
     )
     milestone_every: int = Field(
         default=10,

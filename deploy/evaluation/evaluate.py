@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,20 +129,21 @@ def _prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextl
     answers.check_place(options.answer)
     if options.samples < 1:
         raise ConfigError(f"-k {options.samples}: expected 1 sample of each prompt or more")
+    if options.num_prompts is not None and options.num_prompts < 1:
+        raise ConfigError(f"--num-prompts {options.num_prompts}: expected 1 or more")
     found = target.find(options.target, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
     home = found.home.absolute()
     scratch = home / stored_results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
-    model = target.export(found, scratch / "model", _connection_arguments(rest))
+    model = target.export(found, scratch / "model", connection_arguments(rest))
     files = [str(path.absolute()) for path in data_files(options.data, "--data", "eval")]
     if missing := [file for file in files if not Path(file).is_file()]:
         raise ConfigError(f"--data: there is no file {', '.join(missing)}; check the path")
     recorded = scratch / "recorded.toml"
     recorded.write_text(target.recorded_settings(found, with_reward=reward is None), encoding="utf-8")
-    own_files, overrides = split_arguments(rest)
-    given = [*(str(file.absolute()) for file in own_files), *overrides]
+    given = without_servers(rest)
     ours = [
         f"model.path={model.absolute()}",
         f"run.id={_WORK}",
@@ -168,6 +170,7 @@ def _prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextl
     name = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
     folder = home / stored_results.FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
+    cleaned.enter_context(_alone(folder))
     kept = folder / "settings.toml"  # the services read it
     recorded.replace(kept)
     if found.folder is None:
@@ -433,10 +436,37 @@ def _environ() -> Mapping[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_SERVERS)}
 
 
-def _connection_arguments(rest: Sequence[str]) -> list[str]:
+def connection_arguments(rest: Sequence[str]) -> list[str]:
     """Return the arguments that say where the run's servers and folders are: run files and overrides of nats, s3 and run."""
-    files, overrides = split_arguments(rest)
+    files, overrides = _split(rest)
     return [*map(str, files), *(one for one in overrides if one.lstrip("-").startswith(("nats.", "s3.", "run.")))]
+
+
+def without_servers(rest: Sequence[str]) -> list[str]:
+    """Return the arguments for the evaluation's own services, which must not connect to the servers of the run."""
+    files, overrides = _split(rest)
+    own = [one for one in overrides if not one.lstrip("-").startswith(("nats.", "s3.", "run."))]
+    return [*(str(file.absolute()) for file in files), *own]
+
+
+def _split(rest: Sequence[str]) -> tuple[Sequence[Path], list[str]]:
+    """Return run files and overrides, each override as one word."""
+    files, overrides = split_arguments(rest)
+    words = iter(overrides)
+    return files, [f"{one}={next(words, '')}" if one.startswith("--") and "=" not in one else one for one in words]
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of an evaluation's folder; raises ConfigError while another process evaluates the same."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: this evaluation runs in another process; wait for it, or stop it") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 if __name__ == "__main__":

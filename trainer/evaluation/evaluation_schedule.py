@@ -63,9 +63,9 @@ class EvaluationSchedule:
         return bool(self._unfinished)
 
     def start(self, version: PolicyVersion, step: int) -> None:
-        """Start the evaluations that are due or unfinished; their results are reported when they end."""
+        """Start the evaluations that an earlier session left unfinished, else those that are due; results are reported later."""
         assert self._evaluator is not None
-        self._evaluator.start(version, step, {*self._due(step), *self._unfinished})
+        self._evaluator.start(version, step, self._unfinished or self._due(step))
         self._unfinished = []
         self._newest = version
 

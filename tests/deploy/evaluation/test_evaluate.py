@@ -17,7 +17,7 @@ from penstock.console.registry import tags
 from penstock.console.registry.tags import Tag
 from penstock.deploy import quickstart_task
 from penstock.deploy.evaluation import target
-from penstock.deploy.evaluation.evaluate import correctness
+from penstock.deploy.evaluation.evaluate import _alone, connection_arguments, correctness, without_servers
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.evaluation.success import SuccessRules
 
@@ -97,6 +97,30 @@ def test_other_weights_are_another_evaluation(tmp_path: Path) -> None:
     assert target.find(str(tmp_path / "model"), [], {}).identity == first
     quickstart_task.write_model(tmp_path / "model", seed=1)
     assert target.find(str(tmp_path / "model"), [], {}).identity != first
+
+
+def test_the_servers_of_the_run_are_not_those_of_the_evaluation() -> None:
+    """Addresses and folders of the run say where a version is stored; the evaluation's services never get them."""
+    rest = [
+        "--nats.url",
+        "nats://a:1",
+        "s3.endpoint=http://a:2",
+        "run.dir=/runs",
+        "worker.device=cuda",
+        "--rollout.stop",
+        "x",
+    ]
+    assert connection_arguments(rest) == ["--nats.url=nats://a:1", "s3.endpoint=http://a:2", "run.dir=/runs"]
+    assert without_servers(rest) == ["worker.device=cuda", "--rollout.stop=x"]
+
+
+def test_one_evaluation_runs_once(tmp_path: Path) -> None:
+    """A second process would remove the servers of the first."""
+    refused = pytest.raises(ConfigError, match="this evaluation runs in another process")
+    with _alone(tmp_path), refused, _alone(tmp_path):
+        pass
+    with _alone(tmp_path):
+        pass
 
 
 def test_correct_is_what_the_rule_of_its_reward_says() -> None:

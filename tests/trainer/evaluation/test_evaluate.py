@@ -343,16 +343,16 @@ def test_only_the_sources_that_are_due_are_evaluated(two_sources: Scene) -> None
     assert [result.split for result in two_sources.results] == ["hard"]
 
 
-def test_an_unfinished_source_is_continued_though_it_is_not_due(two_sources: Scene) -> None:
-    """Its groups were in flight when the trainer exited; the other source of that version was over."""
+def test_only_the_unfinished_source_of_a_version_is_continued(two_sources: Scene) -> None:
+    """Its groups were in flight when the trainer exited; the other source, due at that step, was over."""
     scene = two_sources
     scene.publish(V3)
     scene.publisher.wait_until_published(V3, 20.0)
     scene.accounting.issue("eval", [f"eval.v3.p{number}" for number in range(70, 74)])
-    settings = EvalSettings(source={"hard": EvalSource(data=[Path("x")])})
+    settings = EvalSettings(every=5, source={"hard": EvalSource(data=[Path("x")], every=4)})
     schedule = EvaluationSchedule(scene.evaluator, settings, ["eval", "hard"], num_steps=13)
     assert schedule.resume(V3, now=V3, step=5)
-    schedule.start(V3, 5)
+    schedule.start(V3, 5)  # of the sources only the other one is due at step 5
     schedule.wait_for_newest(lambda: False)
     assert [result.split for result in scene.results] == ["hard"]
     assert not scene.lost
