@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from penstock.console.registry import hub
 from penstock.protocol.errors import ConfigError
@@ -33,6 +33,9 @@ class FakeHub(BaseHTTPRequestHandler):
             body = json.dumps(
                 {"id": "owner/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
             ).encode()
+        elif self.path.startswith("/api/models/owner/model/tree/"):
+            entries = [{"type": "file", "path": one, "size": len(data), "oid": one} for one, data in FILES.items()]
+            body = json.dumps(entries).encode()
         elif self.path.startswith("/owner/model/resolve/") and name in FILES:
             body = FILES[name]
         else:
@@ -56,10 +59,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     yield url
     server.shutdown()
     server.server_close()
@@ -90,7 +91,7 @@ def test_a_refusal_of_the_hub_names_the_login(endpoint: str, model: Path, tmp_pa
 
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     """With what to check; nothing waits for it."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         hub.HubFailed, match=r"owner/model was not pushed: .*check the network, the proxy and HF_ENDPOINT"
     ):
