@@ -26,7 +26,9 @@ def check_inputs(trainer: TrainerSettings) -> None:
     if is_gguf(trainer.model.path):
         check_gguf(trainer.model.path)
     if trainer.data.from_run is None:
-        for key, files in (("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files)):
+        sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]
+        given = [("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files), *sources]
+        for key, files in given:
             if missing := [str(file) for file in files if not file.exists()]:
                 raise ConfigError(f"{key}: there is no file {', '.join(missing)}; check the path")
     check_same_model(trainer.run.folder, trainer.model.path)

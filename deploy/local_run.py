@@ -85,6 +85,7 @@ class LocalRun:
         environ: Mapping[str, str] | None = None,
         rule: RestartRule | None = None,
         trainer_overrides: Callable[[int], Sequence[str]] = lambda _: (),
+        own_servers: bool | None = None,
     ) -> None:
         """Check the settings of all services; start nothing.
 
@@ -95,6 +96,7 @@ class LocalRun:
             environ: Used instead of this process's environment.
             rule: When a process that crashes is restarted.
             trainer_overrides: Further overrides for the trainer's n-th session (from 0), called before each start.
+            own_servers: Start NATS and S3 for it even if the run file names others; None: unless it names others.
 
         Raises:
             ConfigError: A service would refuse them; names file and line.
@@ -116,7 +118,7 @@ class LocalRun:
         self.nats: NatsSettings = connection.settings.nats
         self.s3: S3Settings = connection.settings.s3
         self._limits = connection.settings.retention.limits()
-        self._own_servers = _own_servers(connection.origins)
+        self._own_servers = _own_servers(connection.origins) if own_servers is None else own_servers
         self._choose_reward_port = reward.origins["reward_service.port"] == "default"
         self._input = trainer.data.from_run  # then nothing is generated or scored
         if self._input is not None and reward_files:
@@ -235,6 +237,11 @@ class LocalRun:
         if TRAINER not in exited():
             raise supervisor.child(exited()[0]).failure("could not start")
         return supervisor.child(TRAINER).returncode
+
+    def check_processes(self) -> None:
+        """Raise DeployError when a process crashed so often that it is not restarted any more."""
+        if (failure := self._require_supervisor().failure) is not None:
+            raise failure
 
     def stop(self) -> None:
         """Stop all processes, services first, and reap their orphans; idempotent."""

@@ -36,5 +36,5 @@ def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
         yield "trainer.resume_older_step", "with trainer.resume = false"
     if settings.data.from_run is not None:
         yield from ((key, "with data.from_run") for key in ("data.train", "data.eval"))
-    if settings.data.from_run is not None or not settings.data.eval_files:
+    if settings.data.from_run is not None or not settings.evaluated:
         yield from ((f"eval.{name}", "without data.eval") for name in _EVALUATION)

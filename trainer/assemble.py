@@ -22,6 +22,7 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
 from penstock.protocol.record import run_lock
@@ -34,8 +35,10 @@ from penstock.trainer.commit import CHECKPOINTS, Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.eval_settings import DATA_EVAL
+from penstock.trainer.evaluation.early_stop import EarlyStop, stored_scores
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
-from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.evaluation.evaluate import EvaluatedSource, Evaluator
 from penstock.trainer.evaluation.evaluation_log import EvaluationLog
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.evaluation.success import SuccessRules
@@ -217,12 +220,13 @@ def _run(session: _Session, ranks: Ranks) -> None:
 @dataclass(frozen=True, slots=True)
 class _Data:
     train: PromptSet | None  # None: groups come from a stored run
-    eval: PromptSet | None
+    eval: tuple[EvaluatedSource, ...]
     tokenizer: ChatTokenizer
 
     @property
     def sets(self) -> list[PromptSet]:
-        return [prompts for prompts in (self.train, self.eval) if prompts is not None]
+        held_out = [source.prompts for source in self.eval]
+        return held_out if self.train is None else [self.train, *held_out]
 
 
 def _open_data(settings: TrainerSettings) -> _Data:
@@ -236,24 +240,29 @@ def _open_data(settings: TrainerSettings) -> _Data:
         needs_template=settings.data.text_prompts == "chat" and settings.data.from_run is None,
     )
     if settings.data.from_run is not None:  # nothing is generated: no prompts are needed, and none can be evaluated
-        return _Data(None, None, tokenizer)
+        return _Data(None, (), tokenizer)
 
-    def opened(files: Sequence[Path], data: DataSettings, max_new_tokens: int) -> PromptSet:
-        prompts = PromptSet.open(
-            files, data=data, reward=settings.reward, tokenizer=tokenizer, max_new_tokens=max_new_tokens
-        )
+    def opened(
+        files: Sequence[Path], data: DataSettings, max_new_tokens: int, reward: RewardSettings = settings.reward
+    ) -> PromptSet:
+        prompts = PromptSet.open(files, data=data, reward=reward, tokenizer=tokenizer, max_new_tokens=max_new_tokens)
         for notes in prompts.notes:
             log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
         if prompts.dropped:
             log.warning("prompts left out", files=[str(path) for path in files], **prompts.dropped)
         return prompts
 
-    evaluated = None
-    if settings.data.eval_files:
-        all_rows = settings.data.model_copy(update={"max_samples": None})
-        evaluated = opened(
-            settings.data.eval_files, all_rows, settings.eval.max_new_tokens or settings.rollout.max_new_tokens
-        )
+    def source(name: str) -> EvaluatedSource:
+        own = settings.eval.of(name)
+        own = own.model_copy(update={"environment": own.environment or settings.rollout.environment})
+        files = settings.data.eval_files if name == DATA_EVAL else settings.eval.source[name].files
+        reward = None if name == DATA_EVAL else settings.eval.source[name].reward
+        scored_by = settings.reward.model_copy(update={"name": reward, "by_source": {}}) if reward else settings.reward
+        prompts = opened(files, all_rows, own.max_new_tokens or settings.rollout.max_new_tokens, scored_by)
+        return EvaluatedSource(name, prompts, own, evaluation_sampling(own, settings.rollout, tokenizer.eos_ids))
+
+    all_rows = settings.data.model_copy(update={"max_samples": None})
+    evaluated = tuple(source(name) for name in settings.evaluated)
     train = opened(settings.data.train_files, settings.data, settings.rollout.max_new_tokens)
     return _Data(train, evaluated, tokenizer)
 
@@ -302,20 +311,26 @@ def _training(
             never_published=publisher.never_published,
         )
     weight_gc = _weight_gc(session, publisher)
-    evaluation_log = EvaluationLog(events)
+    best = settings.eval.best(has_data_eval=bool(settings.data.eval_files))
+    evaluation_log = EvaluationLog(events, best.source if best is not None else DATA_EVAL)
+    metrics = settings.run.folder / "metrics.jsonl"
+    early_stop = EarlyStop(settings.eval.early_stop, [] if best is None else stored_scores(metrics, best))
 
     def on_end(result: EvalResult | LostEvaluation) -> None:
-        if isinstance(result, EvalResult):  # before the evaluator unpins the version
-            measure, score = result.score
-            weight_gc.kept.add_result(
-                KeptVersion(version=result.version, step=result.step, measure=measure, score=score)
-            )
+        if isinstance(result, EvalResult) and best is not None and result.split == best.source:
+            if (scored := result.score_by(best.metric)) is None:
+                log.warning("version not compared: the metric is not measured", metric=settings.eval.best_by)
+            else:  # before the evaluator unpins the version
+                measure, score = scored
+                kept = KeptVersion(version=result.version, step=result.step, measure=measure, score=score)
+                weight_gc.kept.add_result(kept)
+                early_stop.add(result.step, measure, score)
         evaluation_log.add(result)
 
     evaluator = None
-    if data.eval is not None:
+    if data.eval:
         before = tuple(dict.fromkeys(each.evaluation for each in source.issued_before.all_settings()))
-        evaluator = _evaluator(session, data.eval, publisher, on_end, history.accounting, success, before)
+        evaluator = _evaluator(session, publisher, on_end, history.accounting, success, before)
     planner = Planner(settings, rank_group, resumed.algorithm if resumed else {})
     training = Training(
         settings=settings,
@@ -325,7 +340,8 @@ def _training(
         collector=source.collector,
         publisher=publisher,
         submitter=WeightSubmitter(settings, rank_group, publisher, record_writer),
-        evaluations=EvaluationSchedule(evaluator, settings.eval, num_steps=settings.trainer.steps),
+        evaluations=EvaluationSchedule(evaluator, settings.eval, settings.evaluated, num_steps=settings.trainer.steps),
+        early_stop=early_stop,
         events=events,
         reporter=StepReporter(events, heartbeat, source.issuer.groups()["dropped"]),
         heartbeat=heartbeat,
@@ -373,7 +389,6 @@ def _weight_gc(session: _Session, publisher: Publisher) -> WeightGc:
 
 def _evaluator(
     session: _Session,
-    prompts: PromptSet,
     publisher: Publisher,
     on_end: Callable[[EvalResult | LostEvaluation], None],
     accounting: Accounting,
@@ -381,12 +396,9 @@ def _evaluator(
     settings_before: Sequence[TaskSettings],
 ) -> Evaluator:
     settings = session.settings
-    environment = settings.eval.environment or settings.rollout.environment
     return Evaluator(
         session.connections,
-        prompts=prompts,
-        settings=settings.eval.model_copy(update={"environment": environment}),
-        sampling=evaluation_sampling(settings.eval, settings.rollout, session.data.tokenizer.eos_ids),
+        sources=session.data.eval,
         publisher=publisher,
         deadline_s=settings.trainer.collect_deadline_s,
         on_end=on_end,
@@ -420,7 +432,8 @@ def _write_summary(training: Training, results: EvaluationLog, *, is_complete: b
     totals = training.issuer.totals()
     document: dict[str, Any] = {
         "run_id": training.settings.run.id,
-        "finished": training.num_steps_done >= training.settings.trainer.steps,
+        "finished": training.is_done,
+        "early_stop": training.early_stop.document(),
         "complete": is_complete,
         "steps": training.num_steps_done,
         "version": training.version,

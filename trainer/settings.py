@@ -20,6 +20,7 @@ from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
 from penstock.trainer.dpo_settings import DpoSettings
+from penstock.trainer.eval_settings import ENVIRONMENT, EvalSettings
 from penstock.trainer.fine_tuning_settings import (
     Beta,
     Files,
@@ -56,9 +57,6 @@ COLUMNS = (
     "margin",
 )
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # given by Penstock
-
-
-_ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
 
 
 class ModelSettings(Section):
@@ -203,7 +201,7 @@ class RolloutSettings(Section):
     )
     environment: str = Field(
         default="single_turn",
-        pattern=_ENVIRONMENT,
+        pattern=ENVIRONMENT,
         max_length=200,
         description="Environment that generates the trajectories, by name; one of your own must be in worker.environments.",
     )
@@ -308,8 +306,8 @@ class OptimizerSettings(Section):
         default=1,
         ge=0,
         le=16,
-        description="Versions with the best evaluations that are kept beyond keep_versions: by the share of correct "
-        "completions, or by the mean reward where nothing says when one is correct. 0: none.",
+        description="Versions with the best evaluations that are kept beyond keep_versions: by eval.best_by, else by the share of "
+        "correct completions, or by the mean reward where nothing says when one is correct. 0: none.",
     )
     milestone_every: int = Field(
         default=10,
@@ -331,30 +329,6 @@ class OptimizerSettings(Section):
         ge=0.0,
         description="How long weights are kept after the last version that needs them expired, for readers under way, in s.",
     )
-
-
-class EvalSettings(Section):
-    """Evaluation on held-out prompts, each pinned to one version."""
-
-    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at start and end.")
-    num_prompts: int = Field(default=0, ge=0, description="Only the first prompts of data.eval; 0: all.")
-    at_start: bool = Field(default=True, description="Evaluate version 0, when there is data.eval.")
-    at_end: bool = Field(default=True, description="Evaluate the last version, when there is data.eval.")
-    temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Sampling temperature; 0 is greedy.")
-    samples: int = Field(default=1, ge=1, description="Completions per prompt; their rewards are averaged.")
-    max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: as in rollout.")
-    environment: str | None = Field(
-        default=None, pattern=_ENVIRONMENT, max_length=200, description="Environment; none: as in rollout."
-    )
-
-    @model_validator(mode="after")
-    def _samples_differ(self) -> EvalSettings:
-        if self.samples > 1 and self.temperature == 0.0:
-            raise ValueError(
-                f"eval.samples = {self.samples} greedy completions would all be the same; "
-                "set eval.temperature above 0 or eval.samples = 1"
-            )
-        return self
 
 
 class TrainerSettings(Section):
@@ -415,15 +389,7 @@ class TrainerSettings(Section):
                 f"fetch with rollout.max_staleness = {self.rollout.max_staleness}; "
                 f"raise it to at least {self.rollout.max_staleness + 2}"
             )
-        if self.eval.every and not self.data.eval_files:
-            raise ValueError(
-                f"eval.every = {self.eval.every} but data.eval names no file; set data.eval, or eval.every = 0"
-            )
-        if self.eval.every and self.data.from_run:
-            raise ValueError(
-                f"eval.every = {self.eval.every} with data.from_run = {self.data.from_run}: no engine generates completions to "
-                "evaluate; set eval.every = 0, and evaluate the resulting model"
-            )
+        self._check_evaluation()
         self._check_critic()
         self._check_lora()
         self._check_warmup()
@@ -448,6 +414,29 @@ class TrainerSettings(Section):
                 raise ValueError(
                     f"{name}.warmup_steps is more than {name}.steps; lower it, so that the peak is reached"
                 )
+
+    def _check_evaluation(self) -> None:
+        """Raise ValueError for evaluations that have no prompts or no engine, or compare what is not measured."""
+        if self.eval.every and not self.evaluated:
+            raise ValueError(
+                f"eval.every = {self.eval.every} but data.eval names no file; set data.eval, or eval.every = 0"
+            )
+        if (self.eval.every or self.eval.source) and self.data.from_run:
+            asked = f"eval.every = {self.eval.every}" if self.eval.every else "eval.source"
+            raise ValueError(
+                f"{asked} with data.from_run = {self.data.from_run}: no engine generates completions to "
+                "evaluate; set eval.every = 0, and evaluate the resulting model"
+            )
+        best = self.eval.best(has_data_eval=bool(self.data.eval_files))
+        if self.eval.early_stop and (best is None or not self.eval.of(best.source).every):
+            raise ValueError(
+                f"eval.early_stop = {self.eval.early_stop} compares evaluations during the run; set data.eval and eval.every too"
+            )
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of the sources that are evaluated during the run; data.eval first."""
+        return self.eval.names(has_data_eval=bool(self.data.eval_files))
 
     def _check_critic(self) -> None:
         if not self.algorithm.has_critic:

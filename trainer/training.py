@@ -22,6 +22,7 @@ from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch
+from penstock.trainer.evaluation.early_stop import EarlyStop
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.collect import Collector
@@ -64,6 +65,7 @@ class Training:
     publisher: Publisher
     submitter: WeightSubmitter
     evaluations: EvaluationSchedule
+    early_stop: EarlyStop
     events: EventWriter
     reporter: StepReporter
     heartbeat: HeartbeatWriter
@@ -102,7 +104,12 @@ class Training:
     @property
     def should_continue(self) -> bool:
         """Whether a step is left and ``stop`` is not set."""
-        return self.num_steps_done < self.settings.trainer.steps and not self.stop.is_set()
+        return not self.is_done and not self.stop.is_set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are made, or the evaluations have ended the run early."""
+        return self.num_steps_done >= self.settings.trainer.steps or self.early_stop.ended is not None
 
     def begin(self) -> None:
         """Publish the weights that the session starts from, evaluate them if due, and start issuing tasks."""
@@ -212,7 +219,10 @@ class Training:
     def finish(self) -> None:
         """Commit a checkpoint; when all steps are done, also export the model and wait for evaluations."""
         self.issuer.stop()
-        if self.num_steps_done >= self.settings.trainer.steps:
+        if (end := self.early_stop.ended) is not None:
+            self.events.write("log", {"text": end.text, "early_stop": self.early_stop.document()})
+            log.info(end.text, step=self.num_steps_done)
+        if self.is_done:
             self.collector.close()
         self._checkpoint()
         if not self.stop.is_set():

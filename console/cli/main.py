@@ -1,7 +1,7 @@
 """The `penstock` command and its top-level verbs.
 
 A verb that runs a service replaces this process by the service's (`console/launch.py`). Verbs with a
-subject are in its file (`reward_verbs`, `model_verbs`, `run_verbs`, `setting_verbs`, `tracking_verbs`, `dead_letter_verbs`). Slow imports are inside
+subject are in its file (`reward_verbs`, `evaluation_verbs`, `model_verbs`, `run_verbs`, `setting_verbs`, `tracking_verbs`, `dead_letter_verbs`). Slow imports are inside
 the verbs, so that ``--help`` answers at once.
 """
 
@@ -19,6 +19,7 @@ from penstock.console import launch
 from penstock.console.cli import (
     console_verbs,
     dead_letter_verbs,
+    evaluation_verbs,
     model_verbs,
     reward_verbs,
     run_verbs,
@@ -57,6 +58,7 @@ for part in (
 ):
     app.command(part)
 app.update(run_verbs.record)
+app.update(evaluation_verbs.app)
 app.update(tracking_verbs.app)
 app.update(setting_verbs.app)
 app["--help"].show = app["--version"].show = False  # the text above and the verb say the same

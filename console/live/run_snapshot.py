@@ -37,6 +37,7 @@ class EvalPoint:
     reward: float | None = None
     num_prompts: int = 0
     success: str = ""  # what counts as correct
+    primary: bool = True  # of the source that versions are compared by
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,6 +330,7 @@ class RunView:
             reward=fields.reward_mean,
             num_prompts=fields.num_prompts,
             success=fields.success,
+            primary=fields.primary,
         )
         others = [e for e in self.evals if (e.version, e.split) != (point.version, point.split)]
         self.evals = sorted([*others, point], key=_by_step)
@@ -399,7 +400,8 @@ class RunView:
         return {reason: groups for reason, groups in self._groups.dropped.items() if groups}
 
     def _primary_evals(self) -> list[EvalPoint]:
-        return [e for e in self.evals if e.split == self.evals[0].split]
+        first = next((e for e in self.evals if e.primary), self.evals[0] if self.evals else None)
+        return [] if first is None else [e for e in self.evals if e.split == first.split]
 
     def _eta_s(self, points: list[StepPoint]) -> float | None:
         recent = points[-_SPEED_STEPS:]

@@ -57,6 +57,8 @@ def read(folder: Path) -> Curves:
             rewards[step] = reward
             parts[step] = _finite(row.get("reward_parts"))
         elif row.get("kind") == "eval" and (accuracy is not None or reward is not None):
+            if row.get("primary") is False:  # a further source
+                continue
             split = split or row.get("split")
             if row.get("split") == split:
                 evaluations[step] = Evaluation(step, accuracy, reward)

@@ -72,6 +72,7 @@ class EvalFields(EventFields):
     success: _Text = ""
     split: _Text = ""
     name: _Text = ""
+    primary: bool = True  # of the source that versions are compared by
 
 
 class StateFields(EventFields):

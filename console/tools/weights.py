@@ -34,15 +34,7 @@ NOTHING_KEPT = KeptVersions()
 
 def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
     """Print the stored versions of a run; return the exit code. Raises PenstockError."""
-    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
-    with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
-        view = RunView(run)
-        watcher = Watcher(bus, view)
-        watcher.catch_up()
-        for what, count in view.summary().unreadable.items():
-            print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
-        head, kept = _head(bus, run), _kept(bus, run)
-        rows = list_versions(reachable(_manifests(Blobs(settings.s3), run), head, kept), view, head, kept)
+    rows = stored_versions(run, arguments, environ)
     if as_json:
         print(json_text.dumps(rows))
     elif not rows:
@@ -53,6 +45,19 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
         if any(row["kept"]["best"] for row in rows):
             print(f"next: penstock weights export {run} --best --to FOLDER")
     return 0
+
+
+def stored_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Row]:
+    """Return the stored versions of a run as `list_versions` describes them. Raises PenstockError."""
+    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
+        view = RunView(run)
+        watcher = Watcher(bus, view)
+        watcher.catch_up()
+        for what, count in view.summary().unreadable.items():
+            print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
+        head, kept = _head(bus, run), _kept(bus, run)
+        return list_versions(reachable(_manifests(Blobs(settings.s3), run), head, kept), view, head, kept)
 
 
 def export(

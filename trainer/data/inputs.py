@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from penstock.protocol.errors import ConfigError
+from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
@@ -32,7 +33,7 @@ def resolve_inputs(settings: TrainerSettings) -> TrainerSettings:
     model = settings.model.model_copy(update={"path": model_folder(settings.model.path, "model.path")})
     found = settings.model_copy(update={"model": model})
     if settings.data.from_run is None:
-        found = found.model_copy(update={"data": _resolved(settings.data)})
+        found = found.model_copy(update={"data": _resolved(settings.data), "eval": _with_files(settings.eval)})
     for name in _OWN_DATA:
         section: FineTuningSettings = getattr(settings, name)
         data = data_files(section.files, f"{name}.data", "train")
@@ -116,6 +117,16 @@ def _resolved(data: DataSettings) -> DataSettings:
         name: files for name, files in found.items() if files != list(given[name][0])
     }  # recorded as they were given
     return data.model_copy(update=update)
+
+
+def _with_files(settings: EvalSettings) -> EvalSettings:
+    """Return the evaluation's settings with local paths for the data of its sources."""
+    sources = dict(settings.source)
+    for name, source in settings.source.items():
+        found = data_files(source.files, f"eval.source.{name}.data", "eval")
+        if found != list(source.files):
+            sources[name] = source.model_copy(update={"data": found})
+    return settings.model_copy(update={"source": sources}) if sources != settings.source else settings
 
 
 def _id(path: Path) -> re.Match[str] | None:

@@ -26,11 +26,24 @@ class EvalResult:
     truncated_share: float  # completions cut off at max_new_tokens
     eval_s: float
     success: str = ""  # what counts as correct, as people read it
+    split: str = "eval"  # the source of the prompts
 
     @property
     def score(self) -> tuple[str, float]:
         """What versions are compared by, as people read it, and its value: the accuracy, else the mean reward."""
         return ("mean reward", self.reward_mean) if self.accuracy is None else (self.success, self.accuracy)
+
+    def score_by(self, metric: str) -> tuple[str, float] | None:
+        """Return the score by a named metric, as people read it, and its value; None where it is not measured.
+
+        ``metric`` is accuracy, reward, pass@K, or empty for `score`.
+        """
+        if not metric:
+            return self.score
+        if metric == "reward":
+            return "mean reward", self.reward_mean
+        value = self.accuracy if metric == "accuracy" else self.pass_at.get(int(metric.removeprefix("pass@")))
+        return None if value is None else (f"{self.split} {metric}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class LostEvaluation:
     version: int
     step: int | None
     reason: str
+    split: str = "eval"
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

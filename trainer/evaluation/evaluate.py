@@ -10,10 +10,11 @@ the reason. Messages are acknowledged after a checkpoint that includes the outco
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -26,8 +27,9 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import EvaluationFailed
+from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
 from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups import waiting
@@ -36,7 +38,6 @@ from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.task_packs import make_task, pack_tasks
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.settings import EvalSettings
 
 log = structlog.get_logger("trainer.evaluation.evaluate")
 
@@ -45,9 +46,25 @@ _FETCH_WAIT_S = 0.5
 _UNPUBLISHED_WAIT_S = 0.05  # while a version is being uploaded
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedSource:
+    """Held-out prompts that are evaluated together, and how: one source of the run file."""
+
+    name: str
+    prompts: PromptSet
+    settings: EvalSettings  # of this source
+    sampling: Sampling
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts are evaluated."""
+        return min(self.settings.num_prompts or len(self.prompts), len(self.prompts))
+
+
 @dataclass(slots=True)
 class _Evaluation:
     version: PolicyVersion
+    source: EvaluatedSource
     step: int
     started: float
     waiting_for: set[str]
@@ -82,9 +99,7 @@ class Evaluator:
         self,
         connections: Connections,
         *,
-        prompts: PromptSet,
-        settings: EvalSettings,
-        sampling: Sampling,
+        sources: Sequence[EvaluatedSource],
         publisher: Publisher,
         deadline_s: float,
         on_end: Callable[[EvalResult | LostEvaluation], None],
@@ -98,9 +113,7 @@ class Evaluator:
 
         Args:
             connections: The run, NATS and the object store.
-            prompts: Held-out prompts.
-            settings: How many prompts, how many samples.
-            sampling: How the engines sample for evaluations.
+            sources: Held-out prompts and how they are sampled; their prompts are numbered together, in this order.
             publisher: Publishes the versions, and keeps their weights while they are evaluated.
             deadline_s: Longest duration of an evaluation.
             on_end: Called with the result of an evaluation, on the evaluator's thread, or in `resume` when it is lost.
@@ -112,11 +125,9 @@ class Evaluator:
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._traced = connections.traced
-        self._prompts = prompts
-        self._num_prompts = min(settings.num_prompts or len(prompts), len(prompts))
-        self._samples = settings.samples
-        self._sampling = sampling
-        self._environment = {} if settings.environment is None else {"environment": settings.environment}
+        self._sources = tuple(sources)
+        ends = list(itertools.accumulate((source.num_prompts for source in sources), initial=0))
+        self._numbers = {s.name: range(*span) for s, span in zip(sources, itertools.pairwise(ends), strict=True)}
         self._publisher = publisher
         self._deadline_s, self._silent_s = deadline_s, silent_s
         self._on_end = on_end
@@ -124,7 +135,7 @@ class Evaluator:
         self._reader = reader or PackReader(connections.blobs.get)
         self._success = success
         self._settings_before = settings_before
-        self._evaluations: dict[PolicyVersion, _Evaluation] = {}
+        self._evaluations: dict[tuple[PolicyVersion, str], _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -151,25 +162,30 @@ class Evaluator:
         if not self._thread.is_alive():
             self._reader.close()
 
-    def start(self, version: PolicyVersion, step: int) -> None:
+    def start(self, version: PolicyVersion, step: int, names: Collection[str] | None = None) -> None:
         """Start to evaluate a version that was submitted with ``must_publish``; return at once.
 
-        Groups that an earlier session issued for it are in flight already.
+        ``names`` are the sources, None for all. Groups that an earlier session issued for it are in flight already.
         """
-        ids = {_group_id(version, index) for index in range(self._num_prompts)}
         with self._changed:
-            if version not in self._evaluations:
-                in_flight = self._accounting.in_flight("eval")
+            in_flight = self._accounting.in_flight("eval")
+            for source in self._sources:
+                key = (version, source.name)
+                if key in self._evaluations or (names is not None and source.name not in names):
+                    continue
+                ids = self._ids(version, source.name)
                 self._accounting.issue("eval", sorted(ids - in_flight))
                 is_new = ids.isdisjoint(in_flight)
-                self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids, is_of_session=is_new)
+                self._evaluations[key] = _Evaluation(
+                    version, source, step, time.monotonic(), set(ids), is_of_session=is_new
+                )
                 self._changed.notify_all()
 
-    def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
-        """Continue the evaluations of an earlier session; return True if one of ``version`` is unfinished.
+    def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> list[str]:
+        """Continue the evaluations of an earlier session; return the sources on which ``version`` is unfinished.
 
-        The weights of ``version`` have the number ``now`` in this session. If that is another number, they are evaluated
-        under it and their old groups are dropped. The evaluation of an older version continues under its own number, if
+        The weights of ``version`` have the number ``now`` in this session. If that is another number, they are to be
+        evaluated under it (`start`) and their old groups are dropped. The evaluation of an older version continues under its own number, if
         workers can still fetch it; otherwise it is reported as lost. Raises BusError or BlobError.
         """
         in_flight: dict[PolicyVersion, set[str]] = {}
@@ -179,17 +195,19 @@ class Evaluator:
         steps = self._publisher.stored_steps(in_flight)  # without the lock, since the bus's thread needs it
         with self._changed:  # all in one change: a group that arrives finds its evaluation
             if of_version and now == version:
-                self.start(now, step)
+                self.start(now, step, self._by_source(of_version))
+                self._abandon(of_version - self._all_ids(version))
             elif of_version:
                 self._abandon(of_version)
             for older, ids in sorted(in_flight.items()):
-                self._continue(older, ids, steps.get(older))
-            return bool(of_version)
+                for name, own in self._by_source(ids).items():
+                    self._continue(older, name, own, steps.get(older))
+            return list(self._by_source(of_version))
 
-    def _continue(self, version: PolicyVersion, ids: set[str], step: int | None) -> None:
-        if step is not None and ids == {_group_id(version, index) for index in range(self._num_prompts)}:
+    def _continue(self, version: PolicyVersion, name: str, ids: set[str], step: int | None) -> None:
+        if step is not None and ids == self._ids(version, name):
             self._publisher.pin(version)
-            self.start(version, step)
+            self.start(version, step, [name])
             return
         self._abandon(ids)
         if step is None:
@@ -197,9 +215,24 @@ class Evaluator:
         else:
             reason = (
                 f"it was under way when the trainer exited, with {len(ids)} groups in flight, and an evaluation has "
-                f"{self._num_prompts} now: it had failed, or the held-out prompts have changed"
+                f"{len(self._ids(version, name))} now: it had failed, or the held-out prompts have changed"
             )
-        self._on_end(LostEvaluation(version, step, reason))
+        self._on_end(LostEvaluation(version, step, reason, name))
+
+    def _ids(self, version: PolicyVersion, name: str) -> set[str]:
+        return {_group_id(version, number) for number in self._numbers.get(name, ())}
+
+    def _all_ids(self, version: PolicyVersion) -> set[str]:
+        return {group_id for name in self._numbers for group_id in self._ids(version, name)}
+
+    def _by_source(self, ids: Iterable[str]) -> dict[str, set[str]]:
+        """Return group ids by source; those beyond the present prompts with the last source."""
+        found: dict[str, set[str]] = {}
+        for group_id in ids:
+            number = _index_of(group_id)
+            name = next((one for one, numbers in self._numbers.items() if number in numbers), self._sources[-1].name)
+            found.setdefault(name, set()).add(group_id)
+        return found
 
     def wait_for_all(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until no evaluation is under way, or ``should_stop`` returns True; failures are reported as they happen."""
@@ -232,13 +265,14 @@ class Evaluator:
         Raises EvaluationFailed when it failed or took too long.
         """
         with self._changed:
-            evaluation = self._evaluations[version]
-            while not evaluation.is_closed and not should_stop():
+            evaluations = [one for one in self._evaluations.values() if one.version == version]
+            while not all(one.is_closed for one in evaluations) and not should_stop():
                 if self._thread_failure is not None:
                     raise self._thread_failure
                 self._changed.wait(_FETCH_WAIT_S)
-            if evaluation.failure:
-                raise EvaluationFailed(evaluation.failure)
+            for one in evaluations:
+                if one.failure:
+                    raise EvaluationFailed(one.failure)
 
     # ── on the evaluator's own thread ─────────────────────────────────────────────────────────
 
@@ -272,11 +306,12 @@ class Evaluator:
     def _issue_when_published(self, evaluation: _Evaluation) -> None:
         if evaluation.is_issued or not self._publisher.is_published(evaluation.version):
             return
-        per_pack = max(1, _SAMPLES_PER_PACK // self._samples)
+        per_pack = max(1, _SAMPLES_PER_PACK // evaluation.source.settings.samples)
+        numbers = self._numbers[evaluation.source.name]
         published = []
-        for first in range(0, self._num_prompts, per_pack):
-            last = min(first + per_pack, self._num_prompts)
-            tasks = [self._task(evaluation.version, index) for index in range(first, last)]
+        for first in range(numbers.start, numbers.stop, per_pack):
+            last = min(first + per_pack, numbers.stop)
+            tasks = [self._task(evaluation, number) for number in range(first, last)]
             pack = pack_tasks(tasks)
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
@@ -289,16 +324,22 @@ class Evaluator:
             pending.wait()
         evaluation.is_issued = True
 
-    def _task(self, version: PolicyVersion, index: int) -> Task:
-        return make_task(
-            self._prompts[index],
-            _group_id(version, index),
-            sampling=self._sampling,
-            group_size=self._samples,
+    def _task(self, evaluation: _Evaluation, number: int) -> Task:
+        source = evaluation.source
+        task = make_task(
+            self._prompt(source, number),
+            _group_id(evaluation.version, number),
+            sampling=source.sampling,
+            group_size=source.settings.samples,
             split="eval",
-            issued_version=version,
-            pinned_version=version,
-        ).model_copy(update=self._environment)
+            issued_version=evaluation.version,
+            pinned_version=evaluation.version,
+        )
+        environment = source.settings.environment
+        return task if environment is None else task.model_copy(update={"environment": environment})
+
+    def _prompt(self, source: EvaluatedSource, number: int) -> Prompt:
+        return source.prompts[number - self._numbers[source.name].start]
 
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
         with self._changed:
@@ -336,7 +377,7 @@ class Evaluator:
                     f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
                     f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
                 )
-            task = self._task(evaluation.version, _index_of(group.generated.group_id))
+            task = self._task(evaluation, _index_of(group.generated.group_id))
             promises.append(TaskPromise.of(task, self._settings(task, evaluation)))
         if groups:
             self._reader.read(message.pack, groups, promises)
@@ -363,13 +404,13 @@ class Evaluator:
         if not evaluation.is_over and elapsed_s > self._deadline_s:
             evaluation.failure = (
                 f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
-                f"{self._num_prompts} groups did not arrive within {self._deadline_s:.0f} s. "
+                f"{evaluation.source.num_prompts} groups did not arrive within {self._deadline_s:.0f} s. "
                 f"{waiting.describe(self._bus, self._run_id)}"  # without the lock, since the bus's thread needs it
             )
         if not evaluation.is_over and self._is_lost(evaluation):
             group_id = min(evaluation.waiting_for)
             evaluation.failure = (
-                f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of {self._num_prompts} groups were "
+                f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of {evaluation.source.num_prompts} groups were "
                 f"dead-lettered, such as {group_id}: {evaluation.dead_lettered[group_id]}"
             )
         if not evaluation.is_over:
@@ -378,18 +419,22 @@ class Evaluator:
             self.num_failed += 1
             log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)
             self._abandon({*evaluation.waiting_for, *evaluation.groups}, evaluation)
-            self._on_end(LostEvaluation(evaluation.version, evaluation.step, evaluation.failure))
+            self._on_end(
+                LostEvaluation(evaluation.version, evaluation.step, evaluation.failure, evaluation.source.name)
+            )
         else:
             groups = list(evaluation.groups.values())
             rules = {
-                group_id: self._success.rule(self._prompts[_index_of(group_id)].reward)
+                group_id: self._success.rule(self._prompt(evaluation.source, _index_of(group_id)).reward)
                 for group_id in evaluation.groups
             }
             step, version = evaluation.step, evaluation.version
-            self._on_end(summarise(groups, rules, step=step, version=version, eval_s=elapsed_s))
+            result = summarise(groups, rules, step=step, version=version, eval_s=elapsed_s)
+            self._on_end(replace(result, split=evaluation.source.name))
             tokens = {group.generated.group_id: claimed_tokens(group) for group in groups}
             self._accounting.use("eval", tokens, evaluation.packs)
-        self._publisher.unpin(evaluation.version)
+        if not any(one.version == evaluation.version and one is not evaluation for one in self._open()):
+            self._publisher.unpin(evaluation.version)
         with self._changed:
             evaluation.groups.clear()
             evaluation.packs.clear()

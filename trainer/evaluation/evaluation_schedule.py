@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.evaluation.evaluate import Evaluator
-from penstock.trainer.settings import EvalSettings
 
 
 class EvaluationSchedule:
     """Starts evaluations and waits for them; for the training thread only."""
 
-    def __init__(self, evaluator: Evaluator | None, settings: EvalSettings, *, num_steps: int) -> None:
-        """``evaluator`` is None for a run without held-out prompts; ``num_steps`` are those of the whole run."""
+    def __init__(
+        self, evaluator: Evaluator | None, settings: EvalSettings, names: Sequence[str], *, num_steps: int
+    ) -> None:
+        """``evaluator`` is None for a run without held-out prompts; ``num_steps`` are those of the whole run.
+
+        ``names`` are the sources that are evaluated, each with its own interval in ``settings``.
+        """
         self._evaluator = evaluator
         self._settings = settings
+        self._names = tuple(names)
         self._num_steps = num_steps
         self._newest: PolicyVersion | None = None  # started last in this session
+        self._unfinished: list[str] = []  # sources on which an earlier session began to evaluate the first version
 
     @property
     def is_enabled(self) -> bool:
@@ -29,12 +36,17 @@ class EvaluationSchedule:
         return self._evaluator is not None and self._settings.at_start and step == 0
 
     def is_due(self, step: int) -> bool:
-        """Return True if the weights after ``step`` are evaluated."""
+        """Return True if the weights after ``step`` are evaluated, on any source."""
+        return bool(self._due(step))
+
+    def _due(self, step: int) -> list[str]:
+        """Return the sources that the weights after ``step`` are evaluated on."""
         if self._evaluator is None:
-            return False
-        is_last = step == self._num_steps
-        every = self._settings.every
-        return (is_last and self._settings.at_end) or (every > 0 and step % every == 0)
+            return []
+        if self.is_due_at_start(step) or (step == self._num_steps and self._settings.at_end):
+            return list(self._names)
+        every = {name: self._settings.of(name).every for name in self._names}
+        return [name for name, steps in every.items() if steps > 0 and step % steps == 0]
 
     def is_newest(self, version: PolicyVersion) -> bool:
         """Return True if the evaluation that was started last is of ``version``."""
@@ -45,12 +57,16 @@ class EvaluationSchedule:
 
         ``version`` is the number of these weights in the checkpoint, ``now`` in this session.
         """
-        return self._evaluator is not None and self._evaluator.resume(version, now=now, step=step)
+        if self._evaluator is None:
+            return False
+        self._unfinished = self._evaluator.resume(version, now=now, step=step)
+        return bool(self._unfinished)
 
     def start(self, version: PolicyVersion, step: int) -> None:
-        """Start an evaluation; its result is reported when it ends."""
+        """Start the evaluations that an earlier session left unfinished, else those that are due; results are reported later."""
         assert self._evaluator is not None
-        self._evaluator.start(version, step)
+        self._evaluator.start(version, step, self._unfinished or self._due(step))
+        self._unfinished = []
         self._newest = version
 
     def wait_for_newest(self, should_stop: Callable[[], bool]) -> None:

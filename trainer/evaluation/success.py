@@ -38,10 +38,14 @@ class SuccessRule:
 
     def num_correct(self, group: ScoredGroup) -> int:
         """Return how many completions of a group are correct; raises KeyError for a missing part."""
+        return sum(self.correct(group.rewards, group.parts))
+
+    def correct(self, rewards: Sequence[float], parts: Mapping[str, Sequence[float]]) -> tuple[bool, ...]:
+        """Return for every completion whether it is correct; raises KeyError for a missing part."""
         if not isinstance(self.threshold, dict):
-            return sum(reward >= self.threshold - _ROUNDING for reward in group.rewards)
-        columns = [[score >= least - _ROUNDING for score in group.parts[p]] for p, least in self.threshold.items()]
-        return sum(all(row) for row in zip(*columns, strict=True))
+            return tuple(reward >= self.threshold - _ROUNDING for reward in rewards)
+        columns = [[score >= least - _ROUNDING for score in parts[p]] for p, least in self.threshold.items()]
+        return tuple(all(row) for row in zip(*columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from penstock.protocol.facts import (
 )
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
-from penstock.trainer.settings import EvalSettings, RolloutSettings
+from penstock.trainer.eval_settings import EvalSettings
+from penstock.trainer.settings import RolloutSettings
 
 # Chosen so that a message costs little compared with generating its groups (benchmarks: one message per tiny group
 # costs more than training it), and so that a step's groups are spread over the workers.

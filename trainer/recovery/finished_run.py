@@ -16,10 +16,19 @@ def notice(settings: TrainerSettings) -> str | None:
 
     A run is finished when its trainer made all ``trainer.steps``, exported the model, evaluated it and exited.
     """
-    done = _steps_of_complete_run(settings.run.folder / SUMMARY_FILE, settings.run.id)
-    if done is None or done < settings.trainer.steps or not settings.trainer.resume:
+    found = _complete_run(settings.run.folder / SUMMARY_FILE, settings.run.id)
+    if found is None or not settings.trainer.resume:
         return None
+    done, early = found
     folder = settings.run.folder
+    if early and done < settings.trainer.steps and settings.eval.early_stop:
+        return (
+            f"run {settings.run.id} is finished after {done} of {settings.trainer.steps} steps, it {early}. Its model is in "
+            f"{folder / 'model'}, the best version: penstock weights export {settings.run.id} --best --to FOLDER. Nothing was started "
+            f"or changed. To train further, set eval.early_stop=0 or a larger number; to train anew, choose another run.id"
+        )
+    if done < settings.trainer.steps:
+        return None
     return (
         f"run {settings.run.id} is finished: {done} of {settings.trainer.steps} steps, model in {folder / 'model'}, report in "
         f"{folder / 'report.md'}. Nothing was started or changed. To train further, raise trainer.steps above {done}; "
@@ -27,12 +36,14 @@ def notice(settings: TrainerSettings) -> str | None:
     )
 
 
-def _steps_of_complete_run(path: Path, run_id: str) -> int | None:
+def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:
+    """Return the steps of a run that is complete, and why it ended early; empty if it did not."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None  # no session has ended yet
     if not isinstance(document, dict) or document.get("run_id") != run_id or document.get("complete") is not True:
         return None
-    steps = document.get("steps")
-    return steps if isinstance(steps, int) else None
+    steps, early = document.get("steps"), document.get("early_stop")
+    text = early.get("text") if isinstance(early, dict) else ""
+    return (steps, str(text or "")) if isinstance(steps, int) else None

@@ -168,7 +168,7 @@ ABSENT: dict[str, str] = {
     "lora_modules_to_save": "only adapters are trained: model.lora.targets",
     "lora_task_type": "adapters are of a causal language model: model.lora.rank",
     "max_tool_calling_iterations": "several turns are an environment of your own: rollout.environment",
-    "metric_for_best_model": "the best versions are those of the highest result of the evaluation: trainer.keep_best",
+    "metric_for_best_model": "eval.best_by names what versions are compared by; trainer.keep_best of them are kept",
     "min_p": INEXACT,
     "model_init_kwargs": "the model is the folder at model.path, in model.dtype",
     "model_revision": "the model is a folder on disk: model.path",

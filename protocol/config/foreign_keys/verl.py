@@ -195,7 +195,7 @@ RENAMED: dict[str, str] = {
     "trainer.project_name": "run.id",
     "trainer.resume_from_path": "trainer.resume_older_step",
     "trainer.resume_mode": "trainer.resume",
-    "trainer.val_only": "eval.every (evaluation belongs to a run; `penstock chat` and `penstock weights export` serve a finished one)",
+    "trainer.val_only": "`penstock eval MODEL --data FILE` evaluates without training",
 }
 
 ABSENT: dict[str, str] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +25,16 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import EvaluationFailed
+from penstock.trainer.eval_settings import EvalSettings, EvalSource
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, pass_at_k
-from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.evaluation.evaluate import EvaluatedSource, Evaluator
+from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
-from penstock.trainer.settings import DataSettings, EvalSettings
+from penstock.trainer.settings import DataSettings
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)
 
@@ -40,7 +42,13 @@ V3, V4 = PolicyVersion(3), PolicyVersion(4)
 class Scene:
     """An evaluator with held-out prompts, a publisher, and a producer that answers."""
 
-    def __init__(self, connections: Connections, folder: Path, producer: ScriptedProducer) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        folder: Path,
+        producer: ScriptedProducer,
+        others: Callable[[PromptSet, EvalSettings], list[EvaluatedSource]] = lambda *_: [],
+    ) -> None:
         write_model(folder / "model", seed=0)
         write_data(folder, seed=0, num_sft=1, num_train=1, num_eval=70)
         prompts = PromptSet.open(
@@ -54,9 +62,13 @@ class Scene:
         self.at_end: list[tuple[set[PolicyVersion], int]] = []  # pinned versions, groups that are not closed
         self.accounting = Accounting()
         self.publisher = Publisher(connections, model_folder=folder / "model")
+        settings = EvalSettings(samples=2, temperature=0.5, environment="maze")
+        self.sources = [
+            EvaluatedSource("eval", prompts, settings, Sampling(max_new_tokens=8, temperature=0.5)),
+            *others(prompts, settings),
+        ]
         self.evaluator = Evaluator(
-            connections, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5, environment="maze"),
-            sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
+            connections, sources=self.sources, publisher=self.publisher, deadline_s=20.0,
             on_end=self.add, accounting=self.accounting, success=SuccessRules({"exact_match": 1.0}), silent_s=0.3,
         )  # fmt: skip
 
@@ -132,10 +144,10 @@ def test_a_forged_group_of_another_version_does_not_end_an_evaluation(scene: Sce
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
     scene.publisher.wait_until_published(V3, 20.0)
-    task = scene.evaluator._task(V3, 0)
+    task = scene.evaluator._task(scene.evaluator._evaluations[V3, "eval"], 0)
     message = TaskIssued(run_id=scene.connections.run_id, pack_id="forged", tasks=(task,))
     scene.producer.announce(scene.producer.store(message, [recite(task, PolicyVersion(2))], V3), msg_id="forged")
-    wait_for(lambda: scene.evaluator._evaluations[V3].dead_lettered, "the dead letter")
+    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].dead_lettered, "the dead letter")
     scene.producer.limit = None
     scene.evaluator.wait(V3)
     assert [(result.version, result.num_prompts) for result in scene.results] == [(3, 70)]
@@ -264,9 +276,9 @@ def test_a_dead_letter_of_a_group_that_is_on_its_way_is_not_believed(scene: Scen
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
     scene.publisher.wait_until_published(V3, 20.0)
-    wait_for(lambda: scene.evaluator._evaluations[V3].is_issued, "the tasks")
+    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].is_issued, "the tasks")
     _say_dead(scene, *(f"eval.v3.p{index}" for index in range(70)))
-    wait_for(lambda: scene.evaluator._evaluations[V3].dead_lettered, "the dead letter")
+    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].dead_lettered, "the dead letter")
     time.sleep(1.0)  # longer than `silent_s`
     scene.producer.limit = None
     scene.evaluator.wait(V3)
@@ -280,3 +292,67 @@ def test_pass_at_k_is_unbiased() -> None:
     assert pass_at_k(4, 1, 1) == pytest.approx(0.25)
     assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6)
     assert pass_at_k(4, 3, 4) == 1.0
+
+
+@pytest.fixture
+def two_sources(
+    bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+) -> Iterator[Scene]:
+    """As `scene`, with a second source of the first four prompts, four samples each."""
+
+    def hard(prompts: PromptSet, settings: EvalSettings) -> list[EvaluatedSource]:
+        own = settings.model_copy(update={"samples": 4, "num_prompts": 4})
+        return [EvaluatedSource("hard", prompts, own, Sampling(max_new_tokens=4, temperature=1.0))]
+
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
+        scene = Scene(Connections(run_streams, bus, blobs), tmp_path, producer, hard)
+        with scene.evaluator:
+            yield scene
+        scene.publisher.close()
+
+
+def test_every_source_has_its_own_prompts_samples_and_result(two_sources: Scene) -> None:
+    """Both are of the same version, which stays pinned until the last of them is over."""
+    scene = two_sources
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    scene.evaluator.wait(V3)
+    found = {result.split: (result.version, result.num_prompts, result.num_samples) for result in scene.results}
+    assert found == {"eval": (3, 70, 2), "hard": (3, 4, 4)}
+    assert [pinned for pinned, _ in scene.at_end] == [{3}, {3}]
+    assert not scene.publisher.pinned()
+    assert not scene.accounting.in_flight("eval")
+
+
+def test_only_the_sources_that_are_due_are_evaluated(two_sources: Scene) -> None:
+    """Each has its own interval; at start and end all are due."""
+    settings = EvalSettings(every=4, source={"hard": EvalSource(data=[Path("x")], every=6)})
+    schedule = EvaluationSchedule(two_sources.evaluator, settings, ["eval", "hard"], num_steps=13)
+    due = {step: schedule._due(step) for step in range(14) if schedule.is_due(step)}
+    assert due == {
+        0: ["eval", "hard"],
+        4: ["eval"],
+        6: ["hard"],
+        8: ["eval"],
+        12: ["eval", "hard"],
+        13: ["eval", "hard"],
+    }
+    two_sources.publish(V3)
+    schedule.start(V3, 6)
+    schedule.wait_for_newest(lambda: False)
+    assert [result.split for result in two_sources.results] == ["hard"]
+
+
+def test_only_the_unfinished_source_of_a_version_is_continued(two_sources: Scene) -> None:
+    """Its groups were in flight when the trainer exited; the other source, due at that step, was over."""
+    scene = two_sources
+    scene.publish(V3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    scene.accounting.issue("eval", [f"eval.v3.p{number}" for number in range(70, 74)])
+    settings = EvalSettings(every=5, source={"hard": EvalSource(data=[Path("x")], every=4)})
+    schedule = EvaluationSchedule(scene.evaluator, settings, ["eval", "hard"], num_steps=13)
+    assert schedule.resume(V3, now=V3, step=5)
+    schedule.start(V3, 5)  # of the sources only the other one is due at step 5
+    schedule.wait_for_newest(lambda: False)
+    assert [result.split for result in scene.results] == ["hard"]
+    assert not scene.lost

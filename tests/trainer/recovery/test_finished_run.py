@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 from penstock.protocol.config.connection import RunSettings
+from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.recovery import finished_run
-from penstock.trainer.settings import ModelSettings, OptimizerSettings, TrainerSettings
+from penstock.trainer.settings import DataSettings, ModelSettings, OptimizerSettings, TrainerSettings
 
 COMPLETE = {"run_id": "r", "complete": True, "steps": 20}
 
 
-def notice(folder: Path, document: Any, *, steps: int = 20, resume: bool = True) -> str | None:
+def notice(folder: Path, document: Any, *, steps: int = 20, resume: bool = True, early_stop: int = 0) -> str | None:
     settings = TrainerSettings(
+        data=DataSettings(eval=[folder / "eval.jsonl"]),
+        eval=EvalSettings(every=1, early_stop=early_stop),
         run=RunSettings(id="r", dir=folder),
         model=ModelSettings(path=folder),
         trainer=OptimizerSettings(steps=steps, resume=resume),
@@ -46,6 +49,16 @@ def test_a_finished_run_says_so_and_what_to_do(tmp_path: Path):
 )  # fmt: skip
 def test_a_run_that_has_something_to_do_is_started(tmp_path: Path, document: Any):
     """Steps, the export or an evaluation may be left: such a run, or one of an older build, starts."""
+    assert notice(tmp_path, document) is None
+
+
+def test_a_run_that_ended_early_is_finished_while_it_may_end_early(tmp_path: Path):
+    """With the reason, and how to get the best version; without eval.early_stop it trains the remaining steps."""
+    document = {**COMPLETE, "steps": 8, "early_stop": {"text": "ended early: no gain"}}
+    text = notice(tmp_path, document, early_stop=2)
+    assert text is not None
+    assert text.startswith("run r is finished after 8 of 20 steps, it ended early: no gain. Its model is in ")
+    assert "penstock weights export r --best" in text
     assert notice(tmp_path, document) is None
 
 

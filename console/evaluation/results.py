@@ -1,0 +1,180 @@
+"""The result of an evaluation, from the groups of its prompts; pure.
+
+A prompt whose samples or scores failed is counted as failed, with the reason, and enters no mean: a failure is no score of
+0. While prompts are missing, the means are over the complete ones alone, which may be easier than the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.console.evaluation.estimates import Estimate, estimate, majority, pass_at_k, powers_of_two
+
+ALL = "all"
+Extract = Callable[[str], Hashable | None]
+
+
+class Outcome(BaseModel):
+    """One prompt of an evaluation: its scored samples, or why there are none. One line of ``groups.jsonl``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    prompt: Annotated[int, Field(ge=0)]
+    source: str
+    reward: str = ""  # name that was asked for
+    data_source: str = ""
+    rewards: tuple[float, ...] = ()
+    parts: dict[str, tuple[float, ...]] = {}
+    completions: tuple[str, ...] = ()
+    completion_tokens: tuple[int, ...] = ()
+    finish_reasons: tuple[str, ...] = ()
+    scorer: str = ""
+    failed: str | None = None  # the reason
+    detail: str = ""  # of the failure
+
+
+@dataclass(frozen=True, slots=True)
+class Correctness:
+    """Which samples of a prompt are correct: ``None`` where nothing says so."""
+
+    rule: str  # as people read it; why there is none, if there is none
+    of: Mapping[int, tuple[bool, ...]] | None  # by prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How the answer of a completion is found, for maj@k: or why it is not."""
+
+    rule: str
+    extract: Callable[[Outcome], Extract | None] | None  # the extraction for a prompt; None: no maj@k
+
+
+class SourceResult(BaseModel):
+    """The estimates of one source of prompts, or of all together."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    source: str
+    prompts: int
+    complete: int
+    failed: int
+    reasons: dict[str, int] = {}  # of failed prompts
+    missing: int = 0  # neither complete nor failed: the evaluation was stopped
+    reward: Estimate | None = None  # avg@k of the reward
+    accuracy: Estimate | None = None  # avg@k of correct samples
+    pass_at: dict[int, Estimate] = {}
+    maj: Estimate | None = None
+    completion_tokens_mean: float | None = None
+    truncated_share: float | None = None
+
+
+class DataFile(BaseModel):
+    """A file that prompts came from."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    path: str
+    sha256: str
+    source: str
+
+
+class EvaluationResult(BaseModel):
+    """One evaluation of one model, as it is stored in ``result.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    schema_tag: Literal["evaluation.v1"] = "evaluation.v1"
+    evaluation_id: str
+    model: str
+    run: str | None = None
+    version: int | None = None
+    state_root: str = ""
+    data: tuple[DataFile, ...] = ()
+    k: int
+    sampling: dict[str, float | int | str | tuple[str, ...] | tuple[int, ...]] = {}
+    rewards: tuple[str, ...] = ()
+    success: str = ""
+    answer: str = ""  # how the answers of maj@k are found, or why there is no maj@k
+    sources: tuple[SourceResult, ...] = ()
+    finished_at: float | None = None
+    wall_s: float | None = None
+
+    @property
+    def overall(self) -> SourceResult:
+        """The estimates over the prompts of all sources."""
+        return next((one for one in self.sources if one.source == ALL), self.sources[0])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every prompt has all its scored samples."""
+        return self.overall.complete == self.overall.prompts
+
+
+def summarise(
+    outcomes: Sequence[Outcome], prompts: Mapping[str, int], *, k: int, correct: Correctness, answers: Answers
+) -> tuple[SourceResult, ...]:
+    """Return the estimates of every source, and of all where there are several.
+
+    Args:
+        outcomes: One for each prompt that is over.
+        prompts: How many prompts each source has.
+        k: Samples of each prompt.
+        correct: Which samples are correct.
+        answers: How answers are found.
+    """
+    by_source = {source: [one for one in outcomes if one.source == source] for source in prompts}
+    found = [_one(name, prompts[name], own, k, correct, answers) for name, own in by_source.items()]
+    if len(found) > 1:
+        found.append(_one(ALL, sum(prompts.values()), list(outcomes), k, correct, answers))
+    return tuple(found)
+
+
+def _one(
+    source: str, num_prompts: int, outcomes: Sequence[Outcome], k: int, correct: Correctness, answers: Answers
+) -> SourceResult:
+    complete = [one for one in outcomes if one.failed is None]
+    failed = [one for one in outcomes if one.failed is not None]
+    result = SourceResult(
+        source=source,
+        prompts=num_prompts,
+        complete=len(complete),
+        failed=len(failed),
+        reasons=dict(Counter(one.failed or "" for one in failed)),
+        missing=num_prompts - len(outcomes),
+    )
+    if not complete:
+        return result
+    tokens = [count for one in complete for count in one.completion_tokens]
+    finishes = [reason for one in complete for reason in one.finish_reasons]
+    updates: dict[str, object] = {
+        "reward": estimate([math.fsum(one.rewards) / len(one.rewards) for one in complete], bounded=False),
+        "completion_tokens_mean": sum(tokens) / len(tokens) if tokens else None,
+        "truncated_share": finishes.count("length") / len(finishes) if finishes else None,
+    }
+    if correct.of is not None:
+        samples = [(one, correct.of[one.prompt]) for one in complete]
+        updates["accuracy"] = estimate([sum(own) / len(own) for _, own in samples], bounded=True)
+        updates["pass_at"] = {
+            n: estimate([pass_at_k(len(own), sum(own), n) for _, own in samples], bounded=True)
+            for n in powers_of_two(k)
+        }
+        updates["maj"] = _majority(samples, answers)
+    return result.model_copy(update=updates)
+
+
+def _majority(samples: Sequence[tuple[Outcome, tuple[bool, ...]]], answers: Answers) -> Estimate | None:
+    if answers.extract is None:
+        return None
+    values = []
+    for outcome, own in samples:
+        extract = answers.extract(outcome)
+        if extract is None:
+            return None
+        values.append(majority([extract(text) for text in outcome.completions], own))
+    return estimate(values, bounded=True)

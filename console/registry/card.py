@@ -1,0 +1,164 @@
+"""`penstock model card`: a model card in Markdown, with what the run itself knows; pure but for reading the run's folder.
+
+The licence is the user's to name: the field is left empty, with a comment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.console.evaluation import result_table, stored_results
+from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.registry.scores import OFFLINE, Scores
+from penstock.console.report import curves
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record.regular_file import read_regular
+
+_MOST_POINTS = 12
+_NOT_SHOWN = ("nats.", "s3.", "run.dir", "retention.")
+_CHUNK = 1 << 20
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def write(run_folder: Path, version: int | None, state_root: str, scores: Scores) -> str:
+    """Return the card of a version, None for the final model. Raises ConfigError when the run has no settings."""
+    document = _config(run_folder)
+    settings, origins = document["settings"], document.get("origins") or {}
+    results = [one for one in stored_results.results_of(run_folder) if version is None or one.version == version]
+    sections = [
+        _front_matter(settings),
+        _title(run_folder.name, version, state_root, settings),
+        "## Evaluation\n\n" + ("\n".join(_evaluation(version, scores, results)) or "No evaluation is stored."),
+        "## Training\n\n" + "\n".join(_training(run_folder)),
+        "## Settings\n\nWhat was set; everything else has its default.\n\n```toml\n"
+        + "\n".join(_given(settings, origins))
+        + "\n```",
+        "## Data\n\n" + "\n".join(_data(settings, results)),
+        "## Licence\n\n<!-- Name the licence of this model here and in the field license above; that of the base model and of the data apply. -->",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _config(run_folder: Path) -> dict[str, Any]:
+    path = run_folder / "config.json"
+    try:
+        document = json.loads(read_regular(path))
+        if isinstance(document["settings"], dict):
+            return document
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ConfigError(
+        f"{path} has no settings of a run that can be read: a card needs the folder of the run; set run.dir"
+    )
+
+
+def _front_matter(settings: Mapping[str, Any]) -> str:
+    path = str((settings.get("model") or {}).get("path", ""))
+    is_id = _HUB_ID.fullmatch(path) is not None
+    base = json.dumps(path) if is_id else f" # to be filled in; trained from {_public(path)}"
+    return (
+        "---\nlicense:  # to be filled in\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        f"base_model: {base}\ntags:\n- penstock\n- reinforcement-learning\n---"
+    )
+
+
+def _title(run: str, version: int | None, state_root: str, settings: Mapping[str, Any]) -> str:
+    name = f"# {run}, " + ("final model" if version is None else f"version {version}")
+    algorithm = (settings.get("algorithm") or {}).get("name", "unknown")
+    digest = f" Digest of the weights: `{state_root}`." if state_root else ""
+    return f"{name}\n\nTrained with [Penstock](https://pypi.org/project/penstock/) {__version__}, algorithm `{algorithm}`.{digest}"
+
+
+def _evaluation(version: int | None, scores: Scores, results: Sequence[EvaluationResult]) -> Iterator[str]:
+    chosen = max(scores, default=None) if version is None else version
+    during = (
+        {name: one for name, one in scores.get(chosen, {}).items() if not name.startswith(OFFLINE)}
+        if chosen is not None
+        else {}
+    )
+    if during:
+        yield f"During the run, of version {chosen}:\n\n| metric | value | measured on |\n|---|---|---|"
+        for name, one in sorted(during.items()):
+            yield f"| {_cell(name)} | {one.value:.4g} | {_cell(one.conditions)} |"
+        yield ""
+    for result in results:
+        yield from _offline(result)
+
+
+def _offline(result: EvaluationResult) -> Iterator[str]:
+    yield f"`penstock eval` of {_cell(_public(result.model))}, {result.k} samples of each prompt, 95 % intervals over prompts:\n"
+    yield "| source | prompts | reward | correct | " + f"pass@{result.k} | maj@{result.k} |\n|---|---|---|---|---|---|"
+    for one in result.sources:
+        cells = [result_table.text(one.reward, as_share=False), result_table.text(one.accuracy)]
+        cells += [result_table.text(one.pass_at.get(result.k)), result_table.text(one.maj)]
+        yield f"| {_cell(one.source)} | {one.complete} of {one.prompts} | {' | '.join(cells)} |"
+    yield f"\nCorrect: {_cell(result.success)}. Majority: {_cell(result.answer)}.\n"
+
+
+def _training(run_folder: Path) -> Iterator[str]:
+    found = curves.read(run_folder)
+    held_out = found.held_out
+    yield f"{found.last_step or 0} steps.\n"
+    for name, points in (("training reward", found.rewards), (held_out.name, held_out.points)):
+        if points:
+            thinned = _thinned(points)
+            yield f"| step | {' | '.join(str(step) for step, _ in thinned)} |"
+            yield "|---" * (len(thinned) + 1) + "|"
+            yield f"| {name} | {' | '.join(f'{value:.3g}' for _, value in thinned)} |\n"
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return at most a dozen points, first and last included."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    numbers = sorted({round(i * (len(points) - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)})
+    return [points[number] for number in numbers]
+
+
+def _given(settings: Mapping[str, Any], origins: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from _given(value, origins, f"{key}.")
+        elif origins.get(key, "default") != "default" and not key.startswith(_NOT_SHOWN):
+            yield f"{key} = {json.dumps(_public(value), ensure_ascii=False)}"
+
+
+def _public(value: Any) -> Any:
+    """Return a value as a card may show it: of paths of this machine only the last part."""
+    if isinstance(value, list):
+        return [_public(one) for one in value]
+    return " ".join(Path(value).name.split()) if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def _data(settings: Mapping[str, Any], results: Sequence[EvaluationResult]) -> Iterator[str]:
+    yield "| use | file | sha256 |\n|---|---|---|"
+    section = settings.get("data") or {}
+    for use, value in (("training", section.get("train")), ("held out", section.get("eval"))):
+        for file in value if isinstance(value, list) else [value] if value else []:
+            yield f"| {use} | {_cell(Path(str(file)).name)} | {_digest(Path(str(file)))} |"
+    for name in sorted({(Path(one.path).name, one.sha256) for result in results for one in result.data}):
+        yield f"| evaluation | {_cell(name[0])} | `{name[1]}` |"
+
+
+def _digest(path: Path) -> str:
+    """Return the sha256 of a file as it is now; the run may have read another content."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError:
+        return "not on this machine"
+    return f"`{digest.hexdigest()}`"
+
+
+def _cell(text: str) -> str:
+    """Return a text for a cell of a table: one line, nothing that ends the cell or is read as HTML."""
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

@@ -1,0 +1,201 @@
+"""`penstock model list`, `tag` and `select`: the versions of a run with tags, scores and lineage."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_text
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from penstock.console import connections
+from penstock.console.evaluation import stored_results
+from penstock.console.registry import scores, tags
+from penstock.console.registry.scores import Scores
+from penstock.console.registry.tags import Tag
+from penstock.console.report import curves
+from penstock.console.tables import console
+from penstock.console.tools import kept_reasons
+from penstock.console.tools.weights import export, stored_versions
+from penstock.protocol.errors import ConfigError
+
+Row = dict[str, Any]
+_MOST_SCORES = 6  # columns of the table; --json has all
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """What is known of the versions of one run."""
+
+    run: str
+    folder: Path
+    rows: list[Row]  # stored versions, oldest first, as `penstock weights --json` has them
+    scores: Scores
+    tags: dict[str, Tag]
+
+    @classmethod
+    def read(cls, run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Registry:
+        """Read the run's folder, NATS and the object store; raises PenstockError."""
+        folder = connections.find(arguments, environ).settings.run.dir / run
+        rows = stored_versions(run, arguments, environ)
+        found = scores.of_run(curves.rows(folder), stored_results.results_of(folder))
+        return cls(run, folder, rows, found, tags.read(folder))
+
+    @property
+    def stored(self) -> list[int]:
+        """The versions whose weights can be read."""
+        return [row["version"] for row in self.rows]
+
+    def version(self, name: str) -> int:
+        """Return the version of a number, a tag, ``best`` or ``head``; raises ConfigError."""
+        if name.isdecimal():
+            return int(name)
+        if name in self.tags:
+            return self.tags[name].version
+        for row in self.rows:
+            if (name == "head" and row["head"]) or (name == "best" and _is_best(row)):
+                return row["version"]
+        raise ConfigError(
+            f"run {self.run} has no version or tag {name}; tags: {', '.join(sorted(self.tags)) or 'none'}; see: penstock model list {self.run}"
+        )
+
+    def row(self, version: int) -> Row | None:
+        """Return a stored version; None when its weights are gone."""
+        return next((row for row in self.rows if row["version"] == version), None)
+
+    def listed(self) -> list[Row]:
+        """Return every version that is stored, tagged or scored, oldest first."""
+        known = sorted({*self.stored, *self.scores, *(tag.version for tag in self.tags.values())})
+        return [self._listed(version) for version in known]
+
+    def _listed(self, version: int) -> Row:
+        row = self.row(version) or {}
+        own = [name for name, tag in sorted(self.tags.items()) if tag.version == version]
+        given = [name for name, is_so in (("best", row and _is_best(row)), ("head", row.get("head"))) if is_so]
+        return {
+            "version": version,
+            "step": row.get("step"),
+            "parent": row.get("parent"),
+            "stored": bool(row),
+            "models": [str(path) for name in own if (path := self.folder / tags.MODELS / name).is_dir()],
+            "state_root": row.get("state_root", ""),
+            "tags": [*given, *own],
+            "kept": row.get("kept", kept_reasons.NOT_KEPT),
+            "scores": {name: asdict(score) for name, score in sorted(self.scores.get(version, {}).items())},
+        }
+
+
+def _is_best(row: Row) -> bool:
+    best = row["kept"]["best"]
+    return best is not None and best["rank"] == 1
+
+
+def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+    """Print the versions of a run with tags and scores; return the exit code. Raises PenstockError."""
+    registry = Registry.read(run, arguments, environ)
+    rows = registry.listed()
+    if as_json:
+        print(json_text.dumps(rows))
+        return 0
+    columns = scores.names(registry.scores)
+    console().print(_table(rows, columns[:_MOST_SCORES]))
+    if hidden := columns[_MOST_SCORES:]:
+        print(f"not shown: {', '.join(hidden)} (--json has them)")
+    if columns:
+        print(f"next: penstock model select {run} --by {columns[0]}")
+    return 0
+
+
+def set_tag(
+    run: str,
+    version: str,
+    name: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    keep: bool = False,
+    move: bool = False,
+    note: str = "",
+) -> int:
+    """Tag a stored version, with ``keep`` also write its model to the run's folder; return the exit code. Raises PenstockError."""
+    tags.check_name(name)
+    registry = Registry.read(run, arguments, environ)
+    number = registry.version(version)
+    row = registry.row(number)
+    if row is None:
+        raise ConfigError(f"run {run} has no version {number} in the object store; see: penstock model list {run}")
+    before = registry.tags.get(name)
+    folder = registry.folder / tags.MODELS / name
+    if folder.exists() and before is not None and before.version != number:
+        raise ConfigError(
+            f"{folder} holds version {before.version}; remove it before the tag is moved, or choose another name"
+        )
+    tags.put(
+        registry.folder, name, Tag(version=number, state_root=row["state_root"], at=time.time(), note=note), move=move
+    )
+    if keep and not folder.exists():
+        with contextlib.redirect_stdout(sys.stderr):
+            export(run, number, folder, arguments, environ)
+    moved = f", moved from version {before.version}" if before is not None and before.version != number else ""
+    kept = f"; its model is in {folder}" if folder.exists() else ""
+    print(f"run {run}: tag {name} names version {number}{moved}{kept}")
+    return 0
+
+
+def remove_tag(run: str, name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Remove a tag; what was written to ``models`` stays. Return the exit code. Raises ConfigError."""
+    folder = connections.find(arguments, environ).settings.run.dir / run
+    tag = tags.remove(folder, name)
+    kept = folder / tags.MODELS / name
+    print(f"run {run}: tag {name} of version {tag.version} removed{f'; {kept} stays' if kept.exists() else ''}")
+    return 0
+
+
+def print_selected(
+    run: str,
+    by: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    least: float | None = None,
+    tag: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Print the stored version with the highest score, and tag it; return the exit code. Raises PenstockError."""
+    registry = Registry.read(run, arguments, environ)
+    version, score = scores.select(registry.scores, registry.stored, by, least)
+    row = registry.row(version)
+    assert row is not None
+    if tag is not None:
+        tags.put(
+            registry.folder,
+            tag,
+            Tag(version=version, state_root=row["state_root"], at=time.time(), note=f"{by} {score.value:.6g}"),
+            move=True,
+        )
+    if as_json:
+        print(json_text.dumps({"run": run, "version": version, "by": by, "tag": tag, **asdict(score)}))
+        return 0
+    interval = "" if score.low is None or score.high is None else f" [{score.low:.4g}, {score.high:.4g}]"
+    print(f"version {version} of run {run}: {by} = {score.value:.4g}{interval}{f', tagged {tag}' if tag else ''}")
+    print(f"next: penstock weights export {run} --version {version} --to FOLDER", file=sys.stderr)
+    return 0
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("version", "step", "parent", *columns):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("weights", "tags", "kept"):
+        table.add_column(name)
+    for row in rows:
+        cells = [str(row[name]) if row[name] is not None else "–" for name in ("version", "step", "parent")]
+        cells += [f"{row['scores'][name]['value']:.3f}" if name in row["scores"] else "–" for name in columns]
+        where = "stored" if row["stored"] else ", ".join(row["models"]) or "gone"
+        table.add_row(*cells, where, ", ".join(row["tags"]), kept_reasons.why(row["kept"]))
+    return table

@@ -1,0 +1,163 @@
+"""What is evaluated: a model folder, the final model of a run, or one of its stored versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.console import connections, launch
+from penstock.console.registry import tags
+from penstock.console.tools.runs import unknown_run
+from penstock.protocol.config.run_file import toml_text
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.subjects import check_run_id
+from penstock.trainer.data.inputs import model_folder
+
+# What an evaluation takes over from a run. Of the data: all but which rows there are.
+OWN_DATA = frozenset({"train", "eval", "from_run", "max_samples", "shuffle"})
+_SECTIONS: Mapping[str, tuple[str, ...] | None] = {  # None: the whole section
+    "data": None,
+    "rollout": ("max_new_tokens", "temperature", "stop", "environment"),
+    "eval": ("max_new_tokens", "temperature", "environment"),
+    "reward": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model to evaluate, and where its results are stored."""
+
+    name: str  # as it was named
+    home: Path  # the folder of a run
+    identity: str  # changes with the weights
+    folder: Path | None = None  # None: a version that has to be exported first
+    run: str | None = None
+    version: int | None = None
+    state_root: str = ""
+    recorded: Path | None = None  # config.json of the run
+
+
+def find(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Target:
+    """Return the target that a user named; raises ConfigError when there is none.
+
+    A folder with a config.json, RUN, RUN@VERSION, RUN@best, RUN@head, RUN@TAG, or an id on the Hugging Face hub.
+    """
+    runs = connections.find(arguments, environ).settings.run.dir
+    path = Path(name)
+    if (path / "config.json").is_file() and not (runs / name / "metrics.jsonl").is_file():
+        return _of_folder(name, path, runs)
+    run, at, version = name.partition("@")
+    is_run = (runs / run).is_dir()
+    if not at and is_run:
+        return _final_model(check_run_id(run), runs / run)
+    if not at or (not is_run and "/" in run):
+        folder = model_folder(path, "MODEL")
+        if not (folder / "config.json").is_file():
+            raise unknown_run(name, runs, more=", or name a model folder")
+        return _of_folder(name, folder, runs)
+    return _of_version(check_run_id(run), version, runs / run, arguments)
+
+
+def export(target: Target, to: Path, arguments: Sequence[str]) -> Path:
+    """Return the model folder of a target; a stored version is written to ``to``. Raises ConfigError."""
+    if target.folder is not None:
+        return target.folder
+    assert target.run is not None
+    if not (to / "config.json").is_file():
+        _penstock("weights", "export", target.run, "--version", str(target.version), "--to", str(to), *arguments)
+    return to
+
+
+def recorded_settings(target: Target, *, with_reward: bool) -> str:
+    """Return the run's own settings of data, sampling and rewards as a run file; empty for a folder.
+
+    ``with_reward`` is False when another reward was named: then rewards by source are left out.
+    """
+    if target.recorded is None:
+        return ""
+    try:
+        settings = json.loads(read_regular(target.recorded))["settings"]
+        sections = {name: _part(settings.get(name) or {}, keys) for name, keys in _SECTIONS.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ConfigError(
+            f"{target.recorded}: its settings cannot be read ({type(err).__name__}: {err}); restore the file, or export the version "
+            "(penstock weights export) and evaluate the folder"
+        ) from None
+    sections["data"] = {key: value for key, value in sections["data"].items() if key not in OWN_DATA}
+    if not with_reward:
+        sections["reward"] = {k: v for k, v in sections["reward"].items() if k not in {"name", "by_source"}}
+    return "".join(f"{name} = {toml_text(section)}\n" for name, section in sections.items() if section)
+
+
+def _part(section: Mapping[str, Any], keys: tuple[str, ...] | None) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if (keys is None or key in keys) and value is not None}
+
+
+def _of_folder(name: str, folder: Path, runs: Path) -> Target:
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in folder.resolve().name)
+    return Target(name, runs / f"eval-{safe}", _identity(folder), folder)
+
+
+def _final_model(run: str, home: Path) -> Target:
+    folder = home / "model"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"run {run} has no final model yet ({folder}); it is written when the run ends. Name a version: {run}@head, {run}@best "
+            f"or one of `penstock weights {run}`"
+        )
+    try:
+        version = int(json.loads(read_regular(home / "trainer.json"))["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        version = None
+    return Target(run, home, _identity(folder), folder, run, version, recorded=_config(home))
+
+
+def _of_version(run: str, version: str, home: Path, arguments: Sequence[str]) -> Target:
+    tag = tags.read(home).get(version)
+    if tag is not None and ((kept := home / tags.MODELS / version) / "config.json").is_file():
+        return Target(f"{run}@{version}", home, _identity(kept), kept, run, tag.version, recorded=_config(home))
+    version = str(tag.version) if tag is not None else version
+    rows: list[dict[str, Any]] = json.loads(_penstock("weights", run, "--json", *arguments))
+    found = [row for row in rows if _is_named(row, version, home)]
+    if not found:
+        stored = ", ".join(str(row["version"]) for row in rows) or "none"
+        raise ConfigError(f"run {run} has no version {version}; stored: {stored}; see: penstock weights {run}")
+    row = found[0]
+    name = f"{run}@{row['version']}"
+    return Target(
+        name, home, row["state_root"], None, run, int(row["version"]), row["state_root"], recorded=_config(home)
+    )
+
+
+def _is_named(row: Mapping[str, Any], version: str, home: Path) -> bool:
+    if version == "head":
+        return bool(row["head"])
+    if version == "best":
+        return row["kept"]["best"] is not None and row["kept"]["best"]["rank"] == 1
+    return str(row["version"]) == version
+
+
+def _config(home: Path) -> Path | None:
+    return home / "config.json" if (home / "config.json").is_file() else None
+
+
+def _identity(folder: Path) -> str:
+    """Return a digest of names, sizes and times of a folder's files, and of its config: it changes with the weights."""
+    files = sorted(one for one in folder.iterdir() if one.is_file())
+    stats = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    return hashlib.sha256(json.dumps([str(folder.resolve()), config, stats]).encode()).hexdigest()
+
+
+def _penstock(*arguments: str) -> str:
+    """Return the output of another command of penstock; raises ConfigError with its message."""
+    done = subprocess.run(launch.module("penstock", *arguments), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(done.stderr.strip().removeprefix("penstock: ") or f"penstock {' '.join(arguments)} failed")
+    return done.stdout

@@ -1,0 +1,137 @@
+"""`penstock eval` end to end: real servers, reward service, worker and engine, killed and given again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.servers import require, wait_for
+
+from penstock.console.evaluation import stored_results
+from penstock.console.evaluation.results import Outcome
+from penstock.console.registry import tags
+from penstock.console.registry.tags import Tag
+from penstock.deploy import quickstart_task
+from penstock.deploy.evaluation import target
+from penstock.deploy.evaluation.evaluate import _alone, connection_arguments, correctness, without_servers
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.evaluation.success import SuccessRules
+
+ROOT = Path(__file__).parents[3]
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    return [
+        *(sys.executable, "-P", "-m", "penstock", "eval", str(folder / "model"), "--data", str(folder / "eval.jsonl")),
+        *("-k", "2", "--max-tokens", "9", "--json", f"run.dir={folder / 'runs'}", *options),
+    ]
+
+
+@pytest.mark.chaos
+def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: Path) -> None:
+    """Prompts that were over are not sampled again; the result counts every prompt once, and is printed and stored."""
+    require("nats-server")
+    require("rclone")
+    quickstart_task.write_data(tmp_path, seed=0, num_sft=1, num_train=1, num_eval=200)
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    evaluations = tmp_path / "runs" / "eval-model" / stored_results.FOLDER
+
+    def outcomes() -> dict[int, Outcome]:
+        return next((stored_results.read_outcomes(one) for one in evaluations.glob("model-*")), {})
+
+    with subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+        wait_for(outcomes, "the first prompts", 120.0)
+        killed.send_signal(signal.SIGKILL)
+    before = outcomes()
+    assert before
+    done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [(one["source"], one["prompts"], one["complete"]) for one in result["sources"]] == [
+        ("sort_digits", 200, 200)
+    ]
+    after = outcomes()
+    assert sorted(after) == list(range(200))
+    assert {number: after[number] for number in before} == before
+    assert next(stored_results.results_of(tmp_path / "runs" / "eval-model")).model_dump(mode="json") == result
+    assert not (next(evaluations.glob("model-*")) / "work" / "store").exists()
+
+
+def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
+    """A folder, or the final model of a run with its settings; what is neither is refused with what there is."""
+    quickstart_task.write_model(tmp_path / "some model", seed=0)
+    runs = [f"run.dir={tmp_path / 'runs'}"]
+    found = target.find(str(tmp_path / "some model"), runs, {})
+    assert (found.run, found.version, found.home) == (None, None, tmp_path / "runs" / "eval-some-model")
+    home = tmp_path / "runs" / "one"
+    home.mkdir(parents=True)
+    (home / "config.json").write_text(
+        '{"settings": {"data": {"train": "x", "system_prompt": "s"}, "reward": {"name": "math"}}}'
+    )
+    with pytest.raises(ConfigError, match="run one has no final model yet"):
+        target.find("one", runs, {})
+    quickstart_task.write_model(home / "model", seed=0)
+    (home / "trainer.json").write_text('{"version": 12}')
+    final = target.find("one", runs, {})
+    assert (final.run, final.version, final.folder) == ("one", 12, home / "model")
+    assert (
+        target.recorded_settings(final, with_reward=True) == 'data = {system_prompt = "s"}\nreward = {name = "math"}\n'
+    )
+    assert target.recorded_settings(final, with_reward=False) == 'data = {system_prompt = "s"}\n'
+    tags.put(home, "kept", Tag(version=7))
+    quickstart_task.write_model(home / tags.MODELS / "kept", seed=0)
+    kept = target.find("one@kept", runs, {})
+    assert (kept.run, kept.version, kept.folder) == ("one", 7, home / tags.MODELS / "kept")
+    with pytest.raises(ConfigError, match="no run two"):
+        target.find("two", runs, {})
+
+
+def test_other_weights_are_another_evaluation(tmp_path: Path) -> None:
+    """A folder that was written again is not mixed with what was sampled from its former weights."""
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    first = target.find(str(tmp_path / "model"), [], {}).identity
+    assert target.find(str(tmp_path / "model"), [], {}).identity == first
+    quickstart_task.write_model(tmp_path / "model", seed=1)
+    assert target.find(str(tmp_path / "model"), [], {}).identity != first
+
+
+def test_the_servers_of_the_run_are_not_those_of_the_evaluation() -> None:
+    """Addresses and folders of the run say where a version is stored; the evaluation's services never get them."""
+    rest = [
+        "--nats.url",
+        "nats://a:1",
+        "s3.endpoint=http://a:2",
+        "run.dir=/runs",
+        "worker.device=cuda",
+        "--rollout.stop",
+        "x",
+    ]
+    assert connection_arguments(rest) == ["--nats.url=nats://a:1", "s3.endpoint=http://a:2", "run.dir=/runs"]
+    assert without_servers(rest) == ["worker.device=cuda", "--rollout.stop=x"]
+
+
+def test_one_evaluation_runs_once(tmp_path: Path) -> None:
+    """A second process would remove the servers of the first."""
+    refused = pytest.raises(ConfigError, match="this evaluation runs in another process")
+    with _alone(tmp_path), refused, _alone(tmp_path):
+        pass
+    with _alone(tmp_path):
+        pass
+
+
+def test_correct_is_what_the_rule_of_its_reward_says() -> None:
+    """By the reward of the data source where the reward is chosen by it; without a rule nothing is correct or wrong."""
+    rules = SuccessRules({"exact_match": 1.0, "mixed": {"right": 0.5}}, {"sort": "exact_match"})
+    auto = Outcome(prompt=0, source="s", reward="auto", data_source="sort", rewards=(1.0, 0.0))
+    parts = Outcome(prompt=1, source="s", reward="mixed", rewards=(0.1, 0.9), parts={"right": (1.0, 0.0)})
+    found = correctness([auto, parts], rules)
+    assert found.of == {0: (True, False), 1: (True, False)}
+    assert found.rule == "exact_match ≥ 1, mixed.right ≥ 0.5"
+    unknown = correctness([auto, Outcome(prompt=2, source="s", reward="length", rewards=(3.0,))], rules)
+    assert unknown.of is None
+    assert "set reward.success.length" in unknown.rule
+    assert correctness([parts.model_copy(update={"parts": {}})], rules).rule.endswith("has no part right")

@@ -1,0 +1,121 @@
+"""The end of a run after evaluations without a better result, and what versions are compared by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.trainer.eval_settings import BestBy, EvalSettings, EvalSource
+from penstock.trainer.evaluation.early_stop import EarlyStop, stored_scores
+from penstock.trainer.evaluation.eval_result import EvalResult
+
+DATA = [Path("x.jsonl")]
+
+
+def test_a_run_ends_after_so_many_evaluations_without_a_better_result() -> None:
+    """Equal is not better; a better one starts the count again; the reason names both steps."""
+    stop = EarlyStop(2)
+    for step, score in ((0, 0.1), (4, 0.3), (8, 0.3), (12, 0.4), (16, 0.2)):
+        stop.add(step, "aime pass@8", score)
+        assert stop.ended is None
+    stop.add(20, "aime pass@8", 0.4)
+    end = stop.ended
+    assert end is not None
+    assert (end.step, end.best_step, end.best, end.evaluations) == (20, 12, 0.4, 2)
+    assert end.text == (
+        "ended early: the last 2 evaluations, up to step 20, were not better than 0.4 (aime pass@8) of step 12"
+    )
+
+
+def test_without_a_limit_a_run_never_ends_early() -> None:
+    """0 is the default."""
+    stop = EarlyStop(0, [(step, 0.0) for step in range(50)])
+    assert (stop.ended, stop.document()) == (None, None)
+
+
+def test_a_repeated_evaluation_counts_once() -> None:
+    """A trainer that was killed evaluates the same step again."""
+    stop = EarlyStop(2, [(0, 0.5), (4, 0.4)])
+    stop.add(4, "m", 0.3)
+    assert stop.ended is None
+    stop.add(8, "m", 0.3)
+    assert stop.ended is not None
+
+
+def test_a_resumed_session_counts_the_evaluations_before_it(tmp_path: Path) -> None:
+    """By the source and the metric that decide; other rows and torn lines are left out."""
+    rows = [
+        {"kind": "eval", "split": "eval", "step": 0, "accuracy": 0.5, "reward_mean": 1.0, "pass_at": {"4": 0.7}},
+        {"kind": "eval", "split": "other", "step": 0, "accuracy": 0.9},
+        {"kind": "step", "step": 1, "reward_mean": 0.1},
+        {"kind": "eval", "split": "eval", "step": 4, "accuracy": None, "reward_mean": 2.0},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "ev')
+    assert list(stored_scores(path, BestBy("eval"))) == [(0, 0.5), (4, 2.0)]
+    assert list(stored_scores(path, BestBy("eval", "accuracy"))) == [(0, 0.5)]
+    assert list(stored_scores(path, BestBy("eval", "reward"))) == [(0, 1.0), (4, 2.0)]
+    assert list(stored_scores(path, BestBy("eval", "pass@4"))) == [(0, 0.7)]
+    assert list(stored_scores(tmp_path / "none", BestBy("eval"))) == []
+
+
+def test_versions_are_compared_by_the_named_metric() -> None:
+    """Named as people read it; a metric that is not measured gives no score."""
+    result = EvalResult(
+        step=1, version=1, num_prompts=2, num_samples=4, accuracy=0.25, reward_mean=0.3, pass_at={4: 0.5}, completion_tokens_mean=1.0,
+        truncated_share=0.0, eval_s=1.0, success="r ≥ 1", split="aime",
+    )  # fmt: skip
+    assert result.score_by("") == ("r ≥ 1", 0.25)
+    assert result.score_by("accuracy") == ("aime accuracy", 0.25)
+    assert result.score_by("reward") == ("mean reward", 0.3)
+    assert result.score_by("pass@4") == ("aime pass@4", 0.5)
+    assert result.score_by("pass@8") is None
+
+
+def test_a_source_has_its_own_settings_and_those_of_eval() -> None:
+    """What a source does not set is as in [eval]; data.eval is the source eval."""
+    settings = EvalSettings(
+        every=5, temperature=0.5, source={"aime": EvalSource(data=DATA, every=20, samples=8, max_new_tokens=99)}
+    )
+    aime = settings.of("aime")
+    assert (aime.every, aime.samples, aime.temperature, aime.max_new_tokens) == (20, 8, 0.5, 99)
+    assert settings.of("eval") is settings
+    assert settings.names(has_data_eval=True) == ["eval", "aime"]
+    assert settings.best(has_data_eval=True) == BestBy("eval")
+    assert settings.best(has_data_eval=False) == BestBy("aime")
+    assert EvalSettings().best(has_data_eval=False) is None
+
+
+@pytest.mark.parametrize(
+    ("best_by", "message"),
+    [
+        ("gsm", "there is no source gsm; there are eval, aime"),
+        ("aime.speed", "expected aime.accuracy, aime.reward or aime.pass@K"),
+        ("aime.pass@16", "up to the samples of the source, which has 8"),
+        ("aime.pass@3", "K = 1, 2, 4"),
+        ("eval.pass@1", "which has 1"),
+    ],
+)
+def test_a_metric_that_is_not_measured_is_refused(best_by: str, message: str) -> None:
+    """When the run file is read, not after the first evaluation."""
+    settings = EvalSettings(best_by=best_by, source={"aime": EvalSource(data=DATA, samples=8, temperature=1.0)})
+    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+        settings.best(has_data_eval=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("eval", EvalSource(data=DATA), "is not eval, which is data.eval"),
+        ("a b", EvalSource(data=DATA), "a name has 1 to 40 of"),
+        ("a", EvalSource(data=[]), "eval.source.a.data names no file"),
+        ("a", EvalSource(data=DATA, samples=4), "4 greedy completions would all be the same"),
+    ],
+)
+def test_a_source_that_cannot_be_evaluated_is_refused(name: str, source: EvalSource, message: str) -> None:
+    """With the key and the fix."""
+    with pytest.raises(ValidationError, match=message):
+        EvalSettings(source={name: source})
