@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from penstock.console.tools.kept_reasons import NOT_KEPT
 from penstock.protocol.errors import ConfigError
 
 
-def row(version: int, *, best: int | None = None, head: bool = False) -> dict[str, object]:
+def row(version: int, *, best: int | None = None, head: bool = False) -> dict[str, Any]:
     kept = {**NOT_KEPT, "best": None if best is None else {"rank": best, "score": 0.5, "measure": "m"}}
     return {
         "version": version,
@@ -31,7 +32,7 @@ def row(version: int, *, best: int | None = None, head: bool = False) -> dict[st
     }
 
 
-def event(version: int, accuracy: float | None, *, split: str = "eval", prompts: int = 8) -> dict[str, object]:
+def event(version: int, accuracy: float | None, *, split: str = "eval", prompts: int = 8) -> dict[str, Any]:
     return {
         "kind": "eval", "step": version, "version": version, "split": split, "accuracy": accuracy, "reward_mean": 0.5, "num_prompts": prompts,
         "num_samples": 4, "success": "r ≥ 1", "pass_at": {"1": accuracy, "4": 0.75},
