@@ -322,9 +322,7 @@ def _sample(
             )
             reader = PackReader(
                 connections.blobs.get,
-                texts=CompletionTexts(
-                    evaluation.tokenizer.decode_many, rows=evaluation.settings.trainer.check_texts or 1
-                ),
+                texts=CompletionTexts.of(evaluation.settings.trainer.check_texts, evaluation.tokenizer.decode_many),
             )
             store = _Store(folder, len(evaluation.planned) - len(missing), len(evaluation.planned))
             problem = Sampler(connections, missing, how, reader, store.add).run(check) if missing else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from penstock.protocol.errors import TextMismatch
 from penstock.protocol.trajectory import Group, Trajectory
@@ -25,6 +26,13 @@ class CompletionTexts:
         """Decode ``rows`` completions of a group, chosen at random, with ``decode``; None: all."""
         self._decode = decode
         self._rows = rows
+
+    @classmethod
+    def of(cls, check_texts: int | Literal["all"], decode: Decode) -> CompletionTexts | None:
+        """Return what the setting ``trainer.check_texts`` asks for; None for 0."""
+        if not check_texts:
+            return None
+        return cls(decode, rows=None if check_texts == "all" else check_texts)
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raise TextMismatch if a chosen completion has a text that its tokens do not say; groups without texts pass."""

@@ -153,12 +153,11 @@ def open_reader(
     never_published: NeverPublished,
 ) -> PackReader:
     """Return a reader of packs for one thread; what it reads is marked in ``folder``."""
-    checked = settings.trainer.check_texts
     return PackReader(
         connections.blobs.get,
         vocab_size=_vocab_size(settings.model.path),
         mark=ReadingMark(folder),
-        texts=CompletionTexts(tokenizer.decode_many, rows=None if checked == "all" else checked) if checked else None,
+        texts=CompletionTexts.of(settings.trainer.check_texts, tokenizer.decode_many),
         never_published=never_published,
     )
 
