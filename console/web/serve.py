@@ -24,11 +24,12 @@ from penstock.console.web.access import Access, Role, file_of
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import logs
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import listening_socket
 
 PORT = 8800
 _GRACE_S = 2
 _MAX_CONNECTIONS = 256
+_BACKLOG = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOp
     logs.configure("console", level="warning")
     runs_dir = connections.find(arguments, environ).settings.run.dir.absolute()
     access = Access(file_of(arguments, environ, options.tokens))
-    with contextlib.closing(_listen(options.host, options.port)) as bound:
+    with contextlib.closing(
+        listening_socket.listen(options.host, options.port, key="--port", backlog=_BACKLOG)
+    ) as bound:
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         if ipaddress.ip_address(host).is_unspecified:
@@ -99,17 +102,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self):
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(128)
-    except OSError as err:
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({err.strerror or err}); choose another with --port, or --port 0 for a free one"
-        ) from None
-    return bound

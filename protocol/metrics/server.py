@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import socket
 import threading
 from collections.abc import Callable
 
 import structlog
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import listening_socket
 
 log = structlog.get_logger("metrics")
 
@@ -29,7 +28,7 @@ class MetricsServer:
     def __init__(self, host: str, port: int, page: Page, *, key: str) -> None:
         """Listen at once; raises ConfigError, which names the setting ``key``, when the address cannot be used."""
         self._page = page
-        self._socket = _listen(host, port, key)
+        self._socket = listening_socket.listen(host, port, key=f"metrics.{key}", backlog=_MAX_CLIENTS)
         address, bound = self._socket.getsockname()[:2]
         self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
         self.url = metrics_url(address, bound)
@@ -128,14 +127,3 @@ def _message(
 def _host_of(host: str) -> str:
     host = host.lower()
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-
-
-def _listen(host: str, port: int, key: str) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_MAX_CLIENTS)
-    except (OSError, UnicodeError) as err:
-        raise ConfigError(
-            f"metrics.{key} = {port}: {host}:{port} cannot be listened on ({err}); set metrics.{key} to a free port, or to 0 "
-            "for any: its address is in the log and in the heartbeat"
-        ) from None

@@ -24,8 +24,9 @@ def listen(host: str, port: int, *, key: str, backlog: int) -> socket.socket:
         except OSError:
             bound.close()
             raise
-    except OSError as err:
+    except (OSError, UnicodeError) as err:  # the second one for a host that no name can be
+        reason = (err.strerror if isinstance(err, OSError) else "") or err
         raise ConfigError(
-            f"cannot listen on {host} port {port} ({err.strerror or err}); set {key} to a free port, or to 0"
+            f"cannot listen on {host} port {port} ({reason}); set {key} to a free port, or to 0"
         ) from None
     return bound
