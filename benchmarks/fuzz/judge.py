@@ -10,9 +10,9 @@ Of every group that the record says was trained:
 | its rewards                 | the reward function, on its completions and the task's ground truth           | equal    |
 | its pack                    | the objects that the attackers stored                                         | counted  |
 
-Two faults are declared in docs/security.md as not defended, and are counted apart, without being a finding. Both only in a
-pack that the rollout login forged, since no process of the run may make them: log-probabilities that an engine could
-report and that are not those of the tokens, and a text that is not that of the tokens in some of a group's completions.
+Two faults are declared in docs/security.md as not defended, and are counted apart, without being a finding: in a pack that the
+rollout login forged, log-probabilities that an engine could report and that are not those of the tokens; and a text without
+its last token, where a task that the trainer's login forged let the completion end at another token than the model's.
 """
 
 from __future__ import annotations
@@ -194,17 +194,19 @@ class Judge:
         expected = [self._reward(row.completion_text, truth) for row in group.trajectories]
         if list(rewards) != expected:
             self.found.add("other rewards", f"{group.group_id}: {list(rewards)[:4]} for {expected[:4]} ({where})")
-        texts = [
-            (row.completion_text, self._text.decode(row.token_ids[len(prompt) :].tolist(), skip_special_tokens=True))
-            for row in group.trajectories
-        ]
-        if others := [pair for pair in texts if pair[0] != pair[1]]:
-            said, text = others[0]
+        sampled = [(row, row.token_ids[len(prompt) :].tolist()) for row in group.trajectories]
+        if others := [(row, ids) for row, ids in sampled if row.completion_text != self._decode(ids)]:
+            row, ids = others[0]
             self._add(
                 "other text",
-                f"{group.group_id}: {said!r} for {text!r} ({where})",
-                is_declared=self._is_forged(group) and len(others) < len(texts),
+                f"{group.group_id}: {row.completion_text!r} for {self._decode(ids)!r} ({where})",
+                is_declared=all(
+                    row.finish_reason == "stop" and row.completion_text == self._decode(ids[:-1]) for row, ids in others
+                ),
             )
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._text.decode(ids, skip_special_tokens=True)
 
     def _is_forged(self, group: Group) -> bool:
         return _identity(group) in self._forged_groups
