@@ -123,7 +123,7 @@ def rewards(reading: Reading, web: Context) -> dict[str, Any]:
 
 
 @router.post("/runs/{run}/rewards/test")
-def score_by_hand(reading: Reading, web: Context, _: Runner, tested: TestedCompletions) -> dict[str, Any]:
+def score_by_hand(_: Runner, reading: Reading, web: Context, tested: TestedCompletions) -> dict[str, Any]:
     """Score completions by hand, by the code that scores the run's groups."""
     body = {"reward": tested.reward, "groups": [tested.model_dump(exclude={"reward"})]}
     try:
@@ -145,7 +145,7 @@ def dead_letter(reading: Reading, web: Context, number: Number) -> dict[str, Any
 
 
 @router.post("/runs/{run}/dead-letters/{number}/resend")
-def resend(reading: Reading, web: Context, _: Runner, number: Number, once_more: bool = False) -> dict[str, Any]:
+def resend(_: Runner, reading: Reading, web: Context, number: Number, once_more: bool = False) -> dict[str, Any]:
     """Send one dead letter again."""
     return dead_letter_pages.resend(reading.run_id, number, *where(web), once_more=once_more)
 

@@ -53,7 +53,7 @@ ARGUMENTS = {
     "quickstart": ("--help",),  # tests/system/test_quickstart.py runs all of it in such a folder
 }
 NO_SERVERS = {"PENSTOCK_NATS__URL": "nats://127.0.0.1:1", "PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1"}
-SERVING = ("up", "reward serve")
+SERVING = ("up", "reward serve", "console")
 
 
 def _verbs(app: App, path: tuple[str, ...] = ()) -> Iterator[str]:

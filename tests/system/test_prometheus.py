@@ -88,7 +88,7 @@ def test_prometheus_scrapes_a_reward_service_with_its_token(
     )
     servers.wait_for(lambda: query(url, "penstock_groups_total{outcome='scored'}") == {"": 1.0}, "a scrape", 30)
     assert query(url, "up") == {"": 1.0}
-    assert query(url, "penstock_reward_request_seconds_count{outcome='ok'}") == {name: 1.0}
+    assert query(url, f"penstock_reward_request_seconds_count{{outcome='ok',endpoint='{name}'}}") == {name: 1.0}
     p99 = query(url, "histogram_quantile(0.99, penstock_reward_request_seconds_bucket{outcome='ok'})")
     assert 0 < p99[name] < 30
     assert query(url, "sum(penstock_service_info{role='reward', run='" + wire.run_id + "'})") == {"": 1.0}

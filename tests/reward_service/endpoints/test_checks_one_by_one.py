@@ -63,7 +63,12 @@ async def test_a_url_is_refused_for_its_own_reason(url: str, reason: str) -> Non
 async def test_the_token_is_checked_before_anything_of_the_body(headers: dict[str, str], status: int) -> None:
     """A stranger whose body is too long is told that a token is missing, and no byte of the body is asked for."""
     app = api.build(
-        cast("api.ApiContext", SimpleNamespace(registry=None, client=None, reward_registry=None)),
+        cast(
+            "api.ApiContext",
+            SimpleNamespace(
+                registry=None, client=None, reward_registry=None, run_id="r", replica="a", heartbeat=None, spans=None
+            ),
+        ),
         access=Access([("a", Role.ADMIN, "right-0123456789abcdef")]),
         max_request_bytes=1024,
         max_requests_bytes=4096,

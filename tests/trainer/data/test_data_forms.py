@@ -270,8 +270,7 @@ def test_the_evaluation_set_is_not_cut(tmp_path: Path, model: Path):
     ]
     data = _open_data(load(TrainerSettings, overrides=overrides).settings)
     assert data.train is not None
-    assert data.eval is not None
-    assert (len(data.train), len(data.eval)) == (2, 5)
+    assert (len(data.train), [len(source.prompts) for source in data.eval]) == (2, [5])
     overrides[-1] = "data.train_max_samples=-1"
     assert load(TrainerSettings, overrides=overrides).settings.data.max_samples is None, "-1 means all rows in verl"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 from tests.console.web.control.api import BASE, Api
@@ -134,11 +135,16 @@ def all_routes(routes: list[Any]) -> Iterator[Route]:
             yield route
 
 
+def all_dependencies(dependant: Dependant) -> list[Dependant]:
+    """What a route depends on, also through its dependencies."""
+    return [one for direct in dependant.dependencies for one in (direct, *all_dependencies(direct))]
+
+
 def routes(api: Api) -> list[tuple[str, str, Role | None]]:
     """Method, path and required role of every route; None for one that requires none."""
     found = []
     for route in all_routes(api.app.routes):
-        dependencies = route.dependant.dependencies if isinstance(route, APIRoute) else []
+        dependencies = all_dependencies(route.dependant) if isinstance(route, APIRoute) else []
         roles = [one.call.__penstock_role__ for one in dependencies if hasattr(one.call, "__penstock_role__")]
         found += [(m, route.path, max(roles, default=None)) for m in sorted((route.methods or set()) - {"HEAD"})]
     return found
