@@ -65,7 +65,7 @@ fuzz-patches: $(STAMP)  ## decode 200,000 malformed weight patches, manifests an
 	$(BIN)/python -m tests.protocol.weights.fuzz_patches --mutations 200000
 
 bench-patches: $(STAMP)  ## compare sparse weight patches with memcpy, full safetensors and XOR + zstd, at five densities (minutes)
-	$(BIN)/python -m benchmarks.weight_patches
+	$(BIN)/python -m benchmarks.weights.patches
 
 check: $(STAMP)  ## check style, types and allowed imports
 	$(BIN)/ruff check .
@@ -97,7 +97,7 @@ fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: e
 	$(BIN)/python -m benchmarks.fuzz_agents --requests $(REQUESTS)
 
 proof-runs-api: $(STAMP)  ## create, kill the console, pause, audit, resume, queue and delete real runs through the Runs API (a minute)
-	$(BIN)/python -m benchmarks.runs_api
+	$(BIN)/python -m benchmarks.proofs.runs_api
 
 bench-agents: $(STAMP)  ## CPU and latency that the agents' proxy adds to a request, and a thousand episodes with slow tools (two minutes)
 	$(BIN)/python -m benchmarks.agent_proxy
@@ -115,7 +115,7 @@ reference: $(STAMP)  ## write the descriptions of settings and flags anew that h
 	$(BIN)/python -m penstock.deploy.write_reference
 
 after-run: $(STAMP)  ## type every command about a run after a local run has ended, and train on its rescored groups (three minutes)
-	$(BIN)/python -m benchmarks.after_run
+	$(BIN)/python -m benchmarks.proofs.after_run
 
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart

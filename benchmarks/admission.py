@@ -22,7 +22,7 @@ from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, GeneratedGroup, ScoredGroup
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet

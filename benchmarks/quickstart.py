@@ -1,7 +1,7 @@
 """Run the quickstart for several seeds: accuracy, cost, and optionally TRL for comparison.
 
     make bench-quickstart
-    python benchmarks/quickstart.py --seeds 0 1 2 --peer trl/bin/python   # TRL in the same run, see peer_trl.py
+    python benchmarks/quickstart.py --seeds 0 1 2 --peer trl/bin/python   # TRL in the same run, see benchmarks/peers/trl_quickstart.py
 
 Every run is `penstock quickstart --json`, including the kill of one worker. Prints a Markdown table
 and exits with 1 if a seed misses the threshold: held-out accuracy from under 0.65 to at least 0.93, with at
@@ -79,7 +79,7 @@ def _quickstart(folder: Path, seed: int, steps: int) -> dict[str, Any]:
 
 
 def _peer(python: Path, run: Path, steps: int) -> dict[str, Any]:
-    script = Path(__file__).with_name("peer_trl.py")
+    script = Path(__file__).with_name("trl") / "quickstart.py"
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [python, script, "--model", run / "sft", "--data", run / "data", "--steps", str(steps)],

@@ -1,7 +1,7 @@
 """Run `penstock recipe smollm2` for several seeds: held-out reward before and after, wall and CPU time, and a plot.
 
     make real-model
-    python -m benchmarks.real_model --seeds 0 1 2 --peer trl/bin/python   # TRL after every seed, see real_model_trl.py
+    python -m benchmarks.real_model --seeds 0 1 2 --peer trl/bin/python   # TRL after every seed, see benchmarks/peers/trl_real_model.py
 
 Writes benchmarks/real_model.json and real_model.png, prints a Markdown table, and exits with 1 if a seed misses the goal:
 held-out reward at least doubled and at least 0.3 above its start, in at most 90 minutes.
@@ -82,7 +82,11 @@ def _children_cpu_s() -> float:
 def _peer(python: Path, run_file: Path) -> dict[str, Any]:
     environ = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [python, HERE / "real_model_trl.py", run_file], env=environ, capture_output=True, text=True, check=False
+        [python, HERE / "peers" / "trl_real_model.py", run_file],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(f"the peer exited with code {done.returncode}\n{done.stderr[-4000:]}")

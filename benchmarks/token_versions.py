@@ -28,8 +28,9 @@ import numpy as np
 from tests.contracts.tiny_model import Dense
 
 from penstock.deploy.bootstrap import ConnectionSettings
-from penstock.protocol import blob_keys, group_pack
+from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import load
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion, VersionRun

@@ -1,7 +1,7 @@
 """The process of a run or a training on this machine: started, stopped, and ended with this Python process.
 
 When this process ends, by SIGKILL too, the kernel sends SIGTERM to the one started here, which stops what it started in order
-(`deploy/child.py`). At a normal exit this process waits for that.
+(`deploy/processes/child.py`). At a normal exit this process waits for that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from signal import SIGTERM
 from typing import Literal
 
 from penstock.client.errors import RunFailed
-from penstock.deploy.child import Child, describe_exit
+from penstock.deploy.processes.child import Child, describe_exit
 
 # Of a run on this machine: running, pausing, paused, finished, stopped, failed. The Runs API has the others too.
 State = Literal[

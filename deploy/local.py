@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.child import DeployError, wait_until
-from penstock.deploy.servers import NatsServer, S3Server, Server, port_is_free
-from penstock.deploy.supervise import Supervisor
+from penstock.deploy.processes.child import DeployError, wait_until
+from penstock.deploy.processes.servers import NatsServer, S3Server, Server, port_is_free
+from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError

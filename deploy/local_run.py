@@ -24,7 +24,9 @@ from pathlib import Path
 from penstock.console import launch
 from penstock.deploy import local_inputs
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
-from penstock.deploy.child import (
+from penstock.deploy.early_checks import check_engine, check_inputs, check_metrics_ports, check_reward_files
+from penstock.deploy.local import LocalStack, connection_environment
+from penstock.deploy.processes.child import (
     Child,
     DeployError,
     adopt_orphans,
@@ -33,10 +35,8 @@ from penstock.deploy.child import (
     release_orphans,
     wait_until,
 )
-from penstock.deploy.early_checks import check_engine, check_inputs, check_metrics_ports, check_reward_files
-from penstock.deploy.local import LocalStack, connection_environment
-from penstock.deploy.servers import port_is_free
-from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
+from penstock.deploy.processes.servers import port_is_free
+from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError

@@ -30,9 +30,9 @@ from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import quickstart_task as task
 from penstock.deploy import resumption, sglang_cpu
-from penstock.deploy.child import Child, DeployError, describe_exit
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
+from penstock.deploy.processes.child import Child, DeployError, describe_exit
 from penstock.deploy.train_local import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError

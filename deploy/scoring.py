@@ -22,9 +22,9 @@ from typing import Any
 from penstock.console import launch
 from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.child import Child, wait_until
 from penstock.deploy.early_checks import check_reward_files
 from penstock.deploy.local import LocalStack
+from penstock.deploy.processes.child import Child, wait_until
 from penstock.deploy.stored import run_command
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import split_arguments, toml_text

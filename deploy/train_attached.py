@@ -22,11 +22,11 @@ from penstock.console.live.panel import LivePanel
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.child import Child
 from penstock.deploy.early_checks import check_inputs
 from penstock.deploy.local_run import TRAINER
-from penstock.deploy.supervise import ProcessEvent, Supervisor
-from penstock.deploy.tracker_processes import TrackerProcesses
+from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.supervise import ProcessEvent, Supervisor
+from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.deploy.train_local import say_finished, write_report
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings

@@ -19,7 +19,7 @@ from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun
-from penstock.deploy.tracker_processes import TrackerProcesses
+from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request

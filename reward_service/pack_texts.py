@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from penstock.protocol import group_pack, pack_bounds
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef, GeneratedGroup
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs import group_pack, pack_bounds
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.transport.blobs import Blobs
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.errors import RewardError
 from penstock.reward_service.rewards.verdict import Verdict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.errors import RewardError
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.scores import Outcome, Scorer

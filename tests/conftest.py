@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

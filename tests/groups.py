@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.protocol import group_pack
 from penstock.protocol.facts import (
     BlobRef,
     FinishReason,
@@ -20,6 +19,7 @@ from penstock.protocol.facts import (
     Task,
     TaskIssued,
 )
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 

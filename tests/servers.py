@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 
 BUCKET = "penstock"
 _SECRETS = tempfile.TemporaryDirectory(prefix="penstock-test-secrets-")

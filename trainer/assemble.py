@@ -25,9 +25,9 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
+from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
-from penstock.protocol.task_promise import TaskSettings
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop, process_memory

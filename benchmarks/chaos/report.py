@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.chaos.watch import Seen
 
 from penstock.deploy.local_run import TRAINER
-from penstock.deploy.supervise import ProcessEvent
+from penstock.deploy.processes.supervise import ProcessEvent
 
 DETECTED_WITHIN_S = 10.0
 PRODUCTIVE_WITHIN_S = 60.0

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from benchmarks.fuzz import values
 
-from penstock.protocol.group_pack import SCHEMA, SCHEMA_TAG
+from penstock.protocol.packs.group_pack import SCHEMA, SCHEMA_TAG
 
 Row = dict[str, Any]
 _BOMB_TOKENS = 4_000_000

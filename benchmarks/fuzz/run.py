@@ -57,11 +57,11 @@ from benchmarks.fuzz.sender import Sender
 from penstock.console.record.audit_checks import check_record
 from penstock.console.record.audit_inputs import gather
 from penstock.deploy import quickstart_task
-from penstock.deploy.child import DeployError
 from penstock.deploy.local import connection_environment
 from penstock.deploy.local_run import REWARD, TRAINER, endpoint_name, worker_name
-from penstock.deploy.servers import NatsServer, S3Server
-from penstock.deploy.supervise import ProcessEvent
+from penstock.deploy.processes.child import DeployError
+from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import PenstockError, WireError

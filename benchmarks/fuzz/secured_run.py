@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.deploy.child import Child
 from penstock.deploy.local import connection_environment
 from penstock.deploy.local_run import REWARD, TRAINER, LocalRun
 from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.nats_config import nats_config
-from penstock.deploy.servers import NatsServer, S3Server
-from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor
+from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 

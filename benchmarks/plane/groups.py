@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.protocol import group_pack
 from penstock.protocol.facts import RewardRequest
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 

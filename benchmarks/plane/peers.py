@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.plane.groups import CASES, GROUPS_PER_STEP, Case, codec_ms, make_template
 
-from penstock.protocol import group_pack
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.reward_service.rewards import exact_match
 

@@ -14,7 +14,7 @@ from benchmarks.plane.groups import GROUPS_PER_STEP, NUM_TEMPLATES, VOCABULARY, 
 from benchmarks.plane.worker import RUN_ID
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.task_promise import TaskPromise, TaskSettings, content_hash
+from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings, content_hash
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -26,8 +26,8 @@ from benchmarks.soak.verdict import judge, show
 
 from penstock.console.live.panel import LivePanel
 from penstock.deploy import quickstart_task
-from penstock.deploy.child import DeployError
 from penstock.deploy.local_run import TRAINER, LocalRun
+from penstock.deploy.processes.child import DeployError
 from penstock.protocol import logs
 from penstock.protocol.transport.bus import Bus
 

@@ -22,8 +22,9 @@ from penstock.console.record.ancestry import (
     version_lineage,
 )
 from penstock.console.tables import console
-from penstock.protocol import group_pack, logs, streams
+from penstock.protocol import logs, streams
 from penstock.protocol.facts import BlobRef
+from penstock.protocol.packs import group_pack
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

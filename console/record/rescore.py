@@ -14,10 +14,11 @@ from penstock.console import connections, launch
 from penstock.console.record.lineage import open_record
 from penstock.console.record.rescoring import GroupToScore, Outcome, Rule, score_again
 from penstock.console.tools.rewards import RewardService, service_url
-from penstock.protocol import blob_keys, group_pack
+from penstock.protocol import blob_keys
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError, PackError, RecordBroken
 from penstock.protocol.facts import BlobRef, ScoredGroup, encode_unbounded
+from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import LineageChapter, RecordedGroup, SplitTotals
 from penstock.protocol.record.rescored import RescoredInput, RescoredPiece
 from penstock.protocol.record.stored_record import StoredRecord

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import BlobRef, ScoredGroup
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.record.lineage import RecordedGroup
 
 WHOLE = "reward"  # the name of the reward itself among the weights

@@ -16,7 +16,7 @@ from penstock.console import connections
 from penstock.console.printable import printable
 from penstock.console.tables import console
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
-from penstock.protocol import group_pack, logs, streams
+from penstock.protocol import logs, streams
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
 from penstock.protocol.facts import (
     DeadLetter,
@@ -29,6 +29,7 @@ from penstock.protocol.facts import (
     TaskList,
     decode,
 )
+from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trace_context import new_trace

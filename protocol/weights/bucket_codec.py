@@ -27,7 +27,7 @@ PatchCodec: TypeAlias = Literal["none", "gapabs1", "raw_zstd"]
 Codec: TypeAlias = Literal["none", "gapabs1", "raw_zstd", "safetensors"]
 Change: TypeAlias = Parsed | ParsedRaw
 
-# Share of changed words above which the whole bucket is sent. Measured on bf16 (`benchmarks/weight_patches.md`): it
+# Share of changed words above which the whole bucket is sent. Measured on bf16 (`benchmarks/weights/patches.md`): it
 # is decoded faster above a third, but is the larger one; at a half the two balance on a network of 10 Gbit/s.
 DENSE_ABOVE = 0.5
 

@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI, HTTPException
 from pydantic import ValidationError
 
 from penstock.protocol.facts import RewardRequest
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.api.api_models import GroupByHand, RewardList, RewardRecord, ScoreAnswer, ScoreByHand
 from penstock.reward_service.endpoints.access import Caller, Role
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry

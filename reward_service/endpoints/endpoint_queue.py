@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import structlog
 from pydantic import BaseModel
 
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.spans import Value
 from penstock.reward_service import pack_trace
 from penstock.reward_service.endpoints import group_pieces

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.facts import RewardRequest
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.errors import NotCalled, RewardError
 from penstock.reward_service.scores import GroupScores, Outcome, Scorer
 

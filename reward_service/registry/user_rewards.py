@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import RewardError, ScoreRefused, UserCodeFailed
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE, ENTRY_POINTS

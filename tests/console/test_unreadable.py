@@ -27,7 +27,7 @@ from penstock.console.tools.removal import running_services
 from penstock.console.tools.resending import RunProgress, refusal
 from penstock.console.tools.reward_errors import print_errors
 from penstock.console.tools.runs import describe, list_broker
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError, MalformedFact

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from tests.servers import wait_for
 
-from penstock.deploy.child import Child
 from penstock.deploy.make_secrets import make_secrets
-from penstock.deploy.servers import find_program
+from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.servers import find_program
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.transport.bus import Bus
 

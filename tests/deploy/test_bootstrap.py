@@ -10,7 +10,7 @@ from tests.servers import secret_file
 
 from penstock.deploy import bootstrap as command
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BusError, ConfigError, MissingStream

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from tests.servers import require, wait_for
 
-from penstock.deploy.child import DeployError
 from penstock.deploy.local import LocalStack
-from penstock.deploy.servers import remove_stale_uploads
-from penstock.deploy.supervise import Supervisor
+from penstock.deploy.processes.child import DeployError
+from penstock.deploy.processes.servers import remove_stale_uploads
+from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -21,7 +21,7 @@ from penstock.deploy.local_run import (
     fails_at_first_start,
     worker_name,
 )
-from penstock.deploy.supervise import ProcessEvent
+from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError

@@ -16,10 +16,10 @@ from tests.servers import require, wait_for
 
 from penstock.deploy import quickstart_task
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.child import Child
 from penstock.deploy.health import has_heartbeat
 from penstock.deploy.local import connection_environment
 from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, worker_name
+from penstock.deploy.processes.child import Child
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BusRefused

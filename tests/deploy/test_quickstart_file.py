@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import quickstart, sglang_cpu
-from penstock.deploy.child import DeployError
+from penstock.deploy.processes.child import DeployError
 from penstock.deploy.quickstart import _engine_sections
 from penstock.protocol.config.run_file import load
 from penstock.rollout_service.settings import RolloutSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import config_show
-from penstock.deploy.child import DeployError
+from penstock.deploy.processes.child import DeployError
 from penstock.deploy.recipe import __main__ as recipe
 from penstock.deploy.recipe import model as published_model
 from penstock.deploy.recipe import task

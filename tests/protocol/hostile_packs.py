@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.groups import make_group, make_task
 
-from penstock.protocol import group_pack
 from penstock.protocol.facts import GeneratedGroup, Task
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.packs import group_pack
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
 
 SIZE = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent, ScoredGroup

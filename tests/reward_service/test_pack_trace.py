@@ -9,7 +9,7 @@ from typing import Any
 from penstock.protocol import streams, subjects, trace_context
 from penstock.protocol.activity import Activity
 from penstock.protocol.facts import GroupGenerated
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.spans import Span, group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.deploy.servers import S3Server
+from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import rewards_offered, streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Heartbeat, RewardRequest, decode, encode
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

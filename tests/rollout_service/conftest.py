@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.child import Child
+from penstock.deploy.processes.child import Child
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

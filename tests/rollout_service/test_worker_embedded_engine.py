@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.deploy.child import Child
+from penstock.deploy.processes.child import Child
 from tests.groups import make_task
 from tests.rollout_service.trainer_side import TrainerSide
 from tests.servers import wait_for

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.child import Child
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.transport.blobs import Blobs

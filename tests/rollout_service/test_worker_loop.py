@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.child import Child
-from penstock.protocol import group_pack, streams, subjects
+from penstock.deploy.processes.child import Child
+from penstock.protocol import streams, subjects
 from penstock.protocol.facts import RunEvent, TaskList, encode_unbounded
+from penstock.protocol.packs import group_pack
 from penstock.protocol.streams import StreamLimits
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.deploy.child import Child
+from penstock.deploy.processes.child import Child
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol import group_pack, streams, subjects
+from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import (
     BlobRef,
@@ -28,6 +28,7 @@ from penstock.protocol.facts import (
     WeightsRefused,
     decode,
 )
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

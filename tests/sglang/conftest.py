@@ -9,8 +9,8 @@ import pytest
 
 from penstock.deploy import sglang_cpu
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.child import Child
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests.contracts import real_sglang

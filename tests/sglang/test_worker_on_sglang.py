@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.deploy.child import Child
+from penstock.deploy.processes.child import Child
 from penstock.protocol.facts import Task
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.engines.engine_process import group_members

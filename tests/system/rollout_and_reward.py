@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import streams
 from penstock.protocol.facts import Heartbeat, decode
 from penstock.protocol.streams import StreamLimits

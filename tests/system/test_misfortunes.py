@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.bus import Bus
 from tests.servers import require_package, start_nats, start_s3, wait_for

@@ -16,8 +16,8 @@ import pytest
 
 from penstock.console.connections import ConsoleSettings
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.child import Child
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.config.run_file import config_document, format_config, load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport.blobs import Blobs

@@ -15,8 +15,8 @@ from tests.trainer.learner.forks import Command
 from tests.trainer.producer import Answer, ScriptedProducer, recite, write_run_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Task
 from penstock.protocol.record.checkpoint_state import committed

@@ -19,9 +19,10 @@ import torch
 from tests.weights_source import read_version
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.protocol import blob_keys, group_pack, rewards_offered, streams, subjects
+from penstock.protocol import blob_keys, rewards_offered, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import BlobRef, GroupScored, Head, ScoredGroup, Task, TaskIssued, TaskList, decode, encode
+from penstock.protocol.packs import group_pack
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs

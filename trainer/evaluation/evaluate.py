@@ -21,7 +21,7 @@ import structlog
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, ReaderKilled
 from penstock.protocol.facts import BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup, Task
-from penstock.protocol.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from penstock.protocol.errors import ReaderKilled
 from penstock.protocol.facts import DeadLetter, ScoredGroup
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.protocol.facts import Task
-from penstock.protocol.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.data.dataset import PromptSet

@@ -11,9 +11,9 @@ from typing import Any
 import structlog
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
-from penstock.protocol.task_promise import TaskSettings
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder

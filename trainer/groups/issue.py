@@ -15,8 +15,8 @@ from typing import Any
 import structlog
 
 from penstock.protocol import blob_keys, subjects
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending

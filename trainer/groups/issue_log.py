@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.protocol.task_promise import TaskSettings
+from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.trainer.errors import CheckpointError
 
 _FILE = "issued.log"

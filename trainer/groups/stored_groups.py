@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.protocol import group_pack, pack_bounds
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.packs import group_pack, pack_bounds
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.record.lineage import RecordedGroup
-from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
 from penstock.trainer.learner.step_plan import ReadyGroup
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.protocol import group_pack
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.weights.layout import BUCKET_BYTES

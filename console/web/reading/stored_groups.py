@@ -19,10 +19,10 @@ from penstock.console.web.reading.recorded_groups import (
     parse_cursor,
     trajectory_rows,
 )
-from penstock.protocol import group_pack
 from penstock.protocol.errors import BlobError, PackError
 from penstock.protocol.facts import BlobRef
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs import group_pack
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs

@@ -20,7 +20,7 @@ from penstock.console.live.run_view import RunView
 from penstock.console.live.watch import has_ended, is_cut_off
 from penstock.console.live.watcher import Watcher
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import MissingStream

@@ -30,7 +30,7 @@ from penstock.console.record.audit_checks import AuditResult
 from penstock.console.record.reported_steps import from_events
 from penstock.console.record.step_checks import ReportedSteps, check_steps
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import LineageChapter, RecordedStep

@@ -10,7 +10,7 @@ from tests.groups import make_group
 from penstock.console.record.rescoring import GroupToScore, Rule, reweight, score_again
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, ScoredGroup
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.record.lineage import RecordedGroup
 
 PARTS = {"correct": {"reward": "numeric"}, "form": {"reward": "tags", "weight": 0.2, "needs": 1.0, "otherwise": -0.5}}

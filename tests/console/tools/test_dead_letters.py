@@ -12,7 +12,7 @@ from tests.groups import make_generated, make_group, make_scored, make_task, mak
 from tests.servers import secret_file
 
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
-from penstock.protocol import blob_keys, group_pack, streams, subjects
+from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import (
     BlobRef,
@@ -25,6 +25,7 @@ from penstock.protocol.facts import (
     TaskIssued,
     encode,
 )
+from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import AccountState, CheckpointCommitted, LineageChapter, RecordedSession
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -14,7 +14,7 @@ from tests.console.web.shown_run import ServedConsole, ShownRun, environ_of, ser
 
 from penstock.console.web.access import Role
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 

@@ -17,7 +17,7 @@ import pytest
 from tests.refusing_s3 import RefusingS3
 from tests.servers import wait_for
 
-from penstock.deploy.servers import HOST, S3Server
+from penstock.deploy.processes.servers import HOST, S3Server
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from penstock.protocol.facts import BlobRef

@@ -18,7 +18,7 @@ from tests.groups import make_generated, make_group, make_scored, make_task, mak
 from tests.servers import wait_for
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import (

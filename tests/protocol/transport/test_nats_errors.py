@@ -10,7 +10,7 @@ from nats.js import api
 from nats.js.errors import APIError
 from tests import servers
 
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, PenstockError, StorageFull
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport.bus import Bus

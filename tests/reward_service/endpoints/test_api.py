@@ -15,7 +15,7 @@ from tests.reward_service.processes import Behaviour, EndpointServer, Service, g
 from tests.servers import wait_for
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs

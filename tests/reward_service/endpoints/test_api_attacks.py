@@ -12,7 +12,7 @@ import pytest
 from tests.reward_service.processes import Service
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 

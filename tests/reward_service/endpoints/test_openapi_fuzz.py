@@ -12,7 +12,7 @@ from tests.examples import FACTOR
 from tests.reward_service.processes import Service
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.facts import RewardRequest
-from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.registry.built_in import BUILT_INS, Graders, scorer
 from penstock.reward_service.rewards import choice, classification, numeric

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.groups import make_task
 
-from penstock.protocol import group_pack
+from penstock.protocol.packs import group_pack
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion, read_version
 from penstock.rollout_service.engines.sglang.read_reply import read_completion

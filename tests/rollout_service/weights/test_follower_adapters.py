@@ -14,7 +14,7 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.trainer_side import TrainerSide, attached
 from tests.servers import wait_for
 
-from penstock.deploy.child import Child
+from penstock.deploy.processes.child import Child
 from penstock.protocol.facts import WeightsPublished
 from penstock.protocol.trajectory import Group
 

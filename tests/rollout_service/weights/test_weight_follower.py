@@ -16,7 +16,7 @@ from tests.rollout_service.trainer_side import TrainerSide, attached
 from tests.servers import wait_for
 from tests.system.rollout_and_reward import fill, small_disk
 
-from penstock.deploy.child import Child
+from penstock.deploy.processes.child import Child
 from penstock.protocol import subjects
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.key_value import Entry, KeyValue

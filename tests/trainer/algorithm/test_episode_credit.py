@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.episodes import forked, group_of, one_turn
 
-from penstock.protocol import group_pack
 from penstock.protocol.episode import Turn
 from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import RecordedGroup
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build

@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 
-from penstock.protocol import blob_keys, group_pack
+from penstock.protocol import blob_keys
 from penstock.protocol.facts import GroupScored, RewardRequest, ScoredGroup
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion, VersionRun

@@ -16,8 +16,8 @@ from tests.servers import wait_for
 from tests.trainer.producer import ScriptedProducer, recite
 
 from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol import streams, subjects
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings

@@ -26,7 +26,7 @@ from penstock.protocol.facts import (
     decode,
     encode,
 )
-from penstock.protocol.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet

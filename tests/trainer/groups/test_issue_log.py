@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.task_promise import TaskSettings
+from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups import issue_log
 from penstock.trainer.groups.issue_log import IssuedBefore, IssuedRange, IssueLog, SessionSettings

@@ -18,10 +18,10 @@ from tests.trainer.groups.stored_groups import ready
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.protocol import group_pack
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.facts import GroupScored, decode
+from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.estimators.gae import gae

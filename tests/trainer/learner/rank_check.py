@@ -14,9 +14,9 @@ import torch
 from tests.weights_source import NEVER
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.protocol import group_pack
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import GroupScored, decode
+from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion

@@ -26,7 +26,7 @@ from penstock.protocol.activity import Activity
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import GroupGenerated, Sampling, Task, TaskIssued
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery

@@ -17,8 +17,8 @@ from tests.weights_source import NEVER, read_version
 from torch import Tensor
 
 from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_model
-from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode, encode

@@ -18,8 +18,8 @@ from penstock.console.record.audit import audit_run
 from penstock.console.record.audit_checks import AuditResult, check_record
 from penstock.console.record.audit_inputs import gather
 from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
-from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name
 from penstock.protocol.record.lineage import chapters

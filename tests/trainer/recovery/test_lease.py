@@ -12,7 +12,7 @@ import pytest
 import structlog
 from tests.servers import wait_for
 
-from penstock.deploy.servers import NatsServer
+from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusUnreachable

@@ -12,7 +12,7 @@ from tests.console.record.made_run import DAMAGES, NUM_STEPS, MadeRun, damaged, 
 from tests.servers import secret_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.record.lineage import RecordedSession
 from penstock.protocol.record.stored_record import StoredRecord

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol import pack_bounds
 from penstock.protocol.errors import PackError
-from penstock.protocol.pack_footer import Chunk, StoredColumn
+from penstock.protocol.packs import pack_bounds
+from penstock.protocol.packs.pack_footer import Chunk, StoredColumn
 
 START = 4  # behind the magic bytes
 LIMIT = 10**9

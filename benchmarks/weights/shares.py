@@ -1,6 +1,6 @@
 """Measure publishing shards from several ranks: blocking time of training, time per version, memory of each rank.
 
-    python -m benchmarks.weight_shares [--mb 256] [--ranks 1 2] [--stages 2 3] [--versions 8]
+    python -m benchmarks.weights.shares [--mb 256] [--ranks 1 2] [--stages 2 3] [--versions 8]
 
 A random bfloat16 Qwen3 under DeepSpeed, one process for each rank, real NATS and S3. 0.9 % of the values change with each
 version, by one unit in the last place, instead of an optimizer step. Baselines: memcpy of each
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.weight_flow import memcpy_s
+from benchmarks.weights.flow import memcpy_s
 
 from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_model
-from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol import logs
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
@@ -225,7 +225,7 @@ def _measure(
         port = free.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.weight_shares", "--rank"],
+            [sys.executable, "-m", "benchmarks.weights.shares", "--rank"],
             env=os.environ | {
                 "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(options["num_ranks"]),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",

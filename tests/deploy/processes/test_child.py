@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 
-from penstock.deploy.child import Child, DeployError, describe_exit, end_orphans
+from penstock.deploy.processes.child import Child, DeployError, describe_exit, end_orphans
 
 SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 
@@ -69,7 +69,7 @@ def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
     code = f"""
         import os, sys, threading
         from pathlib import Path
-        from penstock.deploy.child import Child, wait_until
+        from penstock.deploy.processes.child import Child, wait_until
         child = Child("c", {SLEEP!r}, log=Path({str(tmp_path / "log")!r}))
         starter = threading.Thread(target=child.start)
         starter.start()
@@ -84,7 +84,7 @@ def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         timeout=60,
     )
     pid = int(done.stdout)
@@ -99,7 +99,7 @@ def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) 
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             return used.ru_utime + used.ru_stime
         from pathlib import Path
-        from penstock.deploy.child import Child, adopt_orphans, end_orphans, wait_until
+        from penstock.deploy.processes.child import Child, adopt_orphans, end_orphans, wait_until
         adopt_orphans()
         busy = "import time\\nwhile time.process_time() < 0.3: pass\\nprint('ready', flush=True); time.sleep(600)"
         parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {{busy!r}}], start_new_session=True); time.sleep(600)"
@@ -117,7 +117,7 @@ def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) 
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         timeout=60,
     )
     assert done.returncode == 0, done.stderr

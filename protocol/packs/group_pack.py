@@ -26,10 +26,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.protocol import episode_columns, pack_bounds, pack_footer
-from penstock.protocol.arrow_lists import list_of, lists
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest
+from penstock.protocol.packs import episode_columns, pack_bounds, pack_footer
+from penstock.protocol.packs.arrow_lists import list_of, lists
 from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
 

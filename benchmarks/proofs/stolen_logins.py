@@ -1,4 +1,4 @@
-"""Measure what one stolen login can fill, hold or take from others on NATS: `python -m benchmarks.stolen_logins`.
+"""Measure what one stolen login can fill, hold or take from others on NATS: `python -m benchmarks.proofs.stolen_logins`.
 
 A nats-server with the generated rights of one run and its streams, as bootstrap makes them. Each line is one attack with one
 login, for at most ``--seconds``: the rate, the bytes, and what the server does at the bound.
@@ -23,7 +23,7 @@ from nats.aio.client import Client
 from nats.js.client import JetStreamContext
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.servers import S3Server
+from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import logs, streams, subjects
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -152,7 +152,7 @@ def _cpu_s(pid: int) -> float:
 
 def main() -> None:
     """Print a line for each attack."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stolen_logins", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.stolen_logins", description=__doc__)
     parser.add_argument("words", nargs="*", help="only the attacks whose name has one of these words")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds for one attack")
     options = parser.parse_args()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.examples import examples
 
-from penstock.protocol import group_pack
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import RewardRequest
+from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import VersionRun, runs_from_versions
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 from tests.protocol.hostile_packs import HOSTILE, TRAINER_ONLY, honest
 
-from penstock.protocol import pack_bounds
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef
+from penstock.protocol.packs import pack_bounds
 
 _MEMORY_BYTES = 64 * 1024**2
 

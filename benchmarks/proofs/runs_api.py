@@ -1,6 +1,6 @@
 """Real runs through the Runs API: a console killed again and again, pause, audit, resume, the queue, delete. `make proof-runs-api`.
 
-    python -m benchmarks.runs_api [FOLDER]
+    python -m benchmarks.proofs.runs_api [FOLDER]
 
 Two small runs are created with job fields and started; the second waits for the first. While the first trains, the console is
 killed with SIGKILL and started anew (the run goes on); then it is paused. The audit must close with no group in flight before the

@@ -1,6 +1,6 @@
 """Type every command about a run after `penstock train --local` has ended, in the order of the README. `make after-run`.
 
-    python -m benchmarks.after_run [FOLDER]
+    python -m benchmarks.proofs.after_run [FOLDER]
 
 A run of twelve steps of the quickstart's model; then each command in a process of its own, with no service running. Prints
 a line for each command, with its exit code and seconds; exit code 1 when one ends otherwise than it should.

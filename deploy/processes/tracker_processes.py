@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.console.tracking import trackers
 from penstock.console.tracking.position import read_marker
-from penstock.deploy.child import Child, wait_until
-from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
+from penstock.deploy.processes.child import Child, wait_until
+from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 
 _RULE = RestartRule(first_delay_s=1.0, max_delay_s=30.0, max_crashes=20, window_s=600.0)
 _READ_S = 5.0  # from the trainer's end until they have read the last events

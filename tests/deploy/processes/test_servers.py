@@ -1,4 +1,4 @@
-"""The servers of deploy/servers.py, as everybody's fixtures use them."""
+"""The servers of deploy/processes/servers.py, as everybody's fixtures use them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.groups import make_generated, make_groups, pack_bytes
 
-from penstock.deploy.child import DeployError
-from penstock.deploy.servers import HOST, NatsServer, S3Server
+from penstock.deploy.processes.child import DeployError
+from penstock.deploy.processes.servers import HOST, NatsServer, S3Server
 from penstock.protocol import blob_keys, subjects
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.transport.blobs import Blobs

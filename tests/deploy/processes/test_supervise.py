@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.servers import wait_for
 
-from penstock.deploy.child import Child, full_disk
-from penstock.deploy.supervise import RestartRule, Supervisor, stop_all
+from penstock.deploy.processes.child import Child, full_disk
+from penstock.deploy.processes.supervise import RestartRule, Supervisor, stop_all
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 QUICK = RestartRule(first_delay_s=0.01, max_delay_s=0.02, max_crashes=3)

@@ -1,7 +1,7 @@
 """Compare sparse weight patches with memcpy, full safetensors and XOR + zstd, on the same tensors in the same run.
 
-    python -m benchmarks.weight_patches                       # 272M parameters (544 MB of bf16), five densities
-    python -m benchmarks.weight_patches --densities 0.9 --layers 2 --passes 1
+    python -m benchmarks.weights.patches                       # 272M parameters (544 MB of bf16), five densities
+    python -m benchmarks.weights.patches --densities 0.9 --layers 2 --passes 1
 
 The changes are those of AdamW in its steady state: fp32 masters spread inside their rounding cells, moments as
 they are after many random gradients, one step, rounded to bf16; one embedding row in ten has a gradient. The learning rate

@@ -3,7 +3,7 @@
 Reads the recipe's run file for steps, sizes, learning rate and number format. Needs a separate environment:
 
     python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 accelerate datasets transformers==5.23.0
-    OMP_NUM_THREADS=2 trl/bin/python benchmarks/real_model_trl.py runs/smollm2/run.toml
+    OMP_NUM_THREADS=2 trl/bin/python benchmarks/peers/trl_real_model.py runs/smollm2/run.toml
 
 Prints one JSON line: held-out reward before and after, wall and CPU seconds of the steps and of the whole process.
 """

@@ -4,7 +4,7 @@ Same model after the same warm-up, same prompts, same optimizer, schedule, group
 loss and batch shape are TRL's fastest ones here. Needs a separate environment:
 
     python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 accelerate datasets transformers==5.23.0
-    OMP_NUM_THREADS=1 trl/bin/python benchmarks/peer_trl.py --model runs/quickstart/sft --data runs/quickstart/data
+    OMP_NUM_THREADS=1 trl/bin/python benchmarks/peers/trl_quickstart.py --model runs/quickstart/sft --data runs/quickstart/data
 
 Prints one JSON line: steps, wall and CPU seconds of the 150 steps, and of the whole process.
 """

@@ -14,7 +14,7 @@ from typing import Literal
 
 import structlog
 
-from penstock.deploy.child import Child, DeployError, describe_exit, end_orphans
+from penstock.deploy.processes.child import Child, DeployError, describe_exit, end_orphans
 from penstock.protocol.errors import PenstockError
 
 log = structlog.get_logger("deploy")

@@ -3,8 +3,8 @@
 Needs a separate environment, with this repository importable in it:
 
     python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 accelerate datasets transformers==5.23.0 -e .
-    OMP_NUM_THREADS=1 trl/bin/python -m benchmarks.record_trl curves     # tests/data/trl/curves.json
-    OMP_NUM_THREADS=1 trl/bin/python -m benchmarks.record_trl losses     # tests/data/trl/losses.json
+    OMP_NUM_THREADS=1 trl/bin/python -m benchmarks.peers.trl_record curves     # tests/data/trl/curves.json
+    OMP_NUM_THREADS=1 trl/bin/python -m benchmarks.peers.trl_record losses     # tests/data/trl/losses.json
 
 *curves*: 50 steps of SFTTrainer, DPOTrainer and RewardTrainer on the model of the quickstart (seed 0) and the rows of
 `tests/trainer/fine_tuning/trl_rows.py`, tokenised by Penstock, in their order: float32, AdamW (0.9, 0.999), linear
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "tests" / "data" / "trl"
 LR = 1e-3
 DPO_LR = 3e-4
@@ -193,7 +193,7 @@ def record_losses() -> dict[str, Any]:
                  log_sum_sq)
     )  # fmt: skip
     return {
-        "made_by": "benchmarks/record_trl.py losses, TRL 1.16.0, float64",
+        "made_by": "benchmarks/peers/trl_record.py losses, TRL 1.16.0, float64",
         "lengths": lengths.tolist(), "current": current.tolist(), "reference": reference.tolist(),
         "log_sum_sq": log_sum_sq.tolist(), "cases": found,
     }  # fmt: skip

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef, GeneratedGroup
-from penstock.protocol.pack_footer import Chunk, RowGroup, StoredColumn
+from penstock.protocol.packs.pack_footer import Chunk, RowGroup, StoredColumn
 
 MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline; of episodes, all their rows together
 MAX_ROW_TOKENS = 2**25  # of all rows of a group's episodes, shared beginnings counted in each

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from penstock.protocol.arrow_lists import list_of, lists
 from penstock.protocol.episode import Episode, EpisodeRow, Turn
 from penstock.protocol.errors import PackError
-from penstock.protocol.pack_bounds import MAX_ROW_TOKENS
+from penstock.protocol.packs.arrow_lists import list_of, lists
+from penstock.protocol.packs.pack_bounds import MAX_ROW_TOKENS
 from penstock.protocol.trajectory import Group, Trajectory
 
 _NONE = -1

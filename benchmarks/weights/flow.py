@@ -1,7 +1,7 @@
 """Measure bytes, diff, upload and mirroring of each weight version, and a late joiner, on real NATS and S3.
 
-    python -m benchmarks.weight_flow [--mb 64] [--versions 41] [--density 0.009]
-    python -m benchmarks.weight_flow --squash    # measure whether merged patches help a late joiner
+    python -m benchmarks.weights.flow [--mb 64] [--versions 41] [--density 0.009]
+    python -m benchmarks.weights.flow --squash    # measure whether merged patches help a late joiner
 
 A synthetic bfloat16 model of which a share of the values changes with every version, published by the trainer's
 publisher and mirrored by two mirrors: one that follows every version, one that joins after the last. memcpy of
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_model
-from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol import logs
 from penstock.protocol.facts import WeightsPublished
 from penstock.protocol.transport.blobs import Blobs

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from tests.groups import make_group, make_groups
 
-from penstock.protocol import group_pack, pack_bounds, pack_footer
 from penstock.protocol.errors import PackError
-from penstock.protocol.group_pack import encode
-from penstock.protocol.pack_footer import Chunk, RowGroup, StoredColumn
+from penstock.protocol.packs import group_pack, pack_bounds, pack_footer
+from penstock.protocol.packs.group_pack import encode
+from penstock.protocol.packs.pack_footer import Chunk, RowGroup, StoredColumn
 
 
 def columns_of(data: bytes) -> tuple[StoredColumn, ...]:

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from tests.episodes import forked, group_of, make_row, one_turn
 from tests.groups import make_group
 
-from penstock.protocol import group_pack, pack_bounds
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, Task
-from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.packs import group_pack, pack_bounds
+from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
 
 FORKED = forked(
@@ -194,7 +194,7 @@ def test_a_hostile_pack_of_episodes_is_refused(what: str) -> None:
 
 def test_rows_that_stand_for_too_many_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few stored tokens must not become gigabytes: the sum is bounded before anything is put together."""
-    monkeypatch.setattr("penstock.protocol.episode_columns.MAX_ROW_TOKENS", 23)
+    monkeypatch.setattr("penstock.protocol.packs.episode_columns.MAX_ROW_TOKENS", 23)
     with pytest.raises(PackError, match="24 tokens together, at most 23"):
         _decoded(GROUP)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.deploy.child import Child, DeployError, wait_until
+from penstock.deploy.processes.child import Child, DeployError, wait_until
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 
 HOST = "127.0.0.1"
