@@ -61,7 +61,11 @@ class Pull:
                 await self._sub.unsubscribe()
 
     async def take(self, max_messages: int, wait_s: float) -> list[Msg]:
-        """Return the available messages, or wait for the first; raises PullRefused for a status other than "no messages"."""
+        """Return the available messages, or wait for the first; raises PullRefused for a status other than "no messages".
+
+        Returns when the server has ended the request, which is ``wait_s`` and the way there and back: a message
+        that the server sent in its last moment would otherwise wait here until the next call.
+        """
         async with self._turn:
             deadline = time.monotonic() + wait_s
             if not self._arrived and max_messages > 1:
@@ -100,7 +104,7 @@ class Pull:
     async def _ask(self, body: dict[str, Any], enough: int, deadline: float) -> None:
         """Send a request that expires: one that the server lost (its stream was deleted) is sent again soon."""
         linger = min(max(0.0, deadline - time.monotonic()), _LINGER_S)
-        until = min(deadline, time.monotonic() + linger + _LATE_S)
+        until = time.monotonic() + linger + _LATE_S
         expires = {"expires": int(linger * 1e9)} if linger > 0 else {}
         await self._request(body | expires, enough, until)
 
