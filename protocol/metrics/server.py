@@ -60,18 +60,21 @@ class MetricsServer:
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._answer, sock=self._socket, limit=_MAX_HEAD_BYTES)
         await self._stop.wait()
-        server.close()
-        for client in list(self._clients):
+        # Not closed before the last client is: asyncio does not close the socket of one that it is accepting just then.
+        asyncio.get_running_loop().remove_reader(self._socket)
+        for client in self._clients:
             client.cancel()
-        await asyncio.gather(*self._clients)
-        await asyncio.sleep(0)  # their transports close in the loop's next turn
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # clients, and those that were just accepted
+            await asyncio.wait(others)
+        server.close()
+        await asyncio.sleep(0)  # the clients' transports close in the loop's next turn
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = asyncio.current_task()
         assert client is not None
         self._clients.add(client)
         try:
-            if len(self._clients) > _MAX_CLIENTS:
+            if len(self._clients) > _MAX_CLIENTS or self._stop.is_set():
                 return
             async with asyncio.timeout(_REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import time
 
@@ -102,6 +103,16 @@ def test_stopping_does_not_wait_for_a_client() -> None:
         started = time.monotonic()
     assert time.monotonic() - started < 2
     client.close()
+
+
+def test_a_client_that_connects_while_the_server_stops_is_closed() -> None:
+    """No socket of such a client stays open in the service: pytest reports one that does."""
+    for _ in range(30):
+        with served() as running:
+            port = int(running.url.rsplit(":", 1)[1].split("/")[0])
+            client = socket.create_connection(("127.0.0.1", port), timeout=5)
+        client.close()
+        gc.collect()
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
