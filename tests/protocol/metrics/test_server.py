@@ -110,8 +110,9 @@ def test_a_client_that_connects_while_the_server_stops_is_closed() -> None:
     for _ in range(30):
         with served() as running:
             port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-            client = socket.create_connection(("127.0.0.1", port), timeout=5)
-        client.close()
+            clients = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(3)]
+        for client in clients:
+            client.close()
         gc.collect()
 
 
