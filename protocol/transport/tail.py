@@ -26,7 +26,9 @@ from penstock.protocol.transport.stream_admin import stream_state
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")
 
-_POLL_S = 30.0  # a stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection
+_POLL_S = (
+    30.0  # a stream of an older release announces nothing; of a newer one, no announcement is lost on a live connection
+)
 _MAX_MESSAGES = 256  # in one answer
 _MAX_BYTES = 8 * 1024 * 1024
 _READ_S = 3600.0  # how long a read is retried while the server is unreachable

@@ -17,7 +17,8 @@ from penstock.console.registry import tags
 from penstock.console.registry.tags import Tag
 from penstock.deploy import quickstart_task
 from penstock.deploy.evaluation import target
-from penstock.deploy.evaluation.evaluate import _alone, connection_arguments, correctness, without_servers
+from penstock.deploy.evaluation.evaluate import correctness
+from penstock.deploy.evaluation.prepare import alone, connection_arguments, without_servers
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.evaluation.success import SuccessRules
 
@@ -117,9 +118,9 @@ def test_the_servers_of_the_run_are_not_those_of_the_evaluation() -> None:
 def test_one_evaluation_runs_once(tmp_path: Path) -> None:
     """A second process would remove the servers of the first."""
     refused = pytest.raises(ConfigError, match="this evaluation runs in another process")
-    with _alone(tmp_path), refused, _alone(tmp_path):
+    with alone(tmp_path), refused, alone(tmp_path):
         pass
-    with _alone(tmp_path):
+    with alone(tmp_path):
         pass
 
 
