@@ -84,7 +84,9 @@ class Gate:
         if problem is not None:
             return problem.response()
         token, is_bearer = _token(request)
-        if scope["method"] not in _SAFE and not is_bearer and not _is_same_origin(request):
+        path = scope["path"]
+        is_public = path in PUBLIC or path.startswith(STATIC)
+        if scope["method"] not in _SAFE and not is_bearer and (token or is_public) and not _is_same_origin(request):
             return Problem(
                 403,
                 "a request that changes something came without an Authorization header from another site",
@@ -96,8 +98,7 @@ class Gate:
         if caller is not None:
             scope[CALLER], scope[TOKEN] = caller, token
             return None
-        path = scope["path"]
-        if path in PUBLIC or path.startswith(STATIC):
+        if is_public:
             return None
         if "text/html" in request.headers.get("accept", "") and scope["method"] == "GET":
             return RedirectResponse("/", 303)  # the page has the form for a token
