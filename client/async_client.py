@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.client.async_run import AsyncFineTuning, AsyncRun
 from penstock.client.client import LOCAL, Client, Model, Rewards, Settings
 from penstock.client.data_files import Data
+
+if TYPE_CHECKING:
+    from penstock.console.evaluation.results import EvaluationResult
 
 
 class AsyncClient:
@@ -61,6 +64,14 @@ class AsyncClient:
         return AsyncFineTuning(
             await asyncio.to_thread(self.client.dpo, model=model, data=data, run_id=run_id, **settings)
         )
+
+    async def evaluate(self, target: Any, data: Data, **options: Any) -> EvaluationResult:
+        """See `Client.evaluate`; ``target`` may also be a handle of this client."""
+        if isinstance(target, AsyncRun):
+            target = target.run
+        if isinstance(target, AsyncFineTuning):
+            target = target.training
+        return await asyncio.to_thread(self.client.evaluate, target, data, **options)
 
     async def close(self) -> None:
         """See `Client.close`."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import structlog
 
@@ -19,6 +19,9 @@ from penstock.client.run import Run
 from penstock.client.run_settings import Values
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
+
+if TYPE_CHECKING:
+    from penstock.console.evaluation.results import EvaluationResult
 
 LOCAL = "local"
 
@@ -139,6 +142,51 @@ class Client:
         """
         return self._fine_tune("dpo", model, data, run_id, settings)
 
+    def evaluate(
+        self,
+        target: Run | FineTuning | str | os.PathLike[str],
+        data: Data,
+        *,
+        version: int | str | None = None,
+        samples: int = 1,
+        reward: str | os.PathLike[str] | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        workers: int = 1,
+        **settings: Any,
+    ) -> EvaluationResult:
+        """Evaluate a model by `penstock eval` and return its result, when it is over; failed prompts are named, never 0.
+
+        Args:
+            target: A model folder, a run or its id, or what `sft` or `dpo` trained.
+            data: Held-out prompts, as a path or rows.
+            version: Of a run: a number, "best", "head" or a tag; None: its final model.
+            samples: Samples of each prompt, the k of avg@k, pass@k and maj@k.
+            reward: Name of a reward, or a Python file with one; None: that of the run, else by the row's data source.
+            temperature: Of sampling; None: ``eval.temperature``, for several samples ``rollout.temperature``.
+            max_tokens: Longest completion; None: that of the settings.
+            workers: Rollout workers.
+            settings: Any other keys of the run file.
+
+        The same call, again after it was interrupted, samples only the prompts that are missing.
+
+        Raises:
+            ConfigError: The reward is a function, or the client is that of a console.
+            RunFailed: The evaluation ended with an error; the text has the end of its log.
+        """
+        if self._api is not None:
+            raise ConfigError("the Runs API has no evaluate: use penstock.Client(), on the machine with the model")
+        from penstock.client import evaluation  # noqa: PLC0415 - as above
+
+        options = {
+            "samples": samples,
+            "reward": reward,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "workers": workers,
+        }
+        return evaluation.evaluate(_target_name(target, version), data, self._runs, options, settings)
+
     def close(self) -> None:
         """Stop what this client has started on this machine and is still going on; idempotent."""
         for one in self._started:
@@ -165,6 +213,18 @@ class Client:
 
     def _values(self, run_id: str | None, *parts: Values) -> Values:
         return run_settings.merged({} if run_id is None else {("run", "id"): run_id}, *parts)
+
+
+def _target_name(target: Run | FineTuning | str | os.PathLike[str], version: int | str | None) -> str:
+    """Return what `penstock eval` calls it; raises ConfigError for a version of what is no run."""
+    if isinstance(target, FineTuning):
+        target = target.model
+    name = target.id if isinstance(target, Run) else os.fspath(target)
+    if version is None:
+        return name
+    if not isinstance(target, Run | str) or "/" in name or "@" in name:
+        raise ConfigError(f"version={version!r}: {name} has no versions; they belong to runs")
+    return f"{name}@{version}"
 
 
 def _be_quiet() -> None:

@@ -48,6 +48,11 @@ class LocalProcess:
         return self._child.pid
 
     @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._child.returncode
+
+    @property
     def state(self) -> State:
         """How it is, from its exit code."""
         code = self._child.returncode
@@ -77,13 +82,16 @@ class LocalProcess:
 
     def last_lines(self, num_lines: int = 15) -> str:
         """Return the last lines that this process wrote, indented."""
+        return "\n".join(f"    {line}" for line in self.output(16_384)[-num_lines:]) or "    (nothing)"
+
+    def output(self, max_bytes: int) -> list[str]:
+        """Return the lines among the last bytes that this process wrote; the first may be a part of one."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(self._started_at_byte, self.log.stat().st_size - 16_384))
-                lines = file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
+                file.seek(max(self._started_at_byte, self.log.stat().st_size - max_bytes))
+                return file.read().decode("utf-8", "replace").splitlines()
         except OSError:
-            lines = []
-        return "\n".join(f"    {line}" for line in lines) or "    (nothing)"
+            return []
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float | None, period_s: float = _POLL_S) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import penstock
-from tests.deploy.processes import processes_of
+from tests.deploy.live_processes import processes_of
 from tests.servers import require
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "python" / "sft_then_grpo.ipynb"

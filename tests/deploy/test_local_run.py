@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.deploy.processes import processes_of
+from tests.deploy.live_processes import processes_of
 from tests.servers import require, secret_file, wait_for
 
 from penstock.deploy import quickstart_task

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.deploy.live_processes import processes_of
 from tests.deploy.nats_roles import NatsRoles
-from tests.deploy.processes import processes_of
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
 from tests.servers import require, wait_for
 

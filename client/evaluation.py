@@ -1,0 +1,72 @@
+"""An evaluation on this machine: the process of `penstock eval`, and the result that it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.client import data_files, run_settings
+from penstock.client.data_files import Data
+from penstock.client.processes import LocalProcess
+from penstock.console import launch
+from penstock.console.evaluation.results import EvaluationResult
+from penstock.protocol.errors import ConfigError
+
+FOLDER = "client-evaluations"  # in the folder of runs: rows of calls, and the log
+_MAX_RESULT_BYTES = 1 << 20
+_INCOMPLETE = 3  # exit code of `penstock eval` when prompts failed
+
+
+def evaluate(
+    target: str, data: Data, runs: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
+) -> EvaluationResult:
+    """Evaluate and return the result; see `Client.evaluate`. The processes are stopped if this is interrupted."""
+    folder = runs / FOLDER
+    words = arguments(target, _files(data, folder), runs, options, settings)
+    command = launch.module("penstock.deploy.evaluation.evaluate", *words)
+    process = LocalProcess(f"evaluation of {target}", command, folder / "client.log")
+    try:
+        process.wait(None)
+    finally:
+        process.stop()
+    result = _result(process.output(_MAX_RESULT_BYTES))
+    if result is None or process.code not in (0, _INCOMPLETE):
+        raise process.failure(f"the evaluation of {target}")
+    return result
+
+
+def arguments(
+    target: str, files: Sequence[str], runs: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[str]:
+    """Return the arguments of `penstock eval`; raises ConfigError for a reward that it cannot take."""
+    given = {name: value for name, value in options.items() if value is not None}
+    reward = given.pop("reward", None)
+    if callable(reward):
+        raise ConfigError(
+            "reward: evaluate takes the name of a reward or a Python file; write the function into a file, and pass its path"
+        )
+    if reward is not None:
+        is_file = str(reward).endswith(".py")
+        given["serve" if is_file else "reward"] = Path(reward).absolute() if is_file else reward
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    overrides = run_settings.overrides(run_settings.flat(settings))
+    return [target, *(f"--data={file}" for file in files), *flags, "--json", f"run.dir={runs}", *overrides]
+
+
+def _files(data: Data, folder: Path) -> list[str]:
+    if not data_files.is_named(data):
+        return [str(data_files.write_rows(data, folder, "rows"))]
+    named = data_files.named(data)
+    return [named] if isinstance(named, str) else named
+
+
+def _result(lines: Sequence[str]) -> EvaluationResult | None:
+    for line in reversed(lines):
+        try:
+            return EvaluationResult.model_validate_json(line)
+        except ValidationError:
+            continue
+    return None
