@@ -12,8 +12,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -21,62 +20,23 @@ from typing import Any
 from penstock.client.loop_thread import LoopThread
 from penstock.client.registered_reward import RegisteredReward
 from penstock.reward_service.api import web_server
-from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import hosted_app
+from penstock.reward_service.hosting.hosted_function import HostedFunction
 from penstock.reward_service.user_code import user_file
-from penstock.reward_service.user_code.user_function import UserReward
 
 _TIMEOUT_S = 300.0  # of one call of the reward service
 _STOP_S = 5.0
 _HOST = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionReward:
-    """A function as it is served."""
-
-    reward: UserReward
-    version: str  # a hash of its source
-
-    @property
-    def title(self) -> str:
-        """File and function."""
-        return f"{self.reward.file.name}: {self.reward.name}"
-
-    @property
-    def batched(self) -> bool:
-        """True if the function takes many groups at once."""
-        return self.reward.batched
-
-    @property
-    def terms(self) -> Mapping[str, Any]:
-        """Deadline of a call; a function has no concurrency of its own."""
-        return {"timeout_s": _TIMEOUT_S}
-
-    @property
-    def figures(self) -> Mapping[str, float]:
-        """No metrics."""
-        return {}
-
-    async def open(self) -> None:
-        """Call the reward's ``setup``; raises UserFileError."""
-        await self.reward.open()
-
-    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Call the function; what it raises is the error of the score."""
-        return await self.reward.score_all(groups)
-
-    async def close(self) -> None:
-        """Call the reward's ``close``."""
-        await self.reward.close()
-
-
-def reward_of(function: Callable[..., Any]) -> FunctionReward:
+def reward_of(function: Callable[..., Any]) -> HostedFunction:
     """Return a function, callable object or class as a reward; raises UserFileError for one with no known signature."""
     code = _code(function)
     file = Path(code.co_filename) if code is not None else Path("<python>")
     name = getattr(function, "__name__", type(function).__name__)
-    return FunctionReward(user_file.of(function, name, file, full_tracebacks=True), _version(function, code))
+    return HostedFunction(
+        user_file.of(function, name, file, full_tracebacks=True), _version(function, code), {"timeout_s": _TIMEOUT_S}
+    )
 
 
 def reward_name(function: Callable[..., Any]) -> str:
@@ -88,7 +48,7 @@ def reward_name(function: Callable[..., Any]) -> str:
 class ServedFunction:
     """A function that is served until `close`, and registered at one reward service."""
 
-    def __init__(self, reward: FunctionReward, name: str) -> None:
+    def __init__(self, reward: HostedFunction, name: str) -> None:
         """Start serving; raises UserFileError when the reward's ``setup`` fails, ConfigError without a free port."""
         self.name = name
         self._reward = reward

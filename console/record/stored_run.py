@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.console import connections, launch
-from penstock.console.tools.runs import is_locked, unknown_run
+from penstock.console.tools.runs import unknown_run
 from penstock.protocol import logs, streams
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import BusRefused, ConfigError
+from penstock.protocol.record import run_lock
 from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.bus import Bus
@@ -43,7 +44,7 @@ def replay(
 def replace_process(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
     """Replace this process by a command that reads a run's stores; does not return. Raises ConfigError."""
     store = _own_store(run, arguments, environ)
-    if store is not None and is_locked(store / "lock"):
+    if store is not None and run_lock.is_locked(store / "lock"):
         os.environ.update(connections.store_environment(store))
     elif store is not None:
         command = launch.module("penstock.deploy.stored", str(store), "--", *command)
@@ -57,7 +58,7 @@ def ensure_servers(run: str, arguments: Sequence[str], environ: Mapping[str, str
     """
     check_run_id(run)
     store = _own_store(run, arguments, environ)
-    if store is not None and not is_locked(store / "lock"):
+    if store is not None and not run_lock.is_locked(store / "lock"):
         launch.replace_process(
             launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))
         )

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import connections
-from penstock.console.tools.runs import is_locked
 from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
+from penstock.protocol.record import run_lock
 from penstock.protocol.record.rescored import users
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
@@ -66,7 +66,7 @@ def remove_run(
     loaded = connections.find(arguments, environ, run_id=run)
     here = loaded.settings.run.dir / run
     own_store = here / connections.STORE
-    its_servers_run = is_locked(own_store / "lock")
+    its_servers_run = run_lock.is_locked(own_store / "lock")
     if its_servers_run and not force:
         raise RunIsActive(f"run {run} is running on this machine with its own servers in {own_store}; stop it first")
     if connections.is_configured(connections.find(arguments, environ)) or its_servers_run:

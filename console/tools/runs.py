@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -202,18 +201,6 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def is_locked(path: Path) -> bool:
-    """Return True while the local servers of a run are running; the lock ends with their process."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _held_out(line: RunLine) -> str:

@@ -40,9 +40,13 @@ def hold(folder: Path) -> Iterator[None]:
 
 def is_held(folder: Path) -> bool:
     """Return True while a process of this machine holds the lock of a run's folder."""
-    try:
-        handle = os.open(folder / RUN_LOCK, os.O_RDONLY)
-    except OSError:
+    return is_locked(folder / RUN_LOCK)
+
+
+def is_locked(path: Path) -> bool:
+    """Return True while a process of this machine holds a lock on a file, which is not created; a link is not followed."""
+    handle = _opened(path)
+    if handle is None:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,3 +57,10 @@ def is_held(folder: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _opened(path: Path) -> int | None:
+    for access in (os.O_RDWR, os.O_RDONLY):  # NFS locks for writing only what is open for writing
+        with contextlib.suppress(OSError):
+            return os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return None

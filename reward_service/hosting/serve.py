@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import served_reward
+from penstock.reward_service.hosting.hosted_function import HostedFunction
 from penstock.reward_service.user_code import user_file
-from penstock.reward_service.user_code.user_function import UserReward
 
 _EPILOG = """\
 The file holds one of these (or several; choose one with --function); each may be async:
@@ -44,46 +41,6 @@ Ctrl-C unregisters it and lets calls in progress finish; a second Ctrl-C exits a
 """
 
 
-@dataclass(frozen=True, slots=True)
-class FileReward:
-    """A loaded file as it is served."""
-
-    reward: UserReward
-    terms: Mapping[str, Any]
-
-    @property
-    def title(self) -> str:
-        """File and function."""
-        return f"{self.reward.file.name}: {self.reward.name}"
-
-    @property
-    def version(self) -> str:
-        """The hash of the file."""
-        return hashlib.sha256(self.reward.file.read_bytes()).hexdigest()[:8]
-
-    @property
-    def batched(self) -> bool:
-        """True if the function takes many groups at once."""
-        return self.reward.batched
-
-    @property
-    def figures(self) -> Mapping[str, float]:
-        """No metrics."""
-        return {}
-
-    async def open(self) -> None:
-        """Call the reward's ``setup``."""
-        await self.reward.open()
-
-    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Call the function."""
-        return await self.reward.score_all(groups)
-
-    async def close(self) -> None:
-        """Call the reward's ``close``."""
-        await self.reward.close()
-
-
 def main(arguments: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C; raises PenstockError when the file or the registration is wrong."""
     parser = argparse.ArgumentParser(
@@ -103,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     served_reward.add_options(parser, default_name="the file's name")
     options = parser.parse_args(arguments)
     reward = user_file.load(options.file, options.function, conversational=options.conversational)
+    version = hashlib.sha256(reward.file.read_bytes()).hexdigest()[:8]
     where = served_reward.address(options, options.file.stem)
-    served_reward.serve(FileReward(reward, {"timeout_s": options.timeout_s}), where)
+    served_reward.serve(HostedFunction(reward, version, {"timeout_s": options.timeout_s}), where)
     return 0

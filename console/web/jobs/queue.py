@@ -20,7 +20,6 @@ from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job
 from penstock.console.web.jobs.job_state import is_launched
 from penstock.console.web.launchers.launcher import Start, scheduler_options
-from penstock.console.web.launchers.local import is_locked
 from penstock.console.web.launchers.registry import LAUNCHERS
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
@@ -102,7 +101,7 @@ def repeat_pauses(runs_dir: Path) -> None:
 def _has_process(folder: Path) -> bool:
     """Return True while the process that the API started runs, here or on another machine, which does not show its lock."""
     launch = job_file.read_launch(folder)
-    return is_locked(folder / LOCK) or (launch is not None and launch.ended_at is None)
+    return run_lock.is_locked(folder / LOCK) or (launch is not None and launch.ended_at is None)
 
 
 def command(machine: Machine, folder: Path, job: Job) -> list[str]:
@@ -135,7 +134,9 @@ def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
 def _num_running(runs_dir: Path) -> int:
     """Return how many runs of this folder use this machine, also those that were started by hand."""
     return sum(
-        is_locked(one / LOCK) or run_lock.is_held(one) for one in runs_dir.iterdir() if RUN_ID.fullmatch(one.name)
+        run_lock.is_locked(one / LOCK) or run_lock.is_held(one)
+        for one in runs_dir.iterdir()
+        if RUN_ID.fullmatch(one.name)
     )
 
 

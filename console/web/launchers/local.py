@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from penstock.console.web.jobs import job_file
 from penstock.console.web.launchers.launcher import Found, Start
 from penstock.console.web.launchers.run_process import LOCK, started_ticks
 from penstock.console.web.problems import Problem
+from penstock.protocol.record.run_lock import is_locked
 
 LOG = "launch.log"
 _START_S = 10.0
@@ -69,23 +69,6 @@ class Local:
             send(launch.child, launch.child_started, signal.SIGKILL)
         elif not send(launch.pid, launch.pid_started, signal.SIGINT):
             send(launch.child, launch.child_started, signal.SIGINT)  # run_process was killed
-
-
-def is_locked(path: Path) -> bool:
-    """Return True while a process holds a lock; the kernel releases it with its last holder."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False
 
 
 def send(pid: int, started: int, number: int) -> bool:
