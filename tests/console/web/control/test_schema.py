@@ -63,7 +63,8 @@ def _check(client: TestClient, case: schemathesis.Case) -> None:
         content=content if isinstance(content, (bytes, str)) else None,
         headers={"content-type": "application/json"},
     )
-    assert answer.status_code < 500, (request, answer.text)
+    no_service = answer.status_code == 503 and answer.json()["detail"].startswith("no reward service answers at ")
+    assert answer.status_code < 500 or no_service, (request, answer.text)
     if answer.status_code >= 400:
         assert answer.headers["content-type"] == "application/problem+json"
         assert answer.json()["detail"]
