@@ -76,8 +76,6 @@ def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:
         if len(set(values)) != len(values):
             raise PackError(f"two groups of the message of {pack.key} have the same {what}: {values[:8]}")
     for group in groups:
-        if len(group.completion_tokens) > MAX_ROWS:
-            raise PackError(f"{group.group_id} has {len(group.completion_tokens)} trajectories, at most {MAX_ROWS}")
         if group.num_rows > MAX_ROWS or (group.row_tokens or 0) > MAX_ROW_TOKENS:
             raise PackError(
                 f"{group.group_id} has {group.num_rows} rows of {group.row_tokens} tokens, at most {MAX_ROWS} rows "
