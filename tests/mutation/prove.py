@@ -94,7 +94,7 @@ class Copy:
             time.sleep(0.02)
         code = os.waitstatus_to_exitcode(ended[1])
         lines = output.read_text(encoding="utf-8").strip().splitlines()
-        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR tests/"))]
         if code not in {0, 1}:
             raise ValueError(f"pytest ended with {code}: {' '.join(tests)}\n" + "\n".join(lines[-15:]))
         return code == 1, failed[0] if failed else lines[-1]
@@ -138,7 +138,7 @@ def page(results: Sequence[tuple[Guard, bool, str]]) -> str:
 
 
 def _name(how: str) -> str:
-    if not how.startswith(("FAILED", "ERROR")):
+    if not how.startswith(("FAILED ", "ERROR tests/")):
         return how
     file, _, test = how.split(" ")[1].partition("::")
     return f"`{Path(file).name}` {test.partition('[')[0]}"
