@@ -32,7 +32,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 root_doc = "docs/index"
 include_patterns = [
     "docs/**.md",
-    "benchmarks/*.md",
+    "benchmarks/**.md",
     "*/README.md",
     "*/*/README.md",
     "README.md",

@@ -8,6 +8,7 @@ import tomllib
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 from docs import generate
@@ -93,6 +94,21 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path):
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in _anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+def test_every_linked_page_is_on_the_site():
+    """A Markdown file that a page of docs/ links to matches a pattern of docs/conf.py; else the site cannot be built."""
+    source = ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8"))
+    patterns: list[str] = next(
+        ast.literal_eval(node.value) for node in source.body if _assigns(node, "include_patterns")
+    )
+    included = re.compile("|".join(re.escape(one).replace(r"\*\*", ".*").replace(r"\*", "[^/]*") for one in patterns))
+    linked = {
+        (page.parent / target).resolve().relative_to(ROOT)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)\s:#]+\.md)", page.read_text(encoding="utf-8"))
+    }
+    assert sorted(str(page) for page in linked if not included.fullmatch(str(page))) == []
 
 
 def test_quoted_messages_are_the_program_s():
@@ -244,3 +260,7 @@ def _contains(message: str, quoted: str) -> bool:
             return False
         at += len(piece)
     return True
+
+
+def _assigns(node: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id == name for one in node.targets)
