@@ -21,7 +21,7 @@ from penstock.trainer.algorithm.engine_check import EngineCheck
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.errors import EngineMismatch
+from penstock.trainer.errors import EngineMismatch, TrainingDiverged
 from penstock.trainer.evaluation.early_stop import EarlyStop
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
@@ -30,7 +30,6 @@ from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
 from penstock.trainer.learner.planning import Learned, Planner, learn
-from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.model_folder import write_model_folder
@@ -152,12 +151,19 @@ class Training:
         return batch
 
     def train(self, batch: list[ReadyGroup]) -> Learned:
-        """Make the optimizer step or steps of a batch; raises EngineMismatch before the update is published."""
+        """Make the optimizer step or steps of a batch.
+
+        Raises TrainingDiverged or EngineMismatch, and writes it as an event, before anything of the update is published.
+        """
         started = time.monotonic()
-        with self.activity.working("training"):
-            learned = learn(self.planner, self.rank_group, batch, self.version)
-        crash_points.reach(CrashPoint.STEPPED)
-        self._compare_engine(learned.figures)
+        try:
+            with self.activity.working("training"):
+                learned = learn(self.planner, self.rank_group, batch, self.version)
+            crash_points.reach(CrashPoint.STEPPED)
+            self.engine_check.check(compare_fresh_tokens(learned.figures.sums, learned.figures.maxima), self.version)
+        except (EngineMismatch, TrainingDiverged) as err:
+            self.events.write("alarm", {"text": str(err)})
+            raise
         self._step_s = time.monotonic() - started
         ids = [group.group_id for group in batch]
         step: dict[str, Value] = {"step": self.num_steps_done, "version": self.version}
@@ -254,14 +260,6 @@ class Training:
         """
         steps_left = self.settings.trainer.steps - self.num_steps_done
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
-
-    def _compare_engine(self, figures: StepFigures) -> None:
-        """Raise EngineMismatch, and write it as an event, when engine and trainer disagree about the same tokens."""
-        try:
-            self.engine_check.check(compare_fresh_tokens(figures.sums, figures.maxima), self.version)
-        except EngineMismatch as err:
-            self.events.write("alarm", {"text": str(err)})
-            raise
 
     def _resume_evaluations(self) -> bool:
         """Continue evaluations of an earlier session; return True if one of the current weights is unfinished."""

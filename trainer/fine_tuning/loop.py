@@ -120,9 +120,9 @@ class Training:
         self._step += 1
         seconds = time.monotonic() - started
         figures = made.figures
-        if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
+        if not math.isfinite(figures.loss):
             raise TrainingDiverged(
-                f"step {self._step}: loss {figures.loss}, gradient norm {figures.grad_norm}; nothing of this step is kept. "
+                f"step {self._step}: the loss is {figures.loss}; nothing of this step is kept. "
                 "Lower the learning rate, and start again: the training resumes from its last checkpoint"
             )
         self._seconds += seconds

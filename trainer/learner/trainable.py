@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.trainer.errors import CheckpointError
+from penstock.trainer.errors import CheckpointError, TrainingDiverged
 from penstock.trainer.fine_tuning_settings import Schedule
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
@@ -127,14 +128,21 @@ class Trainable:
         """Make the optimizer step after the last backward pass, with its learning rate multiplied by ``lr_scale``.
 
         The schedule advances if the step ``ends_batch``; else `end_batch` must follow the last step.
+
+        Raises TrainingDiverged, on every rank, if the gradient is not finite. The weights are then those before the step.
         """
         own_norm = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
+        if not math.isfinite(own_norm):  # DeepSpeed's stage 0 would write it into the weights
+            raise _diverged(own_norm, self._engine.global_steps + 1)
         for group in self._engine.optimizer.param_groups:
             group["lr"] *= lr_scale
         lr = self._engine.get_lr()[0]
         self._engine.step({"ends_batch": ends_batch})  # the scheduler sets the next step's rate
         norm = self._engine.get_global_grad_norm()
-        return Update(own_norm if norm is None else float(norm), lr)
+        norm = own_norm if norm is None else float(norm)
+        if not self._engine.was_step_applied():  # the other stages leave such a step out without a word
+            raise _diverged(norm, self._engine.global_steps)
+        return Update(norm, lr)
 
     def end_batch(self) -> None:
         """Advance the schedule to the next batch."""
@@ -193,6 +201,13 @@ class Trainable:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""
         norms = [p.grad.norm() for p in self.module.parameters() if p.grad is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _diverged(norm: float, optimizer_step: int) -> TrainingDiverged:
+    return TrainingDiverged(
+        f"optimizer step {optimizer_step} of this process: the gradient norm is {norm}, not a finite number; nothing of this step is kept. "
+        "Lower the learning rate, look at the data of this step, and start again: the training resumes from its last checkpoint"
+    )
 
 
 @contextlib.contextmanager
