@@ -217,7 +217,8 @@ def test_a_stopping_worker_finishes_packs_in_flight(
 def test_a_stopping_worker_requeues_what_takes_too_long(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """After ``finish_s`` the packs in flight are requeued immediately, not after their ack wait."""
+    """After ``finish_s`` the packs in flight are requeued immediately, not after their ack wait, which is an hour here."""
+    bootstrap(trainer_side.bus, trainer_side.blobs, trainer_side.run_id, StreamLimits(ack_wait_s=3600.0))
     trainer_side.publish(0)
     faulty_engine.flow.clear()
     trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
@@ -227,8 +228,7 @@ def test_a_stopping_worker_requeues_what_takes_too_long(
     assert worker.wait(60) == 0
     faulty_engine.flow.set()
     start_worker("w1", *attached(faulty_engine))
-    ack_wait_s = StreamLimits().ack_wait_s
-    assert trainer_side.collect(1, deadline_s=ack_wait_s / 2)[0].fact.worker_id == "w1"
+    assert trainer_side.collect(1)[0].fact.worker_id == "w1"
 
 
 def test_an_idle_worker_exits_on_sigterm(
