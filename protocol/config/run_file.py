@@ -259,12 +259,18 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
             del chosen[cleared]
         if type(None) in members:
             chosen[path] = Given(path, None, one.origin)
-    elif table is not None and str not in members:
+    elif table is not None and set(members) <= {table, type(None)}:
         dotted = ".".join(path)
         hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
         raise _UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
     elif _replaces(path, one, chosen.get(path)):
+        for known in [known for known in chosen if _is_within(known, path) or _is_within(path, known)]:
+            del chosen[known]  # a value takes the place of a table, and a table that of a value
         chosen[path] = Given(path, value, one.origin)
+
+
+def _is_within(path: KeyPath, table: KeyPath) -> bool:
+    return len(path) > len(table) and path[: len(table)] == table
 
 
 def _meant(one: Given, section: str, members: tuple[Any, ...]) -> Any:

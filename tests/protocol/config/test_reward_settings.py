@@ -138,3 +138,31 @@ def test_definitions_that_cannot_be_meant_are_refused(tmp_path: Path, line: str,
     (tmp_path / "run.toml").write_text(RUN_FILE)
     with pytest.raises(ConfigError, match=text):
         load(Settings, files=[tmp_path / "run.toml"], overrides=[line])
+
+
+SUCCESS = """
+[reward.success]
+my_reward = 0.5
+mine = { correct = 1.0 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"my_reward": 0.5, "mine": {"correct": 1.0}}),
+        (("reward.success.my_reward.form=0.2",), {"my_reward": {"form": 0.2}, "mine": {"correct": 1.0}}),
+        (("reward.success.mine=0.9",), {"my_reward": 0.5, "mine": 0.9}),
+        (("reward.success.mine.form=0",), {"my_reward": 0.5, "mine": {"correct": 1.0, "form": 0.0}}),
+    ],
+)
+def test_success_is_a_number_or_a_table_of_parts(
+    tmp_path: Path, overrides: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    """Both forms of docs/graders.md are read; an override of one form takes the place of the other."""
+    path = tmp_path / "run.toml"
+    path.write_text(SUCCESS)
+    loaded = load(Settings, files=[path], overrides=overrides)
+    assert loaded.settings.reward.success == expected
+    (tmp_path / "shown.toml").write_text(format_config(loaded))
+    assert load(Settings, files=[tmp_path / "shown.toml"]).settings == loaded.settings
