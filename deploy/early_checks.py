@@ -11,13 +11,17 @@ from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_header import is_gguf
 from penstock.trainer.learner.gguf_model import check_gguf
+from penstock.trainer.learner.model_folder_check import check_folder
 from penstock.trainer.recovery.same_model import check_same_model
 from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
 
 
 def check_inputs(trainer: TrainerSettings) -> None:
-    """Check that model and data exist, and that a resumed run keeps its model and ranks; raises ConfigError."""
+    """Check that model and data exist, and that a resumed run keeps its model and ranks.
+
+    Raises ConfigError, and UnsupportedModel for a model folder whose files are not usable.
+    """
     trainer = resolve_inputs(trainer)
     if not trainer.model.path.exists():
         raise ConfigError(
@@ -25,6 +29,8 @@ def check_inputs(trainer: TrainerSettings) -> None:
         )
     if is_gguf(trainer.model.path):
         check_gguf(trainer.model.path)
+    elif (trainer.model.path / "config.json").is_file():
+        check_folder(trainer.model.path)
     if trainer.data.from_run is None:
         sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]
         given = [("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files), *sources]

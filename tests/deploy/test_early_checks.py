@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.deploy.early_checks import check_engine, check_inputs, check_metrics_ports, check_reward_files
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import run_lock
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
 from penstock.rollout_service.settings import RolloutSettings
@@ -21,6 +23,7 @@ def model_folder(folder: Path, **config: object) -> Path:
     (folder / "config.json").write_text(
         json.dumps({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, **config})
     )
+    save_file({"model.embed_tokens.weight": np.zeros((4, 4), np.float32)}, folder / "model.safetensors")
     return folder
 
 
@@ -43,6 +46,21 @@ def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         check_inputs(settings(tmp_path, tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"data\.eval: there is no file nowhere\.jsonl"):
         check_inputs(settings(tmp_path, model, eval="nowhere.jsonl"))
+
+
+def test_a_model_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    """The sizes are named; so is a file that is no safetensors file at all."""
+    model = model_folder(tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    size = weights.stat().st_size
+    with pytest.raises(
+        UnsupportedModel, match=f"model.safetensors: {size} bytes, its header says {size + 10}: it is cut off"
+    ):
+        check_inputs(settings(tmp_path, model))
+    weights.write_bytes(b"<html>")
+    with pytest.raises(PenstockError, match=r"model\.safetensors: not a safetensors file"):
+        check_inputs(settings(tmp_path, model))
 
 
 def test_a_run_is_not_resumed_with_another_model(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from torch import nn
 
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter
+from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.model_folder_check import check_folder, check_loaded
+from penstock.trainer.learner.model_folder_check import check_folder
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.trainable import Optimisation, Trainable

@@ -13,7 +13,7 @@ from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
 from penstock.trainer.learner.load_model import from_folder, prepare, warn_if_padded
-from penstock.trainer.learner.model_folder_check import check_loaded
+from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
