@@ -55,7 +55,7 @@ def test_a_model_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-10])
     size = weights.stat().st_size
     with pytest.raises(
-        UnsupportedModel, match=f"model.safetensors: {size} bytes, its header says {size + 10}: it is cut off"
+        PenstockError, match=f"model.safetensors: {size} bytes, its header says {size + 10}: it is cut off"
     ):
         check_inputs(settings(tmp_path, model))
     weights.write_bytes(b"<html>")
