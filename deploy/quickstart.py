@@ -32,7 +32,9 @@ from penstock.deploy import quickstart_task as task
 from penstock.deploy import resumption, sglang_cpu
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
+from penstock.deploy.processes import page_process
 from penstock.deploy.processes.child import Child, DeployError, describe_exit
+from penstock.deploy.processes.page_process import PageProcess
 from penstock.deploy.train_local import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
@@ -115,6 +117,7 @@ class Options:
     as_json: bool
     kill: bool
     engine: str  # "embedded" | "sglang"
+    page: bool | None = None  # None: where stdout is a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,14 +157,14 @@ def _again(options: Options) -> str:
 def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> tuple[int | None, RunSummary, float]:
     run_file = _make(options, show)
     run = LocalRun([str(run_file)], num_workers=options.workers)
-    with run:
+    page = PageProcess(options.folder, is_wanted=options.page, as_json=options.as_json)
+    with run, page:
+        page.start()
         run.start_services()
         show(
             f"services  nats, S3, reward service and {options.workers} rollout workers are starting; logs in {run.log(TRAINER).parent}"
         )
-        show(
-            f"page      to see it in a browser, type in another terminal: {launch.page_command(options.folder.parent)}"
-        )
+        show(f"page      {page.notice()}")
         if not _warm_up(options, run_file, show, stop_requested):
             return None, RunSummary(run_id=options.run_id), 0.0
         with Bus.connect(run.nats, name="quickstart") as bus:
@@ -175,7 +178,7 @@ def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> 
             with panel:
                 run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
                 run.start_trainer()
-                code = _watch(options, run, bus, panel, stop_requested)
+                code = _watch(options, run, page, bus, panel, stop_requested)
             summary = panel.summary()
         if code:
             raise DeployError(f"the trainer ended with exit code {code}; its log ends with\n{run.log_tail(TRAINER)}")
@@ -254,11 +257,13 @@ def _exit_code(child: Child, deadline: float, stop_requested: threading.Event) -
     return child.wait(1.0)
 
 
-def _watch(options: Options, run: LocalRun, bus: Bus, panel: LivePanel, stop_requested: threading.Event) -> int | None:
+def _watch(
+    options: Options, run: LocalRun, page: PageProcess, bus: Bus, panel: LivePanel, stop_requested: threading.Event
+) -> int | None:
     """Wait until the trainer exits, killing a worker half way; None when a stop was requested."""
     to_kill = options.kill
     while (code := run.wait(_POLL_S)) is None and not stop_requested.is_set():
-        if problem := run.new_disk_problem():
+        if problem := run.new_disk_problem() or page.new_problem():
             panel.note(problem)
         if to_kill and panel.snapshot().step >= options.steps // 2:
             to_kill = False
@@ -342,6 +347,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder for runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print only one JSON object, as the last line of stdout")
     parser.add_argument("--no-kill", action="store_true", help="do not kill a worker")
+    page_process.add_flag(parser)
     given = parser.parse_args(arguments)
     if given.workers is None:
         given.workers = 2 if given.engine == "embedded" else 1
@@ -357,6 +363,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         as_json=given.json,
         kill=not given.no_kill and given.workers > 1,
         engine=given.engine,
+        page=given.page,
     )
 
 

@@ -6,19 +6,21 @@ python -m penstock.deploy.train_local run.toml [--workers N] [--serve my_reward.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.console import launch
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun
+from penstock.deploy.processes import page_process
+from penstock.deploy.processes.page_process import PageProcess
 from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="also serve this reward file as an HTTP endpoint, in a process of its own; repeatable",
     )
     parser.add_argument("--json", action="store_true", help="print only one JSON object, as the last line of stdout")
+    page_process.add_flag(parser)
     options, rest = parser.parse_known_args(arguments)
     logs.configure("local-run", level="warning")
     stop_requested = stop_on_signals()
@@ -69,7 +72,9 @@ def _train(
 ) -> int:
     """Run until the trainer exits, write the report, and wait a little for the trackers; returns the exit code."""
     try:
-        with LocalRun(rest, num_workers=options.workers, reward_files=options.serve) as run:
+        with contextlib.ExitStack() as stack:
+            run = stack.enter_context(LocalRun(rest, num_workers=options.workers, reward_files=options.serve))
+            page = stack.enter_context(PageProcess(run.folder, is_wanted=options.page, as_json=options.json))
             if finished := finished_run.notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)
             run.check()
@@ -78,10 +83,11 @@ def _train(
             pause_request.clear(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
             print(f"algorithm {run.algorithm}", file=sys.stderr)
-            print(f"live page: {launch.page_command(run.folder.parent)}", file=sys.stderr)
+            page.start()
             run.start_services()
+            print(f"live page: {page.notice()}", file=sys.stderr)
             trackers.start(connection_environment(run.nats, run.s3))
-            code, summary = _watch(run, trackers, stop_requested, quiet=options.json)
+            code, summary = _watch(run, page, trackers, stop_requested, quiet=options.json)
             if code == 0:
                 trackers.wait_until_read()
             log_tail = run.log_tail(TRAINER)
@@ -132,7 +138,7 @@ def next_steps(folder: Path) -> list[str]:
 
 
 def _watch(
-    run: LocalRun, trackers: TrackerProcesses, stop_requested: threading.Event, *, quiet: bool
+    run: LocalRun, page: PageProcess, trackers: TrackerProcesses, stop_requested: threading.Event, *, quiet: bool
 ) -> tuple[int | None, RunSummary]:
     """Start the trainer and show the run until it exits; the code is None when a stop was requested."""
     with Bus.connect(run.nats, name="local-run") as bus:
@@ -146,7 +152,7 @@ def _watch(
             code = None
             while code is None and not stop_requested.is_set():
                 code = run.wait(_POLL_S)
-                if problem := run.new_disk_problem():
+                if problem := run.new_disk_problem() or page.new_problem():
                     panel.note(problem)
         return code, panel.summary()
 
