@@ -83,6 +83,7 @@ def recipe(*arguments: Raw) -> None:
 
     Example:  penstock recipe smollm2
               penstock recipe smollm2 --no-train        only write the files and print the commands
+              penstock recipe smollm2 --task chain_sum:max_terms=2,max_digits=2       a task of reasoning-gym
     Then:     penstock chat smollm2
     """
     launch.replace_process(launch.module("penstock.deploy.recipe", *arguments))

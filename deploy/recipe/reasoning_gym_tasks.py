@@ -1,0 +1,230 @@
+"""Tasks of reasoning-gym as data files and as a reward: the adapter of that package (``pip install 'penstock[reasoning-gym]'``).
+
+A task is ``NAME`` or ``NAME:OPTION=VALUE,...``, as in ``chain_sum:max_terms=2,max_digits=2``; the options are those of the
+task's own configuration. Problems are made once and written to files, so that a run's record names them by content and a
+replay needs no generator. The ground truth of a row is a JSON text with the task, its options and the problem; `score`
+gives it back to the task's own ``score_answer``.
+
+reasoning-gym makes problem i from ``seed + i``: two seeds a few apart give nearly the same problems. `write_data` therefore
+takes ranges of seeds that do not overlap, and besides keeps every question on one side only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.errors import ConfigError
+
+REWARD = "penstock.deploy.recipe.reasoning_gym_tasks:score"
+"""The reward's name in a run file: code that the reward service runs in processes of its own."""
+
+DATA_SOURCE = "reasoning_gym"
+SYSTEM_PROMPT = "Give only the answer."
+
+_SEEDS = 1_000_000  # problems that a side may look at; the ranges of seeds of the sides are this far apart
+_LOOKS = 8  # problems that are looked at for each one wanted: the others repeat a question
+_TAG = "answer"
+# Their `score_answer` evaluates the answer or parts of the row as Python or SymPy code, which no reward process may do.
+EVALUATES_ANSWERS = frozenset(
+    {
+        "binary_matrix",
+        "bitwise_arithmetic",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "number_sorting",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task and its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    def dataset(self, *, seed: int, size: int) -> Any:
+        """Return the problems of a range of seeds, by number; raises ConfigError for options that do not fit."""
+        return _dataset(self.name, json.dumps({**self.options, "seed": seed, "size": size}, sort_keys=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `write_data` wrote."""
+
+    num_train: int
+    num_eval: int
+    num_warm_up: int
+    longest_question: int  # in characters
+    longest_answer: int
+    question: str  # of a held-out problem
+
+
+def parse_task(text: str) -> Task:
+    """Return the task that a text names; raises ConfigError if there is none, or if it cannot be scored safely."""
+    name, _, given = text.partition(":")
+    _check_name(name)
+    options: dict[str, Any] = {}
+    for one in filter(None, given.split(",")):
+        key, separator, value = one.partition("=")
+        if not separator or key in {"seed", "size"}:
+            raise ConfigError(
+                f"task {text}: expected OPTION=VALUE, got {one!r}; seed and number have flags of their own"
+            )
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    task = Task(name, options)
+    task.dataset(seed=0, size=1)
+    return task
+
+
+def write_data(folder: Path, task: Task, *, seed: int, num_train: int, num_eval: int, num_warm_up: int) -> Written:
+    """Write ``train.jsonl``, ``eval.jsonl`` and ``sft.jsonl`` with different questions; return what they hold.
+
+    The held-out problems are the same for every seed. Where a task has fewer questions, training gets fewer.
+
+    Raises:
+        ConfigError: The task has too few questions, or its own answer of a problem does not score 1.
+    """
+    taken: set[str] = set()
+    held_out = _problems(task, 0, num_eval, taken)
+    warm_up = _problems(task, 1, num_warm_up, taken)
+    train = _problems(task, 2 + seed, num_train, taken)
+    if len(held_out) < num_eval or len(train) < num_eval:
+        raise ConfigError(
+            f"the task {task.name} with these options has too few different questions: {len(held_out)} held out (wanted {num_eval}), "
+            f"{len(train)} to train on; choose options with more of them"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "eval.jsonl", (_prompt(task, entry) for entry in held_out))
+    _write(folder / "train.jsonl", (_prompt(task, entry) for entry in train))
+    _write(folder / "sft.jsonl", map(_example, warm_up))
+    everything = [*held_out, *warm_up, *train]
+    return Written(
+        len(train),
+        len(held_out),
+        len(warm_up),
+        max(len(entry["question"]) for entry in everything),
+        max(len(entry["answer"]) for entry in everything),
+        held_out[0]["question"],
+    )
+
+
+def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
+    """Return the task's own score of an answer, 0 to 1, and 1 in the part ``right`` for a full one.
+
+    The answer is the text in the last ``<answer>`` tags, or the whole completion without white space around it. Raises
+    ValueError for a ground truth that `write_data` did not write; what ``score_answer`` raises is the error of the score.
+    """
+    try:
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth  # the service parses JSON
+        name, options, entry = truth["task"], truth["options"], truth["entry"]
+    except (TypeError, ValueError, KeyError):
+        raise ValueError(
+            f"the ground truth is no problem of reasoning-gym with task, options and entry: {str(ground_truth)[:80]!r}"
+        ) from None
+    found = _dataset(_check_name(name), json.dumps({**options, "seed": 0, "size": 1}, sort_keys=True))
+    value = float(found.score_answer(_answer(solution_str), entry))
+    return {"score": value, "right": float(value >= 1.0)}
+
+
+def _answer(completion: str) -> str:
+    _, opened, rest = completion.rpartition(f"<{_TAG}>")
+    return (rest.partition(f"</{_TAG}>")[0] if opened else completion).strip()
+
+
+def _problems(task: Task, side: int, wanted: int, taken: set[str]) -> list[dict[str, Any]]:
+    """Return problems of one range of seeds whose questions are not in ``taken``, and add them to it."""
+    source = task.dataset(seed=side * _SEEDS, size=min(_SEEDS, _LOOKS * wanted))
+    found: list[dict[str, Any]] = []
+    for number in range(len(source)):
+        if len(found) == wanted:
+            break
+        entry = source[number]
+        if entry["question"] not in taken:
+            taken.add(entry["question"])
+            found.append(_checked(task, entry))
+    return found
+
+
+def _checked(task: Task, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a problem as its JSON text gives it back; raises ConfigError unless its own answer scores 1 then."""
+    try:
+        stored = json.loads(json.dumps(entry))
+        value = score(DATA_SOURCE, entry["answer"], _truth(task, stored))["score"]
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as err:
+        raise ConfigError(
+            f"the task {task.name} cannot be stored in a file: {type(err).__name__}: {err}; choose another"
+        ) from None
+    if value < 1.0:
+        raise ConfigError(
+            f"the task {task.name} scores its own answer {str(entry['answer'])[:80]!r} as {value:g} once the problem was read from "
+            "a file; choose another task"
+        )
+    return stored
+
+
+def _truth(task: Task, entry: Mapping[str, Any]) -> str:
+    return json.dumps({"task": task.name, "options": dict(task.options), "entry": entry})
+
+
+def _prompt(task: Task, entry: Mapping[str, Any]) -> dict[str, Any]:
+    prompt = [{"role": "user", "content": entry["question"]}]
+    return {"prompt": prompt, "ground_truth": _truth(task, entry), "data_source": DATA_SOURCE}
+
+
+def _example(entry: Mapping[str, Any]) -> dict[str, Any]:
+    roles = (("user", entry["question"]), ("assistant", entry["answer"]))
+    return {"messages": [{"role": role, "content": content} for role, content in roles]}
+
+
+def _write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _check_name(name: str) -> str:
+    """Return the name of a task that there is and whose scorer runs no code of the policy; raises ConfigError."""
+    if name in EVALUATES_ANSWERS:
+        raise ConfigError(
+            f"the task {name} evaluates answers as code when it scores them, which is refused; choose another"
+        )
+    known: Sequence[str] = sorted(_factory().DATASETS)
+    if name not in known:
+        near = [one for one in known if name and (name in one or one in name)]
+        raise ConfigError(
+            f"reasoning-gym has no task {name!r}; {'near: ' + ', '.join(near) if near else 'there are ' + ', '.join(known)}"
+        )
+    return name
+
+
+@lru_cache(64)
+def _dataset(name: str, options: str) -> Any:
+    create: Callable[..., Any] = _factory().create_dataset
+    try:
+        return create(name, **json.loads(options))
+    except (TypeError, ValueError, AssertionError) as err:
+        raise ConfigError(f"task {name} with {options}: {err}; correct the options") from None
+
+
+def _factory() -> Any:
+    try:
+        importlib.import_module("reasoning_gym")
+    except ImportError as err:
+        raise ConfigError(
+            f"the package reasoning-gym cannot be imported ({err}): pip install 'penstock[reasoning-gym]'"
+        ) from None
+    return importlib.import_module("reasoning_gym.factory")
