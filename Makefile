@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
-.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page
+.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page proof-slurm
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -113,6 +113,9 @@ bench-reward: $(STAMP)  ## load-test HTTP rewards with slow, hung, flaky, crashi
 
 reference: $(STAMP)  ## write the descriptions of settings and flags anew that help, completion and schema are made of
 	$(BIN)/python -m penstock.deploy.write_reference
+
+proof-slurm: $(STAMP)  ## a real Slurm of one node, as root: a job is preempted, requeued and resumes (minutes; Debian's slurmctld, slurmd, slurm-client, munge)
+	$(BIN)/python -m benchmarks.proofs.slurm
 
 after-run: $(STAMP)  ## type every command about a run after a local run has ended, and train on its rescored groups (three minutes)
 	$(BIN)/python -m benchmarks.proofs.after_run

@@ -1,0 +1,317 @@
+"""The manifests of Kubernetes, checked without a cluster: schemas, settings, commands, ports, probes, rights."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from docs.generate import http_apis
+from pydantic import BaseModel
+from tests.servers import require_package
+
+from penstock.console.cli.main import app as penstock
+from penstock.deploy import health, nats_config
+from penstock.deploy.bootstrap import ConnectionSettings
+from penstock.deploy.make_secrets import make_secrets
+from penstock.protocol.config.run_file import load
+from penstock.reward_service.settings import RewardSettings
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.settings import TrainerSettings
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'penstock[dev]'")
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FOLDER = DEPLOY / "kubernetes"
+RUN_FILE = FOLDER / "base" / "run.toml"
+RELEASE = "1.37"
+OVERLAYS = ("cpu", "gpu")
+OURS: dict[str, type[BaseModel]] = {
+    "bootstrap": ConnectionSettings,
+    "reward": RewardSettings,
+    "rollout": RolloutSettings,
+    "trainer": TrainerSettings,
+}
+Object = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]]:
+    """What `kubectl apply -k` of each overlay would send, with newly made secrets."""
+    require_package("kubectl", "kubernetes-client")
+    folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets"))
+    make_secrets(folder / "base" / "secrets")
+    done = {}
+    for overlay in OVERLAYS:
+        kustomize = ["kubectl", "kustomize", str(folder / "overlays" / overlay)]
+        made = subprocess.run(kustomize, capture_output=True, text=True, check=False)
+        assert made.returncode == 0, made.stderr
+        done[overlay] = list(yaml.safe_load_all(made.stdout))
+    return done
+
+
+def of_kind(objects: list[Object], *kinds: str) -> dict[str, Object]:
+    return {one["metadata"]["name"]: one for one in objects if one["kind"] in kinds}
+
+
+def pods(objects: list[Object]) -> dict[str, Object]:
+    """The pod of each workload, by the workload's name."""
+    return {name: one["spec"]["template"] for name, one in of_kind(objects, "Deployment", "StatefulSet", "Job").items()}
+
+
+def containers(pod: Object) -> Iterator[Object]:
+    yield from pod["spec"].get("initContainers", [])
+    yield from pod["spec"]["containers"]
+
+
+def environment(container: Object, objects: list[Object]) -> dict[str, str]:
+    """Every variable of a container, those of its config maps included."""
+    maps = of_kind(objects, "ConfigMap")
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        found |= maps[source["configMapRef"]["name"]]["data"]
+    return found | {one["name"]: one["value"] for one in container.get("env", [])}
+
+
+@pytest.fixture(params=OVERLAYS)
+def objects(request: pytest.FixtureRequest, rendered: dict[str, list[Object]]) -> list[Object]:
+    return rendered[request.param]
+
+
+# ── the files ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_configuration_of_nats_is_the_generated_one() -> None:
+    """Kustomize reads no file outside its folder: the copy must be that of deploy/, which is what the rights give."""
+    copy = FOLDER / "base" / "nats.conf"
+    assert copy.read_text() == (DEPLOY / "nats.conf").read_text()
+    assert nats_config.main(["--check", str(copy)]) == 0
+
+
+def test_every_object_fits_the_schema_of_its_kind(objects: list[Object]) -> None:
+    """The schemas of Kubernetes accept all, without an unknown field."""
+    assert len(objects) > 25
+    for one in objects:
+        kubernetes_validate.validate(one, RELEASE, strict=True)
+
+
+def test_the_pod_that_copies_the_inputs_fits_the_restricted_namespace(objects: list[Object]) -> None:
+    """It mounts the trainer's claim for writing, with the rights that the namespace allows."""
+    pod = yaml.safe_load((FOLDER / "copy-inputs.yaml").read_text())
+    kubernetes_validate.validate(pod, RELEASE, strict=True)
+    trainer = pods(objects)["trainer"]["spec"]
+    assert pod["spec"]["securityContext"] == trainer["securityContext"]
+    assert pod["spec"]["volumes"][0] in trainer["volumes"]
+    assert pod["spec"]["containers"][0]["securityContext"] == trainer["containers"][0]["securityContext"]
+    assert pod["metadata"]["namespace"] in of_kind(objects, "Namespace")
+
+
+def test_the_schema_refuses_a_misspelt_field(objects: list[Object]) -> None:
+    """The check above is not empty."""
+    pod = next(one for one in objects if one["kind"] == "Deployment")
+    wrong = {**pod, "spec": {**pod["spec"], "replicaz": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, RELEASE, strict=True)
+
+
+# ── what is started ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("role", OURS)
+def test_every_setting_of_a_service_exists(objects: list[Object], role: str) -> None:
+    """Environment and run file are accepted by the service's own settings; the file is mounted where the command names it."""
+    pod = pods(objects)[role]
+    container = next(one for one in containers(pod) if one["name"] == role)
+    given = {k: v for k, v in environment(container, objects).items() if k.startswith("PENSTOCK_")}
+    loaded = load(OURS[role], files=[RUN_FILE], environ=given)
+    assert str(RUN_FILE) in loaded.origins["run.id"]
+    for variable in given:
+        section, key = variable.removeprefix("PENSTOCK_").lower().split("__")
+        assert loaded.origins[f"{section}.{key}"] == f"environment {variable}"
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert container["args"][-1] == f"{mounts['/etc/penstock']['mountPath']}/run.toml"
+    assert environment(container, objects)["PENSTOCK_NATS__USER"] == {"bootstrap": "admin"}.get(role, role)
+
+
+@pytest.mark.parametrize("role", OURS)
+def test_every_command_is_one_that_there_is(objects: list[Object], role: str) -> None:
+    """The images start `python -P -m ARGS`: the module exists, and a verb of penstock takes its arguments."""
+    container = next(one for one in containers(pods(objects)[role]) if one["name"] == role)
+    module, *rest = container["args"]
+    assert importlib.util.find_spec(f"{module}.__main__") is not None
+    dockerfile = (DEPLOY / "docker" / f"{'reward' if role == 'bootstrap' else role}.Dockerfile").read_text()
+    assert 'ENTRYPOINT ["python", "-P", "-m"]' in dockerfile
+    if module == "penstock":
+        command, bound, _ = penstock.parse_args(rest, exit_on_error=False, print_error=False)
+        assert command.__name__ in ("train", "bootstrap")
+        assert str(RUN_FILE.name) in str(bound)
+
+
+def test_the_probe_of_a_worker_takes_its_arguments(objects: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command is the health check with a role and an id that the check's own parser accepts."""
+    worker = next(one for one in containers(pods(objects)["rollout"]) if one["name"] == "rollout")
+    for probe in ("startupProbe", "livenessProbe"):
+        shell, flag, line = worker[probe]["exec"]["command"]
+        assert (shell, flag) == ("sh", "-c")
+        words = subprocess.run(
+            ["sh", "-c", line.replace("python", "echo", 1)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert words[:3] == ["-P", "-m", "penstock.deploy.health"]
+        monkeypatch.setattr("sys.argv", ["health", *words[3:]])
+        monkeypatch.setenv("PENSTOCK_NATS__URL", "nats://127.0.0.1:1")
+        assert health.main() == 1, "it parses, and finds no server"
+
+
+def test_sglang_is_started_as_under_compose(rendered: dict[str, list[Object]]) -> None:
+    """The options that a worker requires of its engine are the same, and the worker finds it in its own pod."""
+    pod = pods(rendered["gpu"])["rollout"]
+    engine, worker = containers(pod)
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["sglang"]["command"]
+    own = ("--model-path", "--host", "--port", "--tp-size", "--dp-size")
+    assert {one for one in engine["args"] if not one.startswith(own)} == {
+        one for one in compose if one.startswith("--") and not one.startswith(own)
+    }
+    url = environment(worker, rendered["gpu"])["PENSTOCK_WORKER__ENGINE_URL"]
+    assert {f"--host={url.split('/')[2].split(':')[0]}", f"--port={url.rsplit(':', 1)[1]}"} <= set(engine["args"])
+    assert engine["restartPolicy"] == "Always", "it must outlive the worker that drains"
+    cache = next(mount for mount in engine["volumeMounts"] if mount["mountPath"] == "/cache")
+    assert cache["readOnly"]
+    assert all(
+        one["resources"]["limits"].get("nvidia.com/gpu", "0") == want for one, want in ((engine, "1"), (worker, "0"))
+    )
+
+
+def test_the_trainer_has_as_many_gpus_as_ranks(rendered: dict[str, list[Object]]) -> None:
+    """On GPUs each rank has one; without, nothing asks for a GPU."""
+    (trainer,) = containers(pods(rendered["gpu"])["trainer"])
+    ranks = environment(trainer, rendered["gpu"])["PENSTOCK_TRAINER__NUM_RANKS"]
+    assert trainer["resources"]["limits"]["nvidia.com/gpu"] == ranks
+    assert "nvidia.com" not in str(rendered["cpu"])
+
+
+# ── what is reached ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_ports_match(objects: list[Object]) -> None:
+    """Every service leads to a port of its pod, and the addresses of the connection to a service."""
+    workloads = pods(objects)
+    services = of_kind(objects, "Service")
+    for name, service in services.items():
+        pod = workloads[name]
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        open_ports = {port["containerPort"] for one in containers(pod) for port in one.get("ports", [])}
+        assert {port["port"] for port in service["spec"]["ports"]} <= open_ports
+    connection = of_kind(objects, "ConfigMap")["connection"]["data"]
+    for url in (connection["PENSTOCK_NATS__URL"], connection["PENSTOCK_S3__ENDPOINT"]):
+        host, port = url.split("//")[1].split(":")
+        assert int(port) in {one["port"] for one in services[host]["spec"]["ports"]}
+    metrics = tomllib.loads(RUN_FILE.read_text())["metrics"]
+    for role in ("trainer", "rollout"):
+        container = next(one for one in containers(workloads[role]) if one["name"] == role)
+        assert container["ports"] == [{"containerPort": metrics[f"{role}_port"], "name": "metrics"}]
+    assert load(RewardSettings, environ=environment(next(containers(workloads["reward"])), objects)).settings
+    assert "listen: 0.0.0.0:4222" in (DEPLOY / "nats.conf").read_text()
+
+
+def test_probes_ask_for_what_is_there(objects: list[Object]) -> None:
+    """Every long-running container has probes, at ports and paths that its program has."""
+    paths = {"reward": set(http_apis.openapi()["paths"]), "s3": {"/minio/health/live"}}
+    for name, pod in pods(objects).items():
+        for one in containers(pod):
+            if name in ("bootstrap", "trainer"):  # Jobs: they end by themselves, and a hung step is an alert
+                continue
+            assert "startupProbe" in one, name
+            for probe in (one[key] for key in ("startupProbe", "readinessProbe", "livenessProbe") if key in one):
+                if "httpGet" in probe:
+                    assert probe["httpGet"]["path"] in paths[name]
+                    assert probe["httpGet"]["port"] in {port["name"] for port in one["ports"]}
+                else:
+                    assert probe["exec"]["command"]
+    assert "http: 127.0.0.1:8222" in (DEPLOY / "nats.conf").read_text(), "the probe of NATS asks there"
+
+
+def test_the_network_lets_through_what_is_needed(objects: list[Object]) -> None:
+    """All is denied; clients reach NATS and S3 on their ports, and the policies select pods that there are."""
+    policies = of_kind(objects, "NetworkPolicy")
+    assert policies["deny-all"]["spec"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    workloads = pods(objects)
+    clients = {name for name, pod in workloads.items() if pod["metadata"]["labels"].get("penstock/client") == "yes"}
+    assert clients == set(OURS)
+    for name, service in of_kind(objects, "Service").items():
+        ports = {rule["port"] for entry in policies[name]["spec"]["ingress"] for rule in entry["ports"]}
+        assert {port["port"] for port in service["spec"]["ports"]} == ports
+    (entries,) = [policies["clients"]["spec"]["egress"]]
+    reached = {entry["to"][0]["podSelector"]["matchLabels"]["app"]: entry["ports"][0]["port"] for entry in entries}
+    assert reached == {"nats": 4222, "s3": 9000}
+
+
+# ── what a pod may do ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_pod_has_more_rights_than_it_needs(objects: list[Object]) -> None:
+    """Non-root, no capabilities, no token of the cluster; the root is read-only but for SGLang, and resources are bounded."""
+    for name, pod in pods(objects).items():
+        spec = pod["spec"]
+        security = spec["securityContext"]
+        assert security["runAsNonRoot"] is True, name
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False, "a service `penstock` would become PENSTOCK_… variables"
+        for one in containers(pod):
+            assert one["securityContext"]["allowPrivilegeEscalation"] is False
+            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert one["securityContext"]["readOnlyRootFilesystem"] is (one["name"] != "sglang")
+            assert {"cpu", "memory"} <= set(one["resources"]["requests"])
+            assert "memory" in one["resources"]["limits"]
+            tag = one["image"].rpartition(":")[2]
+            assert any(letter.isdigit() for letter in tag), one["image"]
+
+
+def test_each_role_has_its_own_secrets_only(objects: list[Object]) -> None:
+    """Files that variables name are mounted; a role's Secret holds its own NATS password and no other."""
+    secrets = of_kind(objects, "Secret")
+    passwords = {name: one["data"].get("nats_password") for name, one in secrets.items() if name.endswith("-secrets")}
+    assert len(set(passwords.values())) == len(passwords) == 4
+    for name, pod in pods(objects).items():
+        volumes = {one["name"]: one for one in pod["spec"].get("volumes", [])}
+        mounted = {one["secret"]["secretName"] for one in volumes.values() if "secret" in one}
+        assert mounted <= set(secrets)
+        assert mounted <= {f"{name}-secrets", "s3-root"}
+        for one in containers(pod):
+            mounts = {mount["mountPath"]: volumes.get(mount["name"]) for mount in one["volumeMounts"]}
+            for variable, value in environment(one, objects).items():
+                if variable.endswith("_FILE"):
+                    folder, _, key = value.rpartition("/")
+                    volume = mounts[folder]
+                    assert volume is not None
+                    assert key in secrets[volume["secret"]["secretName"]]["data"], (name, variable)
+
+
+def test_a_pod_has_time_to_drain(objects: list[Object]) -> None:
+    """A worker's time to stop is longer than worker.finish_s; budgets for disruption select pods that there are."""
+    workloads = pods(objects)
+    finish_s = RolloutSettings().worker.finish_s
+    assert workloads["rollout"]["spec"]["terminationGracePeriodSeconds"] > finish_s + 10
+    for name, budget in of_kind(objects, "PodDisruptionBudget").items():
+        assert budget["spec"]["selector"]["matchLabels"].items() <= workloads[name]["metadata"]["labels"].items()
+    scaler = of_kind(objects, "HorizontalPodAutoscaler")["reward"]["spec"]
+    assert "replicas" not in of_kind(objects, "Deployment")[scaler["scaleTargetRef"]["name"]]["spec"]
+
+
+def test_a_trainer_that_explains_its_error_is_not_started_again(objects: list[Object]) -> None:
+    """Exit code 2 ends the Job; an eviction does not count as a failure."""
+    from penstock.trainer.__main__ import USAGE_ERROR
+
+    job = of_kind(objects, "Job")["trainer"]["spec"]
+    assert job["suspend"] is True, "before its inputs and streams are there it would end with that error"
+    rules = job["podFailurePolicy"]["rules"]
+    assert rules[0] == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert rules[1]["onExitCodes"]["values"] == [USAGE_ERROR]

@@ -1,0 +1,79 @@
+"""The batch script of Slurm, run by bash with stand-ins for `penstock` and `scontrol`; `make proof-slurm` has the real ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.servers import wait_for
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "penstock.sbatch"
+FINISHES = "exit ${CODE:-0}"
+WAITS = 'trap "echo asked > asked; exit ${CODE:-130}" TERM; echo up > up; while :; do sleep 0.05; done'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory whose `bin` has the stand-ins; Slurm's writes its arguments down."""
+    (tmp_path / "bin").mkdir()
+    stand_in(tmp_path, "scontrol", 'echo "$*" > requeued; exit 1')
+    return tmp_path
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    file = folder / "bin" / name
+    file.write_text(f"#!/bin/bash\n{body}\n")
+    file.chmod(0o755)
+
+
+def start(folder: Path, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+    path = f"{folder / 'bin'}:/usr/bin:/bin"
+    given = {"PATH": path, "SLURM_JOB_ID": "7", "HOME": os.environ.get("HOME", "/"), **environ}
+    command = ["bash", str(SCRIPT), *arguments]
+    return subprocess.Popen(command, cwd=folder, env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.parametrize("code", ["0", "3"])
+def test_the_job_ends_as_the_run_does(folder: Path, code: str) -> None:
+    """Arguments arrive as they are, with --local; a run that ends by itself is not queued again, whatever its exit code."""
+    stand_in(folder, "penstock", f'printf "%s|" "$@" > arguments; {FINISHES}')
+    job = start(folder, "run.toml", "--workers", "2", "data.system_prompt=two words", CODE=code)
+    job.communicate(timeout=20)
+    assert job.returncode == int(code)
+    assert (folder / "arguments").read_text() == "train|--local|run.toml|--workers|2|data.system_prompt=two words|"
+    assert not (folder / "requeued").exists()
+
+
+@pytest.mark.parametrize(("code", "is_requeued"), [("130", True), ("0", False)])
+def test_a_signal_reaches_the_run_and_the_job_is_queued_again(folder: Path, code: str, is_requeued: bool) -> None:
+    """SIGTERM to the script is passed on; a run that is not finished then goes back into the queue, one that is does not."""
+    stand_in(folder, "penstock", WAITS)
+    job = start(folder, "run.toml", CODE=code)
+    wait_for((folder / "up").exists, "the run", 20)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=20)
+    assert (folder / "asked").exists()
+    assert job.returncode == int(code)
+    assert (folder / "requeued").exists() == is_requeued
+    if is_requeued:
+        assert (folder / "requeued").read_text() == "requeue 7\n"
+        assert "put back into the queue" in output
+
+
+def test_what_is_missing_is_named(folder: Path) -> None:
+    """Without a run file, or without the program, nothing is started."""
+    nothing = start(folder)
+    assert "usage: sbatch" in nothing.communicate(timeout=20)[0]
+    missing = start(folder, "run.toml", PENSTOCK="/nowhere/penstock")
+    assert "no program /nowhere/penstock" in missing.communicate(timeout=20)[0]
+    assert nothing.returncode == missing.returncode == 2
+
+
+def test_the_options_are_those_that_the_guide_explains() -> None:
+    """The job may be requeued, keeps one output file, and the signal goes to the script alone."""
+    options = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(), re.MULTILINE)
+    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@180", "--nodes=1"} <= set(options)
