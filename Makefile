@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
-.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page proof-slurm
+.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -113,6 +113,13 @@ bench-reward: $(STAMP)  ## load-test HTTP rewards with slow, hung, flaky, crashi
 
 reference: $(STAMP)  ## write the descriptions of settings and flags anew that help, completion and schema are made of
 	$(BIN)/python -m penstock.deploy.write_reference
+
+observe: $(STAMP)  ## a run (RUN=run.toml) on this machine with a Prometheus that scrapes all services; prints the addresses
+	test -n "$(RUN)" || { echo "usage: make observe RUN=run.toml"; exit 2; }
+	$(BIN)/python -P -m penstock.deploy.monitoring.observe $(RUN)
+
+proof-observe: $(STAMP)  ## a real run under a real Prometheus: every query of the dashboards answers, faults make their alerts fire (minutes)
+	$(BIN)/python -m benchmarks.proofs.observe
 
 proof-slurm: $(STAMP)  ## a real Slurm of one node, as root: a job is preempted, requeued and resumes (minutes; Debian's slurmctld, slurmd, slurm-client, munge)
 	$(BIN)/python -m benchmarks.proofs.slurm

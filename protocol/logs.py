@@ -48,4 +48,23 @@ def configure(service: str, *, level: str = "info", json_lines: bool | None = No
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
-    logging.basicConfig(stream=_STDERR, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    of_libraries = logging.StreamHandler(_STDERR)
+    of_libraries.setFormatter(_json_format() if as_json else logging.Formatter("%(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[of_libraries])
+
+
+def _json_format() -> logging.Formatter:
+    """Return the format that makes a library's line, its traceback included, one JSON line like our own."""
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[
+            structlog.contextvars.merge_contextvars,
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+        ],
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+    )

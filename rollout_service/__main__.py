@@ -89,7 +89,10 @@ async def _serve(settings: RolloutSettings) -> None:
         engine = _engine(settings)
         try:
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces)
-            with worker_metrics.serving(settings.metrics, run_id, worker_id, worker.heartbeat, traces.counts):
+            folders = {"worker.cache_dir": settings.cache_dir}
+            with worker_metrics.serving(
+                settings.metrics, run_id, worker_id, worker.heartbeat, traces.counts, folders=folders
+            ):
                 gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time
                 await loop.run(worker, stop)
         finally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.metrics.exporter import Exporter
+from penstock.protocol.metrics.exporter import NO_FOLDERS, Exporter
 from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.settings import MetricsSettings
@@ -55,10 +56,11 @@ def serving(
     worker_id: str,
     heartbeat: HeartbeatWriter,
     spans: Callable[[], Mapping[str, int]] = dict,
+    folders: Mapping[str, Path] = NO_FOLDERS,
 ) -> Iterator[None]:
     """Serve the worker's metrics in the block if a port is set; raises ConfigError when it cannot be listened on.
 
-    ``spans`` returns the spans of traces so far by outcome.
+    ``spans`` returns the spans of traces so far by outcome; ``folders`` are those whose disk may fill, by setting.
     """
     if settings.rollout_port is None:
         yield
@@ -70,6 +72,7 @@ def serving(
         heartbeat=lambda: heartbeat.newest,
         collect=lambda samples: collect(heartbeat.newest, samples),
         spans=spans,
+        folders=folders,
     )
     with MetricsServer(settings.host, settings.rollout_port, exporter.page, key="rollout_port") as server:
         heartbeat.metrics_url = server.url

@@ -125,7 +125,8 @@ def _lead(
     watched: Callable[[], Unchanged | None],
     traces: Traces,
 ) -> None:
-    with trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts) as metrics:
+    folders = {"run.dir": settings.run.folder}
+    with trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts, folders) as metrics:
         _hold_lease(settings, config, ranks, stop, watched, metrics, traces)
 
 

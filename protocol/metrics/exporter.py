@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 import penstock
 from penstock.protocol.facts import Heartbeat
@@ -10,10 +14,11 @@ from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import Service
 
 Collect = Callable[[Samples], None]
+NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
 
 
 class Exporter:
-    """Makes the samples of each scrape from what the service has written down last: nothing is measured for a scrape."""
+    """Makes the samples of each scrape from what the service has written down last; only free disk space is read for it."""
 
     def __init__(
         self,
@@ -24,14 +29,20 @@ class Exporter:
         heartbeat: Callable[[], Heartbeat | None],
         collect: Collect,
         spans: Callable[[], Mapping[str, int]] = dict,
+        folders: Mapping[str, Path] = NO_FOLDERS,
     ) -> None:
-        """All functions must return at once: the newest heartbeat, the service's own samples, spans of traces by outcome."""
+        """All functions must return at once: the newest heartbeat, the service's own samples, spans of traces by outcome.
+
+        ``folders`` are those whose disk may fill, by the setting that names them. They are read in the thread that answers
+        the scrape: a network disk that hangs delays only the page, and Prometheus reports the service as not reached.
+        """
         self._service: Service = service
         self._who = {"role": service, "worker": service_id}
         self._run_id = run_id
         self._heartbeat = heartbeat
         self._collect = collect
         self._spans = spans
+        self._folders = folders
         self._values = LabelValues()
 
     def samples(self) -> Samples:
@@ -47,6 +58,9 @@ class Exporter:
                 samples.add("penstock_weights_version", float(beat.version), **self._who)
         for outcome, number in self._spans().items():
             samples.add("penstock_trace_spans_total", number, outcome=outcome)
+        for setting, folder in self._folders.items():
+            with contextlib.suppress(OSError):  # not created yet
+                samples.add("penstock_disk_free_ratio", free_ratio(folder), folder=setting, **self._who)
         self._collect(samples)
         return samples
 
@@ -60,3 +74,9 @@ class Exporter:
         from penstock.protocol.metrics import exposition  # noqa: PLC0415  most runs are never scraped
 
         return exposition.page(samples, accept)
+
+
+def free_ratio(folder: Path) -> float:
+    """Return the share of a folder's disk that this process may still write, 0 to 1; raises OSError without the folder."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail / disk.f_blocks if disk.f_blocks else 1.0

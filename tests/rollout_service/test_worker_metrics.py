@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.table import METRICS
@@ -14,7 +16,7 @@ def documented(text: str) -> list[str]:
     return [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
 
 
-def test_every_figure_of_the_heartbeat_is_a_metric() -> None:
+def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
     """All counters of a worker and of its engine are shown with the heartbeat's values, and nothing else is."""
     names = [*WorkerMetrics().snapshot(), "packs_held", *documented(engine_metrics.__doc__ or "")]
     figures = {name: float(number) for number, name in enumerate(names, 1)}
@@ -28,15 +30,19 @@ def test_every_figure_of_the_heartbeat_is_a_metric() -> None:
         service_id="w",
         heartbeat=lambda: beat,
         collect=lambda samples: worker_metrics.collect(beat, samples),
+        folders={"worker.cache_dir": tmp_path, "not.yet": tmp_path / "none"},
     )
     samples = exporter.samples()
+    free = samples.numbers.pop("penstock_disk_free_ratio")
+    assert set(free) == {("rollout", "w", "worker.cache_dir")}, "a folder that is not there yet is left out"
+    assert 0.0 < free["rollout", "w", "worker.cache_dir"] <= 1.0
     shown = sorted(value for name, series in samples.numbers.items() for value in series.values())
     assert shown == sorted([*figures.values(), 1.0, 5.0, 1.0, 2.0, 3.0, 3.0]), (
         "each figure once; info, time, busy, idle, cpu, version"
     )
     assert samples.numbers["penstock_weights_version"] == {("rollout", "w"): 3.0}
     expected = {name for name, metric in METRICS.items() if "rollout" in metric.services}
-    assert set(samples.numbers) == expected - {"penstock_trace_spans_total"}
+    assert set(samples.numbers) == expected - {"penstock_trace_spans_total", "penstock_disk_free_ratio"}
 
 
 def test_a_worker_without_heartbeat_shows_its_name_only() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.metrics.exporter import Exporter
+from penstock.protocol.metrics.exporter import NO_FOLDERS, Exporter
 from penstock.protocol.metrics.histogram import Histogram
 from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
@@ -138,11 +139,15 @@ class TrainerMetrics:
 
 @contextlib.contextmanager
 def serving(
-    settings: MetricsSettings, run_id: str, clock: Callable[[], float], spans: Callable[[], Mapping[str, int]] = dict
+    settings: MetricsSettings,
+    run_id: str,
+    clock: Callable[[], float],
+    spans: Callable[[], Mapping[str, int]] = dict,
+    folders: Mapping[str, Path] = NO_FOLDERS,
 ) -> Iterator[TrainerMetrics]:
     """Serve the trainer's metrics in the block if a port is set; raises ConfigError when it cannot be listened on.
 
-    ``spans`` returns the spans of traces so far by outcome.
+    ``spans`` returns the spans of traces so far by outcome; ``folders`` are those whose disk may fill, by setting.
     """
     metrics = TrainerMetrics(clock)
     if settings.trainer_port is None:
@@ -155,6 +160,7 @@ def serving(
         heartbeat=lambda: metrics.heartbeat(),  # noqa: PLW0108  set later
         collect=metrics.collect,
         spans=spans,
+        folders=folders,
     )
     with MetricsServer(settings.host, settings.trainer_port, exporter.page, key="trainer_port") as server:
         metrics.url = server.url

@@ -11,7 +11,19 @@ from penstock.protocol.metrics.histogram import Histogram
 from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import MAX_LABEL_LENGTH, MAX_VALUES, METRICS, OPEN_LABELS, OTHER
 
-FIXED_LABELS = {"role", "worker", "run", "version", "outcome", "against", "kind", "phase", "stream", "consumer"}
+FIXED_LABELS = {
+    "role",
+    "worker",
+    "run",
+    "version",
+    "outcome",
+    "against",
+    "kind",
+    "phase",
+    "stream",
+    "consumer",
+    "folder",
+}
 HOSTILE = [
     "a\nb 1",
     'a"} 1\npenstock_fake 1',
