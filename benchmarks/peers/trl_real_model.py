@@ -18,6 +18,7 @@ import tomllib
 from pathlib import Path
 
 START = time.monotonic()
+PASSES = 8  # backward passes of an optimizer step; one pass over its 256 samples needs more than 12 GB of memory
 
 
 def main() -> None:
@@ -50,9 +51,10 @@ def main() -> None:
         return [float(text.strip() == truth) for text, truth in zip(texts, ground_truth, strict=True)]
 
     rollout, trainer = run["rollout"], run["trainer"]
+    samples = rollout["groups_per_step"] * rollout["group_size"]
     config = GRPOConfig(
         output_dir="/tmp/trl-real-model", max_steps=trainer["steps"],
-        per_device_train_batch_size=rollout["groups_per_step"] * rollout["group_size"], gradient_accumulation_steps=1,
+        per_device_train_batch_size=samples // PASSES, gradient_accumulation_steps=PASSES,
         num_generations=rollout["group_size"], max_completion_length=rollout["max_new_tokens"], temperature=1.0, beta=0.0,
         num_iterations=1, loss_type="dapo", scale_rewards="group", max_grad_norm=1.0, use_cpu=True, bf16=is_bfloat16,
         learning_rate=trainer["lr"], lr_scheduler_type="constant_with_warmup", warmup_steps=trainer["warmup_steps"],
