@@ -128,7 +128,7 @@ def _prove(proof: Proof, run: LocalRun) -> None:
     proof.check(f"alerts that fire in a healthy run: {sorted(proof.alerts())}", not proof.alerts())
     _fault(proof, run, "worker-1", {"PenstockFewerWorkers"})
     _fault(proof, run, "reward", {"PenstockNoRewardService"})
-    _fault(proof, run, "endpoint-strict", {"PenstockEndpointFails"})
+    _fault(proof, run, "endpoint-strict", {"PenstockRewardsWait"})
 
 
 def _fault(proof: Proof, run: LocalRun, name: str, expected: set[str]) -> None:

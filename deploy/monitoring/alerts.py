@@ -158,6 +158,14 @@ ALERTS: tuple[Alert, ...] = (
         "docs/troubleshooting.md#rewards",
     ),
     Alert(
+        "PenstockRewardsWait", "page",
+        "sum by (run, reason) (rate(penstock_reward_groups_waited_total[5m])) > on (run) group_left () sum by (run) (rate(penstock_reward_completions_scored_total[5m]))", "1m",
+        "Groups go back into their queue without a reward, and hardly any is scored: {{ $labels.reason }}.",
+        "The endpoint hangs or was stopped (LeaseExpired), fails (EndpointFailed), or no such reward is registered.",
+        "Start the endpoint again; penstock reward list shows which are registered. The groups are scored then, none is lost.",
+        "docs/troubleshooting.md#rewards",
+    ),
+    Alert(
         "PenstockGroupsDead", "warning", "increase(penstock_reward_groups_dead_total[15m]) > 0", "",
         "Groups are dead-lettered: {{ $labels.reason }}.",
         "The reward failed on them for good: an error of its own, or an invalid answer.",

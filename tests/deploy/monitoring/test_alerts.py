@@ -65,6 +65,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         {'penstock_reward_endpoint_errors_total{endpoint="e"}': "0+3x130", 'penstock_reward_endpoint_calls_total{endpoint="e"}': "0+9x130"},
         {'penstock_reward_endpoint_errors_total{endpoint="e"}': "0+1x130", 'penstock_reward_endpoint_calls_total{endpoint="e"}': "0+9x130"},
     ),
+    "PenstockRewardsWait": (
+        {'penstock_reward_groups_waited_total{reason="LeaseExpired"}': "0+6x130", "penstock_reward_completions_scored_total": "99x130"},
+        {'penstock_reward_groups_waited_total{reason="LeaseExpired"}': "0+6x130", "penstock_reward_completions_scored_total": "0+60x130"},
+    ),
     "PenstockGroupsDead": ({'penstock_reward_groups_dead_total{reason="broken"}': "0x125 1x5"}, {'penstock_reward_groups_dead_total{reason="broken"}': "3x130"}),
     "PenstockEngineFails": (
         {f'penstock_rollout_packs_total{{outcome="requeued", {TARGET}}}': "0+3x130", f'penstock_rollout_packs_total{{outcome="announced", {TARGET}}}': "0+6x130"},
