@@ -91,7 +91,7 @@ class ChatTokenizer:
         template = _template(folder, config, arguments or {}, needs_template=needs_template)
         vocabulary = _vocabulary(folder)
         eos_ids = _eos_ids(folder, tokenizer, special_tokens.get("eos_token"), vocabulary)
-        return cls(tokenizer, template, special_tokens, eos_ids, vocabulary, _context_tokens(folder), arguments)
+        return cls(tokenizer, template, special_tokens, eos_ids, vocabulary, model_context_tokens(folder), arguments)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[Any] = ()) -> str:
         """Render a chat as text; raises MalformedData if the template refuses it, or if the model has none."""
@@ -301,7 +301,7 @@ def _vocabulary(folder: Path) -> int | None:
     return size
 
 
-def _context_tokens(folder: Path) -> int | None:
+def model_context_tokens(folder: Path) -> int | None:
     """Return how many tokens a prompt and its completion may have; None if the configuration does not say."""
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config")

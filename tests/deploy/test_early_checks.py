@@ -48,6 +48,20 @@ def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         check_inputs(settings(tmp_path, model, eval="nowhere.jsonl"))
 
 
+def test_completions_as_long_as_the_context_are_refused(tmp_path: Path) -> None:
+    """The default of 256 new tokens does not fit a model of 128; a model that says nothing, or has one token more, is taken."""
+    given = settings(tmp_path, model_folder(tmp_path / "small", max_position_embeddings=128))
+    with pytest.raises(
+        ConfigError, match=r"rollout\.max_new_tokens = 256 leaves no room .* 128 tokens .* less than 128"
+    ):
+        check_inputs(given)
+    longest = given.rollout.model_copy(update={"max_new_tokens": 127})
+    check_inputs(given.model_copy(update={"rollout": longest}))
+    check_inputs(settings(tmp_path, model_folder(tmp_path / "silent")))
+    with pytest.raises(ConfigError, match="of 256 tokens"):
+        check_inputs(settings(tmp_path, model_folder(tmp_path / "equal", max_position_embeddings=256)))
+
+
 def test_a_model_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     """The sizes are named; so is a file that is no safetensors file at all."""
     model = model_folder(tmp_path / "model")
