@@ -344,7 +344,10 @@ def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _Unk
     similar += [name for name in known if name.rpartition(".")[2] == spelt[-1]]  # right key, wrong section
     if not similar and depth:  # a key that another project writes without a section, or in another one
         if spelt[-1] in ALIASES:
-            similar = list(ALIASES[spelt[-1]].keys)
+            keys = ALIASES[spelt[-1]].keys
+            names = {key.rpartition(".")[2] for key in keys}
+            own = [one for one in siblings if one.rpartition(".")[2] in names]  # sft.lr, not trainer.lr
+            similar = own or list(keys)
         elif instead := advice(spelt[-1]):
             return _UnknownKeyError(spelt, f"unknown key {dotted}; {instead}")
     if not similar and (theirs := ending_in(spelt[-1])):

@@ -179,6 +179,7 @@ def test_sections_of_other_services_are_left_alone(tmp_path: Path):
     [
         ("trainer.stpes = 3", "unknown key trainer.stpes; did you mean trainer.steps?"),
         ("trainer.group_size = 3", "unknown key trainer.group_size; did you mean rollout.group_size?"),
+        ("trainer.save_steps = 3", "unknown key trainer.save_steps; did you mean trainer.checkpoint_every?"),
         ("rollot.group_size = 3", "unknown section [rollot]; did you mean [rollout]?"),
         ("zzz.y = 3", "unknown section [zzz]; the sections are run, nats"),
         ("trainer.lr.x = 3", "unknown key trainer.lr.x"),

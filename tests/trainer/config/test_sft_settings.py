@@ -156,3 +156,13 @@ def test_the_number_of_ranks_is_not_ignored():
         check_ranks(asked, "sft", 1)
     check_ranks(asked, "sft", 2)
     check_ranks(load(TrainerSettings, overrides=[MODEL]), "sft", 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("sft.learning_rate", "sft.lr"), ("dpo.learning_rate", "dpo.lr"), ("trainer.learning_rate", "trainer.lr")],
+)
+def test_a_key_of_another_project_is_answered_with_that_of_its_section(key: str, near: str) -> None:
+    """Not with the trainer's, which `penstock sft` does not read."""
+    with pytest.raises(ConfigError, match=f"unknown key {key}; did you mean {near}\\\\?"):
+        load(TrainerSettings, files=[], overrides=["model.path=m", f"{key}=1e-5"], environ={})
