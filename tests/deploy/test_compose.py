@@ -146,6 +146,17 @@ def test_every_setting_in_the_environment_exists(name: str, settings_class: type
             assert (name, section) == ("bootstrap", "run")
 
 
+@pytest.mark.parametrize("name", [name for name in OURS if name != "bootstrap"])
+def test_every_service_with_settings_of_the_run_reads_its_run_file(name: str) -> None:
+    """The run file is mounted where the command names it, and is the same file for all services."""
+    words = SERVICES[name].get("command")
+    if words is None:
+        dockerfile = DEPLOY.parent / SERVICES[name]["build"]["dockerfile"]
+        words = json.loads(re.findall(r"^CMD (.+)$", dockerfile.read_text(), re.MULTILINE)[-1])
+    assert words[-1] == "/etc/penstock/run.toml"
+    assert f"${{RUN_FILE:-./run.toml}}:{words[-1]}:ro" in SERVICES[name]["volumes"]
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_secret_is_made_and_declared(name: str, tmp_path: Path) -> None:
     """A secret a service mounts is declared, written by make_secrets, and every *_FILE points to a secret of the same service."""
