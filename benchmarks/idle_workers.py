@@ -151,9 +151,11 @@ class Idle:
         engine: Any = Engine()
         engine.ready.set()
         source = TaskSource(inboxes, engine, asyncio.Event(), period_s=lambda: writer.period_s)  # type: ignore[arg-type]
+        metrics = WorkerMetrics()
         timed: Any = TimedBus(bus, self.heartbeats)
         writer = HeartbeatWriter(
-            bus=timed, engine=engine, activity=Activity(), metrics=WorkerMetrics(), packs_held=lambda: source.num_held,
+            bus=timed, engine=engine, activity=Activity(),
+            figures=lambda: {**metrics.snapshot(), "packs_held": float(source.num_held)},
             needs_version=lambda: None, run_id=_RUN, worker_id=f"w{number}" if number >= 0 else f"o{-number}",
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:

@@ -18,6 +18,7 @@ from penstock.protocol.config import run_file
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Split, TaskIssued
 from penstock.protocol.logs import configure
+from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -83,12 +84,13 @@ async def _serve(settings: RolloutSettings) -> None:
     with (
         recording(os.environ, "rollout", service_id=worker_id, run_id=run_id) as traces,
         Bus.connect(settings.nats, name=f"rollout-{worker_id}") as bus,
+        GpuSampler() as gpus,
     ):
         await asyncio.to_thread(blobs.check)
         mirror = Mirror(blobs, settings.cache_dir, run_id)
         engine = _engine(settings)
         try:
-            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces)
+            worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus)
             folders = {"worker.cache_dir": settings.cache_dir}
             with worker_metrics.serving(
                 settings.metrics, run_id, worker_id, worker.heartbeat, traces.counts, folders=folders
@@ -108,6 +110,7 @@ async def _wire(
     engine: Engine,
     stop: asyncio.Event,
     traces: Traces,
+    gpus: GpuSampler,
 ) -> loop.Worker:
     run_id, worker_id = settings.run.id, settings.worker.id
     metrics, activity, gate = WorkerMetrics(), Activity(), VersionGate()
@@ -169,8 +172,7 @@ async def _wire(
         bus=bus,
         engine=engine,
         activity=activity,
-        metrics=metrics,
-        packs_held=lambda: tasks.num_held,
+        figures=lambda: {**metrics.snapshot(), "packs_held": float(tasks.num_held), **gpus.figures()},
         needs_version=lambda: mirror.oldest_needed,
         run_id=run_id,
         worker_id=worker_id,

@@ -21,7 +21,6 @@ from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.metrics import WorkerMetrics
 
 log = structlog.get_logger("rollout.heartbeat")
 
@@ -39,21 +38,19 @@ class HeartbeatWriter:
         bus: Bus,
         engine: Engine,
         activity: Activity,
-        metrics: WorkerMetrics,
-        packs_held: Callable[[], int],
+        figures: Callable[[], dict[str, float]],
         needs_version: Callable[[], PolicyVersion | None],
         run_id: str,
         worker_id: str,
     ) -> None:
-        """``packs_held`` counts packs fetched and not yet settled; ``needs_version`` is the oldest version it may read."""
+        """``figures`` are the worker's own, beside those of its engine; ``needs_version`` is the oldest version it may read."""
         self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
         self.newest: Heartbeat | None = None
         self.metrics_url: str | None = None
         self._bus = bus
         self._engine = engine
         self._activity = activity
-        self._metrics = metrics
-        self._packs_held = packs_held
+        self._figures = figures
         self._engine_metrics: dict[str, float] = {}
         self._needs_version = needs_version
         self._run_id = run_id
@@ -107,7 +104,7 @@ class HeartbeatWriter:
             idle_s=idle_s,
             cpu_s=self._engine.cpu_seconds(),
             # `figures` is the stored name of what is called metrics here.
-            figures={**self._metrics.snapshot(), "packs_held": float(self._packs_held()), **self._engine_metrics},
+            figures={**self._figures(), **self._engine_metrics},
             period_s=self.period_s,
             metrics_url=self.metrics_url,
         )

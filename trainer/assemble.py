@@ -25,6 +25,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
+from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
@@ -288,7 +289,10 @@ def _training(
     )
     _report_rolled_back(events, resumed)
     activity = Activity()
-    heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
+    gpus = GpuSampler()
+    heartbeat = HeartbeatWriter(
+        bus=connections.bus, run_id=connections.run_id, activity=activity, gpus=gpus, clock=_EVENT_CLOCK
+    )
     heartbeat.metrics_url, session.metrics.heartbeat = session.metrics.url, lambda: heartbeat.newest
     history = GroupHistory.resume(resumed)
     publisher = Publisher(
@@ -371,7 +375,7 @@ def _training(
     )
     holder = session.lease.holder
     group_gc = GroupGc(connections, settings.retention, holder=holder, clock=lambda: datetime.now(UTC))
-    threads = [heartbeat, *source.threads, weight_gc, group_gc]
+    threads = [gpus, heartbeat, *source.threads, weight_gc, group_gc]
     if session.metrics.url is not None:
         threads.append(QueueReader(connections.bus, connections.run_id, session.metrics))
     with contextlib.ExitStack() as running:

@@ -35,6 +35,17 @@ def _step_age(name: str) -> str:
 _BEHIND = 'max by (run) (penstock_weights_version{role="trainer"}) - on (run) group_right () penstock_weights_version{role="rollout"}'
 _FROM_ENDPOINTS = "a reward over HTTP"
 _FROM_ENGINE = "an engine that reports it"
+_FROM_GPU = "a GPU and the extra gpu"
+_GPUS = (
+    "GPUs",
+    (
+        of("GPUs", "penstock_gpus", needs=_FROM_GPU),
+        of("Utilisation", "penstock_gpu_utilisation_ratio", needs=_FROM_GPU),
+        of("GPU memory in use", "penstock_gpu_memory_used_ratio", needs=_FROM_GPU),
+        of("Temperature", "penstock_gpu_temperature_celsius", needs=_FROM_GPU),
+        of("Power", "penstock_gpu_power_watts", needs=_FROM_GPU),
+    ),
+)
 
 OVERVIEW = Dashboard(
     "penstock-overview",
@@ -132,6 +143,7 @@ ROLLOUT = Dashboard(
                 of("Preempted sequences", "penstock_engine_retracted_total", needs=_FROM_ENGINE),
             ),
         ),
+        _GPUS,
     ),
 )  # fmt: skip
 TRAINER = Dashboard(

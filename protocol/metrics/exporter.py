@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import penstock
 from penstock.protocol.facts import Heartbeat
+from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import Service
 
@@ -56,6 +57,7 @@ class Exporter:
             samples.add("penstock_cpu_seconds_total", beat.cpu_s, **self._who)
             if beat.version is not None:
                 samples.add("penstock_weights_version", float(beat.version), **self._who)
+            gpu.add_samples(beat.figures, samples, **self._who)
         for outcome, number in self._spans().items():
             samples.add("penstock_trace_spans_total", number, outcome=outcome)
         for setting, folder in self._folders.items():

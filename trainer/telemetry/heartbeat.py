@@ -12,6 +12,7 @@ from penstock.protocol import heartbeats, streams
 from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 
@@ -23,10 +24,13 @@ SERVICE_ID = "trainer"
 class HeartbeatWriter:
     """Publishes the trainer's state and how busy it is; use as a context manager."""
 
-    def __init__(self, *, bus: Bus, run_id: str, activity: Activity, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, bus: Bus, run_id: str, activity: Activity, gpus: GpuSampler, clock: Callable[[], float]
+    ) -> None:
         """Bind to the live bucket; raises MissingStream. ``clock`` returns seconds since the epoch."""
         self._bucket = bus.key_value(streams.live_bucket(run_id).bucket).wait()
         self._activity = activity
+        self._gpus = gpus
         self._clock = clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
@@ -60,7 +64,7 @@ class HeartbeatWriter:
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=cpu_seconds(),
-            figures=dict(self.figures),
+            figures={**self.figures, **self._gpus.figures()},
             period_s=heartbeats.PERIOD_S,
             metrics_url=self.metrics_url,
         )

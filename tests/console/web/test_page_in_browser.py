@@ -135,6 +135,7 @@ def test_each_token_shows_its_log_probability_version_and_mask(chromium: Browser
     text = chromium.text("section[aria-label=Tokens] p[role=status]")
     assert f"id {found['ids'][3]}, log-probability {found['logprobs'][3]}" in text
     assert f"sampled by version {found['versions'][3]}, in the loss" in text
+    assert "current one is not stored" in chromium.text("section[aria-label=Tokens]")
     spans.nth(3).focus()
     chromium.page.keyboard.press("ArrowLeft")
     assert "context: not sampled" in chromium.text("section[aria-label=Tokens] p[role=status]")

@@ -18,6 +18,7 @@ FIXED_LABELS = {
     "version",
     "outcome",
     "against",
+    "statistic",
     "kind",
     "phase",
     "stream",

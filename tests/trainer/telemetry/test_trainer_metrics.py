@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from tests.groups import make_task_issued
+from tests.protocol.metrics.nvml import Nvml
 from tests.servers import wait_for
 
 from penstock.protocol import streams, subjects
 from penstock.protocol.activity import Activity
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
+from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.protocol.metrics.table import METRICS
 from penstock.protocol.transport.bus import Bus
@@ -61,7 +63,8 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
         events = EventWriter(
             bus=bus, run_id=run_streams, folder=tmp_path, clock=lambda: 1000.0, observe=metrics.observe
         )
-        heartbeat = HeartbeatWriter(bus=bus, run_id=run_streams, activity=Activity(), clock=lambda: 999.0)
+        gpus = GpuSampler(Nvml())
+        heartbeat = HeartbeatWriter(bus=bus, run_id=run_streams, activity=Activity(), gpus=gpus, clock=lambda: 999.0)
         heartbeat.metrics_url, metrics.heartbeat = metrics.url, lambda: heartbeat.newest
         heartbeat.version = PolicyVersion(7)
         StepReporter(events, heartbeat, {}).report(7, STEP, GROUPS)
@@ -71,7 +74,9 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
         metrics.checkpoint_written(3.5)
         bus.publish(subjects.tasks(run_streams, "train"), make_task_issued(run_streams, "p0"), msg_id="p0").wait()
         QueueReader(bus, run_streams, metrics).read()
-        heartbeat.publish()
+        with gpus:
+            wait_for(gpus.figures, "the GPUs")
+            heartbeat.publish()
         found = scrape(metrics.url)
         events.close()
     wait_for(lambda: set(seen) >= {"step", "eval", "weights"}, "the events")
@@ -112,6 +117,7 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
     assert found[f"penstock_weights_version{who}"] == beat.version == 7
     assert found[f"penstock_busy_seconds_total{who}"] == beat.busy_s
     assert found[f"penstock_heartbeat_timestamp_seconds{who}"] == beat.at
+    assert found['penstock_gpu_utilisation_ratio{role="trainer",statistic="max",worker="trainer"}'] == 0.9
     expected = {name for name, metric in METRICS.items() if "trainer" in metric.services}
     shown = {re.sub(r"(_bucket|_sum|_count)?(\{.*)?$", "", line) for line in found}
     assert shown == expected - {"penstock_trace_spans_total", "penstock_disk_free_ratio"}, "no span, no folder given"

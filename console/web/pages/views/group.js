@@ -64,9 +64,10 @@ function tokenViewer(run, id, chapter) {
   const detail = el("p", { class: "dim", role: "status" }, "Choose a token to see its log-probability, the version that sampled it and its loss mask.");
   const colour = el("select", { "aria-label": "Colour by", on: { change: () => paint() } },
     [["logprob", "log-probability"], ["version", "version"], ["mask", "loss mask"]].map(([value, text]) => el("option", { value }, text)));
+  const ratio = el("p", { class: "dim" }, "Each log-probability is that of the version that sampled the token. The trainer's current one is not stored: the ratio of both is known during a step only; the overview has its effect (clipped tokens, KL, effective sample size).");
   const later = el("button", { type: "button" }, "Later tokens");
   const earlier = el("button", { type: "button" }, "Earlier tokens");
-  const element = el("section", { class: "panel", "aria-label": "Tokens" }, title, el("label", {}, "colour by", colour), box, detail, earlier, later);
+  const element = el("section", { class: "panel", "aria-label": "Tokens" }, title, el("label", {}, "colour by", colour), box, detail, ratio, earlier, later);
   element.hidden = true;
   let found = null;
   let spans = [];

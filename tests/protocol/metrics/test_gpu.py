@@ -1,0 +1,85 @@
+"""GPU figures through NVML's interface; the machine of the tests has no GPU, so the library is a stand-in."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from tests.protocol.metrics.nvml import Nvml
+from tests.servers import wait_for
+
+from penstock.protocol.metrics import gpu
+from penstock.protocol.metrics.gpu import GpuSampler
+from penstock.protocol.metrics.samples import LabelValues, Samples
+
+FIRST = {
+    "gpu_count": 1.0,
+    **{f"gpu_utilisation_{one}": 0.9 for one in ("min", "mean", "max")},
+    **{f"gpu_memory_{one}": 0.5 for one in ("min", "mean", "max")},
+    **{f"gpu_temperature_c_{one}": 60.0 for one in ("min", "mean", "max")},
+    **{f"gpu_power_w_{one}": 312.5 for one in ("min", "mean", "max")},
+}
+BOTH = {
+    "gpu_count": 2.0,
+    "gpu_utilisation_min": 0.3, "gpu_utilisation_mean": 0.6, "gpu_utilisation_max": 0.9,
+    "gpu_memory_min": 0.25, "gpu_memory_mean": 0.375, "gpu_memory_max": 0.5,
+    "gpu_temperature_c_min": 50.0, "gpu_temperature_c_mean": 55.0, "gpu_temperature_c_max": 60.0,
+    "gpu_power_w_min": 312.5, "gpu_power_w_mean": 312.5, "gpu_power_w_max": 312.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, BOTH), ("0,1", BOTH), ("0", FIRST), ("GPU-aa", FIRST), ("0, 7,1", FIRST)],
+)
+def test_the_gpus_of_a_service_are_read(visible: str | None, expected: dict[str, float]) -> None:
+    """Least, mean and greatest of what each tells; CUDA's list ends at the first GPU that does not exist."""
+    nvml = Nvml()
+    with GpuSampler(nvml, visible=visible) as gpus:
+        wait_for(gpus.figures, "a sample")
+        assert gpus.figures() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("visible", ["", "7", "GPU-cc"])
+def test_a_service_without_gpus_has_no_figures(visible: str) -> None:
+    """None is visible: nothing is read, and the library is closed."""
+    nvml = Nvml()
+    with GpuSampler(nvml, visible=visible) as gpus:
+        wait_for(lambda: nvml.is_shut_down, "the library to be closed")
+        assert (gpus.figures(), nvml.num_reads) == ({}, 0)
+
+
+def test_a_machine_without_a_driver_has_no_figures() -> None:
+    """Neither an error nor a thread that goes on; the real package says the same here if there is no driver."""
+    with GpuSampler(Nvml(has_driver=False)) as gpus:
+        wait_for(lambda: not any(one.name == "gpu" for one in threading.enumerate()), "the thread to end")
+        assert gpus.figures() == {}
+
+
+def test_a_driver_that_hangs_leaves_no_old_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three periods the last sample is none of now; the block ends without waiting for the driver."""
+    now = 100.0
+    monkeypatch.setattr(gpu, "PERIOD_S", 0.01)
+    nvml = Nvml()
+    with GpuSampler(nvml, clock=lambda: now) as gpus:
+        wait_for(gpus.figures, "a sample")
+        nvml.hangs.set()
+        wait_for(nvml.is_hanging.is_set, "the driver to hang")
+        now = 114.0
+        assert gpus.figures()
+        now = 116.0
+        assert gpus.figures() == {}
+
+
+def test_figures_have_names_for_prometheus() -> None:
+    """A sample for each statistic, with the service's labels."""
+    samples = Samples("rollout", LabelValues())
+    gpu.add_samples(BOTH, samples, role="rollout", worker="w0")
+    gpu.add_samples({"tokens_per_s": 1.0}, samples, role="rollout", worker="w1")
+    assert samples.numbers["penstock_gpus"] == {("rollout", "w0"): 2.0}
+    assert samples.numbers["penstock_gpu_utilisation_ratio"] == {
+        ("rollout", "w0", "min"): 0.3,
+        ("rollout", "w0", "mean"): 0.6,
+        ("rollout", "w0", "max"): 0.9,
+    }
+    assert samples.numbers["penstock_gpu_power_watts"]["rollout", "w0", "max"] == 312.5
