@@ -27,7 +27,7 @@ from penstock.trainer.settings import TrainerSettings
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'penstock[dev]'")
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 FOLDER = DEPLOY / "kubernetes"
 RUN_FILE = FOLDER / "base" / "run.toml"
 RELEASE = "1.37"

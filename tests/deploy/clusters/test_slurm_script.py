@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 
-SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "penstock.sbatch"
+SCRIPT = Path(__file__).parents[3] / "deploy" / "slurm" / "penstock.sbatch"
 FINISHES = "exit ${CODE:-0}"
 WAITS = 'trap "echo asked > asked; exit ${CODE:-130}" TERM; echo up > up; while :; do sleep 0.05; done'
 
