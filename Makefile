@@ -32,9 +32,10 @@ test-secrets: $(STAMP)  ## plant words as secrets in a small run and look for th
 mutation-proof: $(STAMP)  ## remove each guard of docs/security.md in a copy of the tree: a test must fail (a quarter of an hour)
 	$(BIN)/python -m tests.mutation.prove --write docs/security.md
 
-fuzz: $(STAMP)  ## property tests and the reward API fuzzer with 40 times as many examples, new in each run (an hour)
+fuzz: $(STAMP)  ## property tests and the fuzzers of both HTTP APIs with 40 times as many examples, new in each run (an hour)
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600
-	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest --timeout 3600 tests/reward_service/endpoints/test_openapi_fuzz.py
+	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest --timeout 3600 \
+		tests/reward_service/endpoints/test_openapi_fuzz.py tests/console/web/control/test_schema.py
 
 chaos: $(STAMP)  ## kill processes at random (three seeds), then audit and replay; plus a control that must fail (half an hour)
 	$(BIN)/python -m pytest -m chaos --timeout 900
