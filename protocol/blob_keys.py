@@ -84,6 +84,26 @@ def input_users_prefix(run_id: str) -> str:
     return f"{rescored_prefix(run_id)}used-by/"
 
 
+def checkpoints_prefix(run_id: str) -> str:
+    """Return the prefix of a run's stored checkpoints."""
+    return f"runs/{run_id}/checkpoints/"
+
+
+def checkpoint_file(run_id: str, epoch: int, sha256: str) -> str:
+    """Return the key of one file of a checkpoint, addressed by content within the epoch that stored it."""
+    return f"runs/{run_id}/checkpoints/e{epoch:04d}/files/{sha256}"
+
+
+def checkpoint_state(run_id: str, epoch: int, sha256: str) -> str:
+    """Return the key of a checkpoint's ``state.json``, stored last; ``epoch`` is the one in it, ``sha256`` its own."""
+    return f"runs/{run_id}/checkpoints/e{epoch:04d}/{sha256}/state.json"
+
+
+def checkpoint_metrics(run_id: str, epoch: int, state_sha256: str, sha256: str) -> str:
+    """Return the key of a run's metrics up to a checkpoint; ``sha256`` is of the metrics."""
+    return f"runs/{run_id}/checkpoints/e{epoch:04d}/{state_sha256}/metrics.{sha256}.jsonl"
+
+
 def lineage_prefix(run_id: str) -> str:
     """Return the prefix of the record of a run."""
     return f"runs/{run_id}/lineage/"

@@ -65,10 +65,11 @@ from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import DataSettings, TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
 from penstock.trainer.telemetry import trainer_metrics
-from penstock.trainer.telemetry.event_writer import EventWriter
+from penstock.trainer.telemetry.event_writer import METRICS_FILE, EventWriter
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
 from penstock.trainer.telemetry.queue_reader import QueueReader
 from penstock.trainer.telemetry.step_reporter import StepReporter
@@ -168,20 +169,32 @@ class _Session:
     metrics: TrainerMetrics
 
 
-def _run(session: _Session, ranks: Ranks) -> None:
-    settings, connections = session.settings, session.connections
-    found = checkpoint.newest(settings.run.folder / CHECKPOINTS, settings.run.id)
-    check_resume(connections, resume=settings.trainer.resume, has_checkpoint=found is not None)
+def _newest_checkpoint(
+    session: _Session, stored: StoredCheckpoints
+) -> tuple[tuple[Path, CheckpointState] | None, bytes]:
+    """Return the checkpoint to resume, verified, and its ``state.json``; fetched if only the object store has it."""
+    settings, root = session.settings, session.settings.run.folder / CHECKPOINTS
+    found = checkpoint.newest(root, settings.run.id)
+    older_step = settings.trainer.resume_older_step
+    if older_step is None and stored.fetch(session.pointer.value, found[1] if found else None):
+        found = checkpoint.newest(root, settings.run.id)
+    check_resume(session.connections, resume=settings.trainer.resume, has_checkpoint=found is not None)
     state_json = (found[0] / STATE_FILE).read_bytes() if found else b""
-    check_is_newest(
-        session.pointer.value,
-        settings.run.folder / CHECKPOINTS,
-        found[1] if found else None,
-        state_json,
-        older_step=settings.trainer.resume_older_step,
-    )
+    check_is_newest(session.pointer.value, root, found[1] if found else None, state_json, older_step=older_step)
     if found is not None:
         verify_files(*found)
+    return found, state_json
+
+
+def _run(session: _Session, ranks: Ranks) -> None:
+    settings, connections = session.settings, session.connections
+    stored = StoredCheckpoints(
+        connections.blobs,
+        connections.run_id,
+        root=settings.run.folder / CHECKPOINTS,
+        metrics=settings.run.folder / METRICS_FILE,
+    )
+    found, state_json = _newest_checkpoint(session, stored)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     config_file = settings.run.folder / "config.json"
     if found is not None and (changed := changed_settings(config_file, session.config)):
@@ -204,9 +217,13 @@ def _run(session: _Session, ranks: Ranks) -> None:
     if found is not None:
         rank_group.load(found[0])
         log.info("resumed", checkpoint=str(found[0]), step=rank_group.policy.steps_done)
+        if settings.trainer.store_checkpoints:
+            stored.store(found[0])
         # The trainer may have been killed between the rename that commits a checkpoint and its key in NATS.
         record_writer.mark_committed(found[1], state_json)
-    with _training(session, rank_group, coordinator, record_writer, resumed, success) as (training, evaluation_log):
+    copies = stored if settings.trainer.store_checkpoints else None
+    parts = _training(session, rank_group, coordinator, record_writer, resumed, success, copies)
+    with parts as (training, evaluation_log):
         started, is_complete = time.monotonic(), False
         process_memory.end_start()
         try:
@@ -277,6 +294,7 @@ def _training(
     record_writer: RunRecordWriter,
     resumed: CheckpointState | None,
     success: SuccessRules,
+    stored: StoredCheckpoints | None,
 ) -> Iterator[tuple[Training, EvaluationLog]]:
     """Build the parts, resume them, start their threads, and stop these at the end."""
     settings, connections, data = session.settings, session.connections, session.data
@@ -318,7 +336,7 @@ def _training(
     weight_gc = _weight_gc(session, publisher)
     best = settings.eval.best(has_data_eval=bool(settings.data.eval_files))
     evaluation_log = EvaluationLog(events, best.source if best is not None else DATA_EVAL)
-    metrics = settings.run.folder / "metrics.jsonl"
+    metrics = settings.run.folder / METRICS_FILE
     early_stop = EarlyStop(settings.eval.early_stop, [] if best is None else stored_scores(metrics, best))
 
     def on_end(result: EvalResult | LostEvaluation) -> None:
@@ -366,6 +384,7 @@ def _training(
             ledger=history.ledger,
             lease=session.lease,
             record_writer=record_writer,
+            stored=stored,
             events=events,
         ),
         config=session.config,

@@ -4,8 +4,9 @@ A chapter is what one checkpoint adds to the run record.
 
 ```
 state ──▶ chapter (S3) ──▶ folder.partial ──fsync──▶ lease confirmed ──rename──▶ key ``checkpoint`` ──▶ acknowledgements
-          counts once      does not count            no other trainer            a trainer that lost its lease
-          it is named                                holds the run               fails here and acknowledges nothing
+          counts once      does not count            no other trainer     │      a trainer that lost its lease
+          it is named                                holds the run        ▼      fails here and acknowledges nothing
+                                                                 copy (S3), if ``trainer.store_checkpoints``
 ```
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.protocol.facts import GroupScored
-from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.record.checkpoint_state import CheckpointState, folder_name
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer import crash_points
@@ -29,6 +30,7 @@ from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.telemetry.event_writer import EventWriter
 
@@ -48,6 +50,7 @@ class Committer:
     ledger: Ledger
     lease: HeldLease
     record_writer: RunRecordWriter
+    stored: StoredCheckpoints | None  # None: checkpoints stay in the run's folder alone
     events: EventWriter
 
     def commit(self, *, step: int, version: PolicyVersion, weights_dtype: str) -> None:
@@ -94,8 +97,13 @@ class Committer:
             confirm=self.lease.confirm,
         )
         crash_points.reach(CrashPoint.COMMITTED)
+        if self.stored is not None:
+            self.stored.store(self.settings.run.folder / CHECKPOINTS / folder_name(step))
+            crash_points.reach(CrashPoint.COPIED)
         self.record_writer.mark_committed(state, data)
         crash_points.reach(CrashPoint.POINTED)
+        if self.stored is not None:
+            self.stored.prune(self.lease.epoch)
         self._acknowledge(trained, evaluated)
 
     def _acknowledge(self, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]) -> None:

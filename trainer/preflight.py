@@ -94,8 +94,9 @@ def check_is_newest(
     )
     if found is None:
         raise CheckpointError(
-            f"{expected}. {folder} has no checkpoint. The groups it was made of are acknowledged and would be lost: copy "
-            "the run's folder to this machine (run.dir), or start over with another run.id"
+            f"{expected}. {folder} has no checkpoint, and the object store no copy of it (trainer.store_checkpoints). The "
+            "groups it was made of are acknowledged and would be lost: copy the run's folder to this machine (run.dir), or "
+            "start over with another run.id"
         )
     got = (
         f"{folder / folder_name(found.step)} is of step {found.step}, version {found.version} (chapter {found.chapter})"

@@ -250,6 +250,11 @@ class OptimizerSettings(Section):
         "writing one takes more than a twentieth of it. 0: only every checkpoint_every steps.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
+    store_checkpoints: bool = Field(
+        default=False,
+        description="Copy each checkpoint to the object store before its groups are acknowledged, so that a trainer on another "
+        "machine resumes the run without this folder. The store keeps as many as keep_checkpoints.",
+    )
     resume: bool = Field(default=True, description="Resume from the newest checkpoint of this run id, if there is one.")
     resume_older_step: int | None = Field(
         default=None,

@@ -36,6 +36,7 @@ from penstock.protocol.transport.pending import Pending
 
 log = structlog.get_logger("trainer.telemetry.event_writer")
 
+METRICS_FILE = "metrics.jsonl"  # in the run's folder
 SOURCE = "trainer"
 _IN_METRICS = frozenset({"step", "eval", "evaluation_lost"})
 
@@ -62,7 +63,7 @@ class EventWriter:
         self._num_events = 0
         self._lock = threading.Lock()
         self._unconfirmed: deque[Pending[Receipt]] = deque()
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS_FILE
         self._file = self._path.open("ab")
 
     def sync(self) -> int:

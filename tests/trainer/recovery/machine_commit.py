@@ -136,6 +136,7 @@ class Commits:
             "events": SimpleNamespace(num_bytes=0, sync=lambda: 0),
             "collector": acks,
             "lease": self.lease,
+            "stored": None,
         }  # fmt: skip
         committer = Committer(
             issuer=issuer, evaluator=None, ledger=ledger, record_writer=self._record_writer, **replaced

@@ -176,6 +176,24 @@ def test_one_kill_changes_no_weight(scene: Scene, run_id: str, sessions: list[Co
     delete_run(scene.bus, run_id)
 
 
+def test_a_trainer_without_the_folder_resumes_from_the_object_store(
+    scene: Scene, run_id: str, sessions: list[Command]
+) -> None:
+    """Killed with a checkpoint copied and not yet named, and moved without its folder: no group is lost or counted twice."""
+    run_file, stored = scene.run_file(run_id), "trainer.store_checkpoints=true"
+    with scene.producer(run_id):
+        sessions.append(start(run_file, stored, f"trainer.kill_at={CrashPoint.COPIED}:3"))
+        sessions[-1].wait(expected=-9)
+        shutil.rmtree(scene.checkpoints(run_id).parent)
+        sessions.append(start(run_file, stored))
+        sessions[-1].wait()
+    assert "fetching the checkpoint from the object store" in sessions[-1].err
+    assert_whole(scene, run_id)
+    metrics = (scene.checkpoints(run_id).parent / "metrics.jsonl").read_text().splitlines()
+    assert [line["step"] for line in map(json.loads, metrics) if line["kind"] == "step"] == list(range(1, STEPS + 1))
+    delete_run(scene.bus, run_id)
+
+
 def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(
     scene: Scene, run_id: str, sessions: list[Command]
 ) -> None:
