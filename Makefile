@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
-.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm
+.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -121,6 +121,9 @@ observe: $(STAMP)  ## a run (RUN=run.toml) on this machine with a Prometheus tha
 
 proof-observe: $(STAMP)  ## a real run under a real Prometheus: every query of the dashboards answers, faults make their alerts fire (minutes)
 	$(BIN)/python -m benchmarks.proofs.observe
+
+proof-nodes: $(STAMP)  ## one trainer on two nodes, as root: two network namespaces, one killed and resumed, replayed on one node (minutes; `ip`)
+	$(BIN)/python -m benchmarks.proofs.nodes
 
 proof-slurm: $(STAMP)  ## a real Slurm of one node, as root: a job is preempted, requeued and resumes (minutes; Debian's slurmctld, slurmd, slurm-client, munge)
 	$(BIN)/python -m benchmarks.proofs.slurm

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.console.nodes import Nodes, split
 from penstock.protocol.config.sources import Given, from_environment, from_files, from_overrides, split_arguments
 from penstock.protocol.errors import ConfigError
 
@@ -35,29 +36,36 @@ def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[
     """Return the command line of the process behind ``penstock train``: the one that starts the trainer, watches it and writes the report.
 
     With ``--local`` it starts NATS, S3, the reward service and the workers too.
-    Raises ConfigError when the run file or num_ranks cannot be read.
+    Raises ConfigError when the run file, num_ranks or the flags of several nodes cannot be read.
     """
-    if LOCAL in arguments:
-        return module("penstock.deploy.train_local", *(a for a in arguments if a != LOCAL))
-    num_ranks([one for one in arguments if one != JSON], environ)
+    nodes, rest = split(arguments, environ)
+    if LOCAL in rest:
+        if nodes is not None:
+            raise ConfigError(
+                f"--local starts every service on this machine, and this is node {nodes.rank} of {nodes.count}; start NATS, S3, the "
+                "reward service and the workers separately (docs/guides/several_machines.md), and the trainer without --local"
+            )
+        return module("penstock.deploy.train_local", *(a for a in rest if a != LOCAL))
+    num_ranks([one for one in rest if one != JSON], environ)
     return module("penstock.deploy.train_attached", *arguments)
 
 
 def trainer_command(arguments: Sequence[str], environ: Mapping[str, str], command: str = "train") -> list[str]:
-    """Return the command line of a command of the trainer: one process, or several ranks under torchrun.
+    """Return the command line of a command of the trainer: one process, or several ranks under torchrun, on one node or several.
 
     The ``--`` keeps torchrun from reading the trainer's flags as its own.
-    Raises ConfigError when the run file or num_ranks cannot be read.
+    Raises ConfigError when the run file, num_ranks or the flags of several nodes cannot be read.
     """
-    return trainer(num_ranks(arguments, environ), command, *arguments)
+    nodes, rest = split(arguments, environ)
+    return trainer(num_ranks(rest, environ), command, *rest, nodes=nodes)
 
 
-def trainer(ranks: int, *arguments: str) -> list[str]:
-    """Return the command line of a command of the trainer on ``ranks`` ranks."""
-    if ranks == 1:
+def trainer(ranks: int, *arguments: str, nodes: Nodes | None = None) -> list[str]:
+    """Return the command line of a command of the trainer on ``ranks`` ranks, of which this node starts its share."""
+    if ranks == 1 and nodes is None:
         return module("penstock.trainer", *arguments)
-    torchrun = ("--standalone", f"--nproc-per-node={ranks}", "--no-python", "--")
-    return module("torch.distributed.run", *torchrun, *module("penstock.trainer", *arguments))
+    started = ["--standalone", f"--nproc-per-node={ranks}"] if nodes is None else nodes.torchrun(ranks)
+    return module("torch.distributed.run", *started, "--no-python", "--", *module("penstock.trainer", *arguments))
 
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -1,10 +1,11 @@
 """``penstock train run.toml``: the trainer of a run whose other services run elsewhere, with a live panel and a report.
 
-python -m penstock.deploy.train_attached run.toml [--json] [section.key=value ...]
+python -m penstock.deploy.train_attached run.toml [--json] [--nodes N --node-rank K --rdzv HOST:PORT] [section.key=value ...]
 
 Creates what the run lacks on NATS and S3, if this user may. On a terminal the panel is shown, and the trainer's output goes
 to ``runs/<id>/logs/trainer.log``; elsewhere the trainer writes to this process's output, as in a container. A trainer that
-a signal killed is started again and resumes. A run that cannot be watched is trained all the same.
+a signal killed is started again and resumes. A run that cannot be watched is trained all the same. Of several nodes the first
+does all this; on the others this process becomes their torchrun.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import FrameType
 
 from penstock.console import launch
 from penstock.console.live.panel import LivePanel
+from penstock.console.nodes import JOIN_S, split
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
@@ -52,12 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, as the last line of stdout")
-    options, rest = parser.parse_known_args(arguments)
+    options, given = parser.parse_known_args(arguments)
     logs.configure("train", level="warning")
     try:
+        nodes, rest = split(given, os.environ)
         files, overrides = split_arguments(rest)
         settings = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
-        command = launch.trainer_command(rest, os.environ)
+        command = launch.trainer_command(given, os.environ)
+        if nodes is not None:
+            print(
+                f"node {nodes.rank} of {nodes.count}: the nodes meet at {nodes.rdzv}, within {JOIN_S} s",
+                file=sys.stderr,
+            )
+            if not nodes.is_first:
+                launch.replace_process(command)
         if finished := finished_run.notice(settings):
             return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
         check_inputs(settings)
@@ -81,18 +91,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PenstockError as err:
         print(f"penstock train: {err}", file=sys.stderr)
         return _ERROR
-    if trainer.stop_requested:
-        again = sys.argv[1:] if arguments is None else arguments
-        print(f"penstock train: {resumption.stopped('train', again)}", file=sys.stderr)
-    elif code == 0 and pause_request.is_requested(settings.run.folder):
-        again = sys.argv[1:] if arguments is None else arguments
-        print(f"penstock train: {resumption.paused('train', again)}", file=sys.stderr)
-    elif code and trainer.is_logged:
-        print(
-            f"penstock train: the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}",
-            file=sys.stderr,
-        )
+    again = sys.argv[1:] if arguments is None else arguments
+    if ending := _ending(trainer, code, settings, again):
+        print(f"penstock train: {ending}", file=sys.stderr)
     return code if code >= 0 else 128 - code
+
+
+def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Sequence[str]) -> str:
+    """Return the last line of a session that did not end its run: how to resume it, or why it failed."""
+    if trainer.stop_requested:
+        return resumption.stopped("train", again)
+    if code == 0 and pause_request.is_requested(settings.run.folder):
+        return resumption.paused("train", again)
+    if code and trainer.is_logged:
+        return f"the trainer ended with exit code {code}; its log ends with\n{trainer.log_tail}"
+    return ""
 
 
 def create_what_is_missing(settings: TrainerSettings) -> None:

@@ -65,6 +65,7 @@ from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.recovery.shared_folder import check_shared
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import DataSettings, TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
@@ -101,6 +102,7 @@ def train(
             f"trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; start it "
             "with `penstock train`, which starts that many (torchrun --nproc-per-node N -m penstock.trainer train ...)"
         )
+    check_shared(settings.run.folder, ranks)
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
         with recording(environ, "trainer", service_id=SERVICE_ID, run_id=settings.run.id) as traces:

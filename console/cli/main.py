@@ -27,6 +27,7 @@ from penstock.console.cli import (
     tracking_verbs,
 )
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
+from penstock.console.nodes import split
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
 
@@ -94,15 +95,17 @@ def train(*arguments: Raw) -> None:
     """Train a model as the run file describes.
 
     Starts the trainer only, under torchrun when trainer.num_ranks is above 1; NATS and S3 (penstock up), the reward
-    service and the rollout workers are started separately. With --local all of them start on this machine.
+    service and the rollout workers are started separately. With --local all of them start on this machine. On several nodes
+    the same command starts on each; under srun, Kubeflow's trainer or a LeaderWorkerSet without its flags.
 
     Example:  penstock train run.toml --local
               penstock train run.toml trainer.lr=1e-6 --trainer.steps 200
+              penstock train run.toml --nodes 2 --node-rank 1 --rdzv node0:29500       the second of two nodes
     Then:     penstock watch RUN, in another terminal
     """
     command = launch.train_command(arguments, os.environ)
     if launch.LOCAL not in arguments:
-        _require_servers([one for one in arguments if one != launch.JSON])
+        _require_servers([one for one in split(arguments, os.environ)[1] if one != launch.JSON])
     launch.replace_process(command)
 
 

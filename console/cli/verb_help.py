@@ -103,8 +103,19 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 # Arguments that the command itself reads before it starts the process.
+_NODES = (
+    CommandFlag(("--nodes",), "N", "train on N nodes; the same command starts on each", (), False),
+    CommandFlag(("--node-rank",), "K", "this node's number, from 0", (), False),
+    CommandFlag(
+        ("--rdzv",), "HOST:PORT", "where the nodes meet: an address of node 0, which the others reach", (), False
+    ),
+)
 _OWN_FLAGS = {
-    "train": (CommandFlag(("--local",), "", "start NATS, S3, the reward service and the workers here too", (), False),),
+    "train": (
+        CommandFlag(("--local",), "", "start NATS, S3, the reward service and the workers here too", (), False),
+        *_NODES,
+    ),
+    **dict.fromkeys(("sft", "dpo", "rm"), _NODES),
     "config show": (CommandFlag(("--json",), "", "print one JSON object instead of TOML", (), False),),
 }
 _TAKES_A_RUN_FILE = ("train", "sft", "dpo", "rm", "rollout", "reward service", "bootstrap", "config show")

@@ -99,7 +99,7 @@ RENAMED: dict[str, str] = {
     "max_tokens_per_step": "rollout.max_new_tokens",
     "method": 'algorithm.reward_norm and algorithm.asym_clip (identity is reward_norm = "none")',
     "num_gpus_per_node": "trainer.num_ranks",
-    "num_nodes": "trainer.num_ranks (over all machines; torchrun starts them)",
+    "num_nodes": "trainer.num_ranks (over all machines; `penstock train ... --nodes N --node-rank K --rdzv HOST:PORT` on each)",
     "pg_clip_high": "algorithm.clip_high",
     "pg_clip_low": "algorithm.clip_low",
     "render_save_dir": "run.dir",

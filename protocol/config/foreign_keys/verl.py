@@ -346,7 +346,7 @@ ABSENT: dict[str, str] = {
     "trainer.checkpoint.save_contents": "a checkpoint always holds model, optimizer and everything else that a resume needs",
     "trainer.del_local_ckpt_after_load": "trainer.keep_checkpoints says how many stay",
     "trainer.esi_redundant_time": "trainer.checkpoint_every_s writes checkpoints by time",
-    "trainer.nnodes": "the number of nodes is an option of torchrun; trainer.num_ranks is the number of ranks",
+    "trainer.nnodes": "`penstock train ... --nodes N --node-rank K --rdzv HOST:PORT` on each node; trainer.num_ranks is the number of ranks on all",
     "trainer.ray_wait_register_center_timeout": RAY,
     "trainer.remove_previous_ckpt_in_save": "trainer.keep_checkpoints says how many stay",
     "trainer.rollout_data_dir": "every group is stored in the object store, with its text: `penstock lineage`",
