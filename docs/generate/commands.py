@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cyclopts import App
 from rich.console import Console
 
+from penstock.console.cli import verb_help
 from penstock.console.cli.main import app
 
 _WIDTH = 100
@@ -18,7 +19,8 @@ _OF_EVERY_APP = {"--help", "-h", "--version"}
 
 
 def text() -> str:
-    """Return a heading and a code block for each verb."""
+    """Return a heading and a code block for each verb, with the flags of the processes that verbs start."""
+    verb_help.attach(app)
     return "\n".join(f"## {' '.join(('penstock', *words))}\n\n```text\n{help_text(words)}```\n" for words, _ in verbs())
 
 

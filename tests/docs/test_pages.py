@@ -15,7 +15,7 @@ from docs import generate
 from docs.generate import commands, diagnoses, settings
 from docs.self_contained import loads
 
-from penstock.console import launch
+from penstock.console.cli import verb_help
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
@@ -27,7 +27,6 @@ _OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", 
 FOREIGN = ALIASES.keys() | RENAMED.keys() | ABSENT.keys()  # of other systems: the settings loader has an answer
 _NO_KEYS = (".py", ".md", ".json", ".jsonl", ".conf", ".toml")  # files named like a section
 _VERBS = {" ".join(words) for words, _ in commands.verbs()}
-_OF_PROCESSES = re.compile(r"add_argument\(\s*((?:\"-{1,2}[\w-]+\"(?:,\s*)?)+)")
 _PATHS = re.compile(r"^(?:docs|protocol|trainer|rollout_service|reward_service|reward_model|console|deploy|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
 
 
@@ -48,14 +47,16 @@ def test_every_command_has_its_verb_and_flags(page: Path):
     """In shell blocks: the verb is one of the app's, each flag one of its own, of the process it starts, or a setting."""
     wrong = []
     for where, given in penstock_commands(page):
-        verb, rest = app, list(given)
+        verb, rest, words = app, list(given), list[str]()
         while rest and rest[0] in verb:
+            words.append(rest[0])
             verb, rest = verb[rest[0]], rest[1:]
         if verb.default_command is None and not (verb is app and rest == ["--help"]):
             wrong.append(f"{where}: no such verb: {' '.join(given)}")
             continue
         own = {name for argument in verb.assemble_argument_collection() for name in argument.names}
-        known = own | _process_flags() | {launch.LOCAL, launch.JSON, "--help"}
+        of_process = {name for flag in verb_help.flags_of(" ".join(words)) for name in flag.names}
+        known = own | of_process | {"--help"}
         flags = [word.partition("=")[0] for word in rest if word.startswith("-") and not word.startswith("- ")]
         wrong += [f"{where}: {flag}" for flag in flags if flag not in known and not _is_key(flag.removeprefix("--"))]
     assert wrong == []
@@ -184,16 +185,6 @@ def test_what_a_built_page_loads_from_elsewhere_is_found(text: str, loaded: list
 
 
 @cache
-def _process_flags() -> frozenset[str]:
-    """Return the flags of the processes that verbs start."""
-    found: set[str] = set()
-    for folder in ("deploy", "reward_service", "reward_model", "trainer/commands", "rollout_service"):
-        for file in (ROOT / folder).rglob("*.py"):
-            for names in _OF_PROCESSES.findall(file.read_text(encoding="utf-8")):
-                found |= set(re.findall(r"-{1,2}[\w-]+", names))
-    return frozenset(found)
-
-
 def _is_override(word: str) -> bool:
     return "=" in word and _KEY.match(word.partition("=")[0].strip()) is not None
 
