@@ -70,15 +70,9 @@ def trainer(ranks: int, *arguments: str, nodes: Nodes | None = None) -> list[str
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Return ``trainer.num_ranks`` as the trainer itself will read it."""
-    files, overrides = split_arguments(arguments)
-    problems: list[str] = []
-    given = [*from_files(files, problems), *from_environment(environ), *from_overrides(overrides, problems)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    chosen = [one for one in given if _is_num_ranks(one)]
-    if not chosen:
+    last = given(arguments, environ, "trainer", "num_ranks")
+    if last is None:
         return 1
-    last = chosen[-1]
     if not isinstance(last.value, int) or isinstance(last.value, bool) or last.value < 1:
         raise ConfigError(
             f"{last.origin}: trainer.num_ranks: expected a whole number of at least 1, got {last.value!r}"
@@ -86,12 +80,18 @@ def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     return last.value
 
 
+def given(arguments: Sequence[str], environ: Mapping[str, str], *path: str) -> Given | None:
+    """Return what a service's setting was given last, with its origin; None where its default holds. Raises ConfigError."""
+    files, overrides = split_arguments(arguments)
+    problems: list[str] = []
+    found = [*from_files(files, problems), *from_environment(environ), *from_overrides(overrides, problems)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return next((one for one in reversed(found) if tuple(part.replace("-", "_") for part in one.path) == path), None)
+
+
 def replace_process(command: Sequence[str]) -> None:
     """Replace this process; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))  # noqa: S606 - no shell is the point
-
-
-def _is_num_ranks(one: Given) -> bool:
-    return tuple(part.replace("-", "_") for part in one.path) == ("trainer", "num_ranks")

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +36,7 @@ _EXTRAS = {  # extra of the distribution -> packages that its part of the projec
     "report": ("matplotlib",),
 }
 _PROGRAMS = {"nats-server": "nats-server", "rclone": "the local S3 server"}
+_ENGINES = {"vllm": "docs/vllm.md", "sglang": "docs/sglang.md"}  # those that a worker starts in a Python of their own
 _PORTS = {4222: "nats.url", 9000: "s3.endpoint", 8700: "reward_service.port"}
 _PROBE_S = 10.0  # a program that takes longer to print its version is a problem itself
 _SANDBOX_S = 60.0  # it starts up to two interpreters
@@ -67,6 +68,29 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     for port, key in _PORTS.items():
         yield port_use(port, key)
     yield from build_locks(environ)
+
+
+def engine(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that the engine a worker of this run file would start is installed. Raises ConfigError."""
+    chosen = launch.given(arguments, environ, "worker", "engine")
+    name = str(chosen.value) if chosen is not None else "embedded"
+    if name not in _ENGINES or launch.given(arguments, environ, name, "command") is not None:
+        return
+    own = launch.given(arguments, environ, name, "python")
+    python = str(own.value) if own is not None else sys.executable
+    fix = (
+        f"install {name} into an environment of its own and set {name}.python to its Python ({_ENGINES[name]}), or choose "
+        'worker.engine = "embedded"'
+    )
+    command = [python, "-I", "-c", f"import importlib.metadata as found; print(found.version({name!r}))"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as err:
+        missing = isinstance(err, subprocess.CalledProcessError)
+        detail = f"worker.engine = {name!r}, and {python} " + (f"has no {name}" if missing else f"does not run: {err}")
+        yield Finding(name, "fail", detail, fix)
+        return
+    yield Finding(name, "ok", f"{answer.stdout.strip()} of {python}")
 
 
 def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:

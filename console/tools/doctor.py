@@ -13,6 +13,7 @@ from penstock.console import connections
 from penstock.console.tables import console
 from penstock.console.tools import checks
 from penstock.protocol import logs
+from penstock.protocol.config.run_file import split_arguments
 
 _SIGNS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
 
@@ -21,14 +22,20 @@ def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: boo
     """Run all checks and print the findings; return 1 when a check failed, else 0. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     logs.configure("doctor", level="critical")  # problems are reported as findings
-    findings = [*checks.machine(loaded.settings.run.dir, environ), *checks.services(loaded)]
+    here = [*checks.machine(loaded.settings.run.dir, environ), *checks.engine(arguments, environ)]
+    findings = [*here, *checks.services(loaded)]
     failed = [finding for finding in findings if finding.level == "fail"]
     if as_json:
         print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
     else:
         console().print(_table(findings))
-        print("\nnext: " + ("fix the lines marked fail" if failed else "penstock quickstart"))
+        print("\nnext: " + ("fix the lines marked fail" if failed else _next(arguments)))
     return 1 if failed else 0
+
+
+def _next(arguments: Sequence[str]) -> str:
+    files, _ = split_arguments(arguments)
+    return f"penstock train {files[0]} --local" if files else "penstock quickstart"
 
 
 def versions() -> Iterator[tuple[str, str]]:

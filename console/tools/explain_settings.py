@@ -53,7 +53,7 @@ def run_file_schema() -> dict[str, Any]:
 def find(topic: str) -> list[SettingDescription]:
     """Return the settings that a word names: a section, a table, a key, another project's key, or the end of keys.
 
-    Raises ConfigError with the nearest keys, or with what is said of another project's key.
+    For a word that names none, those whose key has it, else those whose description does. Raises ConfigError with the nearest keys, or with what is said of another project's key.
     """
     settings = reference.load().settings
     word = topic.removeprefix("--").strip("[]").replace("-", "_")
@@ -62,14 +62,24 @@ def find(topic: str) -> list[SettingDescription]:
     below = [one for key, one in settings.items() if key.startswith(f"{word}.")]
     if below:
         return below
-    meant = ALIASES[word].keys if word in ALIASES else ()
+    meant = set(ALIASES[word].keys if word in ALIASES else ())
+    if any(
+        key.rpartition(".")[2] == word for key in settings
+    ):  # and another project's word for a setting of another name
+        meant.update(RENAMED.get(word, "").replace(",", " ").split())
     named = [one for key, one in settings.items() if key in meant or key.rpartition(".")[2] == word]
-    return named or _unknown(word)
+    return named or _mentioning(word)
 
 
-def _unknown(word: str) -> list[SettingDescription]:
+def _mentioning(word: str) -> list[SettingDescription]:
     if instead := advice(word):
         raise ConfigError(f"{word} is a key of another project: {instead}")
+    settings = reference.load().settings.values()
+    if found := [one for one in settings if word in re.split(r"[._]", one.key)]:
+        return found
+    whole = re.compile(rf"\b{re.escape(word.replace('_', ' '))}\b", re.IGNORECASE)
+    if found := [one for one in settings if whole.search(one.description)]:
+        return found
     near = reference.nearest(word)
     hint = f"did you mean {', '.join(near)}?" if near else "`penstock settings` lists the sections"
     raise ConfigError(f"no setting or section is named {word}; {hint}")

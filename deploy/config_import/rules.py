@@ -374,5 +374,9 @@ def engines(given: Any, values: Values) -> Outcome:
 
 
 def with_engine(engine: str, setting: str) -> Rule:
-    """Return a rule for an option of one engine, which it turns on."""
-    return lambda given, values: Outcome("translated", {"worker.engine": engine, setting: given})
+    """Return a rule for an option of one engine, which it turns on, unless the file turns that engine off."""
+    return lambda given, values: (
+        Outcome("translated", {"worker.engine": engine, setting: given})
+        if is_on(values.get(f"use_{engine}", True))
+        else ignored(f"use_{engine} is off")
+    )

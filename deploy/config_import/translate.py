@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.deploy.config_import.foreign_defaults import at_default
 from penstock.deploy.config_import.found import Found, readable, unassigned
 from penstock.deploy.config_import.rule_table import rule_for
 from penstock.deploy.config_import.rules import epochs
@@ -28,6 +29,7 @@ _WORDS = {
 }
 _SECRET = re.compile(r"(^|[_.])(password|secret|token|api_key)$")
 _IN_URL = re.compile(r"(?<=:)//[^/@\s]+@")
+_IN_TURNS = ("trl", "verl", "roll", "openrlhf")  # systems that generate and train in turns unless told otherwise
 _GROUP_RELATIVE = ("trl",)  # systems whose keys name no estimator, because there is only this one
 
 
@@ -77,16 +79,12 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
     """Return the settings of a file; ``known`` are Penstock's own keys, which a file may have too."""
     done = Translation(system)
     command = own_section(found)
+    untouched = at_default(system, found.values)
     general: set[str] = set()  # set by a key of several settings, which one of a single setting overrules
     for key, value in found.values.items():
-        if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
-            done.lines.append(Line("ignored", key, value, "not set"))
+        outcome = _read(key, value, found, system, known, command)
+        if key in untouched and not outcome.settings:
             continue
-        outcome = (
-            _of_epochs(key, value, found.values, command)
-            or _of_pairs(key, value, command)
-            or _outcome(key, value, found.values, system, known)
-        )
         settings = dict(outcome.settings)
         if names := unassigned(value):
             settings = {ours: readable(one) for ours, one in settings.items() if ours in _PATHS}
@@ -98,6 +96,13 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
             done.settings[ours] = one
             (general.add if is_general else general.discard)(ours)
         done.lines.append(Line(outcome.kind, key, _masked(key, readable(value)), _said(settings, outcome.text)))
+    if left_out := len(untouched) - sum(line.key in untouched for line in done.lines):
+        text = f"{system}'s defaults, and without a counterpart that differs: as if they were not in the file"
+        done.lines.append(Line("ignored", f"{left_out} other keys", "", text))
+    if system in _IN_TURNS and command is None and "rollout.max_staleness" not in done.settings:
+        done.settings["rollout.max_staleness"] = 0
+        text = "rollout.max_staleness = 0, as there; 1 or 2 let them overlap (docs/hyperparameters.md)"
+        done.lines.append(Line("translated", "generation and training in turns", "", text))
     if system in _GROUP_RELATIVE and "algorithm.name" not in done.settings:
         done.settings["algorithm.name"] = "grpo"
     if command is not None:
@@ -106,6 +111,18 @@ def translate(found: Found, system: str, known: Collection[str]) -> Translation:
         done.lines = [replace(line, text=_in_own_section(line.text, command)) for line in done.lines]
     _make_room(done)
     return done
+
+
+def _read(
+    key: str, value: Any, found: Found, system: str, known: Collection[str], command: OwnSection | None
+) -> Outcome:
+    if "@" in key or value is None or str(value).lower() in ("null", "none", "???"):
+        return Outcome("ignored", {}, "not set")
+    return (
+        _of_epochs(key, value, found.values, command)
+        or _of_pairs(key, value, command)
+        or _outcome(key, value, found.values, system, known)
+    )
 
 
 def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known: Collection[str]) -> Outcome:

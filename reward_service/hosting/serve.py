@@ -52,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, help="the Python file")
     parser.add_argument("--function", help="name of the function, if the file has several")
     parser.add_argument(
-        "--conversational", action="store_true", help="TRL: give prompts and completions as lists of messages"
+        "--conversational",
+        action=argparse.BooleanOptionalAction,
+        help="TRL: give prompts and completions as lists of messages, or as texts (default: as the function's code reads them)",
     )
     parser.add_argument(
         "--timeout-s", type=float, default=30.0, help="deadline of one call in seconds, retries included (default: 30)"

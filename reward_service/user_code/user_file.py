@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.reward_service.errors import UserFileError
+from penstock.reward_service.user_code.message_style import takes_messages
 from penstock.reward_service.user_code.user_function import Style, UserReward
 
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
@@ -24,9 +25,10 @@ _GIVEN: dict[Style, tuple[str, ...]] = {
 }
 
 
-def load(file: Path, function: str | None = None, *, conversational: bool = False) -> UserReward:
+def load(file: Path, function: str | None = None, *, conversational: bool | None = None) -> UserReward:
     """Load a file and find its reward function (``function``, when it has several).
 
+    ``conversational``: texts as lists of messages; None: as the function was written (`message_style`).
     Raises UserFileError saying what is wrong with the file, and where.
     """
     if not os.path.isfile(file):  # noqa: PTH113  False, not an error, for a name that no file can have
@@ -36,7 +38,9 @@ def load(file: Path, function: str | None = None, *, conversational: bool = Fals
     return of(found, name, file, conversational=conversational)
 
 
-def of(found: Any, name: str, file: Path, *, conversational: bool = False, full_tracebacks: bool = False) -> UserReward:
+def of(
+    found: Any, name: str, file: Path, *, conversational: bool | None = None, full_tracebacks: bool = False
+) -> UserReward:
     """Return what is called for a function, a callable object, or a class that is built without arguments.
 
     ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``.
@@ -62,7 +66,7 @@ def of(found: Any, name: str, file: Path, *, conversational: bool = False, full_
         takes_any=style is Style.GROUP and any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
         style=style,
         file=file.resolve() if file.exists() else file,
-        conversational=conversational,
+        conversational=style is Style.GROUP and takes_messages(called) if conversational is None else conversational,
         full_tracebacks=full_tracebacks,
     )
 

@@ -51,7 +51,7 @@ class UserReward:
     takes_any: bool  # has **kwargs
     style: Style
     file: Path
-    conversational: bool = False  # TRL: texts as lists of messages
+    conversational: bool = False  # TRL: texts as lists of messages (`message_style`)
     full_tracebacks: bool = False  # the error of a score has the traceback from the user's code on
     shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already
 

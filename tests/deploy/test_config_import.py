@@ -49,6 +49,10 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "trainer.betas": [0.9, 0.99], "algorithm.kl_coefficient": 0.04, "algorithm.aggregation": "seq-mean-token-sum-norm",
         "algorithm.normalise_by_std": False, "worker.engine": "vllm", "rollout.stop": ["</answer>"], "trainer.steps": 200,
     }, ["colour_of_the_logs"]),
+    "trl_whole.json": ("trl", 1, {  # GRPOConfig(...).to_dict() of TRL 1.16
+        "rollout.max_staleness": 0, "trainer.schedule": "linear", "trainer.betas": [0.9, 0.999], "trainer.steps": 200,
+        "rollout.groups_per_step": 8, "trainer.checkpoint_every": 500, "eval.every": 0,
+    }, ["model.path"]),
     "trl_dpo.sh": ("trl", 0, {
         "dpo.lr": 5e-7, "dpo.steps": 500, "dpo.beta": 0.2, "dpo.loss": "robust", "dpo.label_smoothing": 0.1,
         "dpo.divergence": "js_divergence", "dpo.reference": "precomputed", "model.lora.rank": 16,
@@ -117,6 +121,20 @@ def test_the_documented_run_files_are_what_an_import_writes(
     assert tomllib.loads((tmp_path / "run.toml").read_text()) == tomllib.loads(ours)
 
 
+def test_what_a_whole_configuration_repeats_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine that is off stays off, and the defaults without an effect are counted; a changed one is reported."""
+    whole = json.loads((FILES / "trl_whole.json").read_text())
+    file = tmp_path / "whole.json"
+    file.write_text(json.dumps({**whole, "eval_delay": 3}))
+    _, report = imported(file, tmp_path / "run.toml", capsys=capsys)
+    assert not any(key.startswith(("worker.", "vllm.")) for key in report["settings"])
+    lines = {one["key"]: one["kind"] for one in report["keys"]}
+    assert lines["eval_delay"] == "unknown"
+    assert "do_train" not in lines
+    (rest,) = (key for key in lines if key.endswith(" other keys"))
+    assert int(rest.split()[0]) > 150
+
+
 def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with what became of it; none is dropped in silence."""
     file = tmp_path / "job.json"
@@ -127,7 +145,7 @@ def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.Cap
     found = {one["key"]: one["kind"] for one in report["keys"]}
     assert found == {
         "num_generations": "taken", "top_p": "decide", "beta": "ignored", "tf32": "ignored", "hub_token": "ignored",
-        "odd": "unknown", "model.path": "decide",
+        "odd": "unknown", "model.path": "decide", "generation and training in turns": "translated",
     }  # fmt: skip
     assert code == 1
     assert "s3cret" not in json.dumps(report)

@@ -159,6 +159,7 @@ ABSENT: dict[str, str] = {
     "label_smoothing_factor": "not offered: labels are the sampled tokens",
     "load_in_4bit": QUANTISED,
     "load_in_8bit": QUANTISED,
+    "use_cpu": "a GPU is used where there is one; CUDA_VISIBLE_DEVICES= hides it",
     "local_rank": "torchrun sets it; trainer.num_ranks is the number of ranks",
     "log_level": "every step is logged",
     "log_unique_prompts": "`penstock watch` and `penstock lineage` show completions",

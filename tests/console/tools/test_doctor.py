@@ -44,6 +44,19 @@ def test_services_that_answer_are_ok(tmp_path: Path, nats_settings: NatsSettings
     assert nats_settings.url in found["NATS"]["detail"]
 
 
+def test_an_engine_that_is_not_installed_is_a_failure(tmp_path: Path):
+    """In the worker's Python, or in the one that the run file names; other engines are not looked for."""
+    (one,) = checks.engine(["worker.engine=vllm"], {})
+    assert (one.level, one.name) == ("fail", "vllm")
+    assert "has no vllm" in one.detail
+    assert "vllm.python" in one.fix
+    (other,) = checks.engine(["worker.engine=sglang", f"sglang.python={tmp_path}/python"], {})
+    assert (other.level, other.name) == ("fail", "sglang")
+    assert f"{tmp_path}/python does not run" in other.detail
+    started_by_words = ["worker.engine=vllm", "vllm.command=['podman', 'run', 'image']"]
+    assert not [*checks.engine([], {}), *checks.engine(started_by_words, {})]
+
+
 def test_unreachable_servers_are_failures_with_a_fix(tmp_path: Path):
     """An unreachable address makes the exit code 1 and prints a fix."""
     arguments = ["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"]

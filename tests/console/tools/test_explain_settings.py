@@ -50,11 +50,14 @@ def test_a_secret_is_not_offered_on_the_command_line(capsys: pytest.CaptureFixtu
         ("[eval]", {"eval.every", "eval.samples"}),
         ("model.lora", {"model.lora.rank", "model.lora.alpha"}),
         ("actor_rollout_ref.actor.optim.lr", {"trainer.lr"}),
+        ("beta", {"dpo.beta", "algorithm.kl_coefficient"}),
+        ("staleness", {"rollout.max_staleness"}),
+        ("weight decay", {"trainer.weight_decay"}),
         ("lr", {"trainer.lr", "sft.lr", "critic.lr"}),
     ],
 )
 def test_settings_are_found_by_many_names(topic: str, keys: set[str]):
-    """A section, a table, a flag, another project's key, or the last word."""
+    """A section, a table, a flag, another project's key, the last word, a word of keys or of descriptions."""
     assert keys <= {one.key for one in find(topic)}
 
 

@@ -194,6 +194,40 @@ async def test_an_object_is_set_up_once_and_closed(tmp_path: Path) -> None:
         await broken.open()
 
 
+@pytest.mark.parametrize(
+    ("source", "takes_messages"),
+    [
+        ("def f(completions, **_):\n    return [float(c[0]['content'] == '4') for c in completions]", True),
+        (
+            "def f(completions, **_):\n    return [float((lambda m: m.get('content'))(c[-1]) == '4') for c in completions]",
+            True,
+        ),
+        (
+            "def text(messages):\n    return messages[-1]['content']\n\n"
+            "def f(completions, **_):\n    return [float(text(c) == '4') for c in completions]",
+            True,
+        ),
+        (
+            "class F:\n    def __call__(self, completions, **_):\n        return [float(c[0]['content'] == '4') for c in completions]",
+            True,
+        ),
+        ("def f(completions, **_):\n    return [float(c == '4') for c in completions]", False),
+        (
+            "def f(completions, **_):\n    'content'\n    return [float(c == '4') for c in completions]\nf.conversational = False",
+            False,
+        ),
+    ],
+    ids=["a comprehension", "a lambda", "a function that it calls", "an object", "texts", "its own word"],
+)
+async def test_a_trl_function_gets_what_it_was_written_for(source: str, takes_messages: bool, tmp_path: Path) -> None:
+    """Messages where its code reads the content of one, texts elsewhere; the same rule however it is loaded."""
+    loaded = user_file.load(write(tmp_path, source))
+    assert loaded.conversational is takes_messages
+    assert await loaded.score(GROUP) == RIGHT_WRONG
+    again = user_file.of(loaded.function, "f", loaded.file)
+    assert again.conversational is takes_messages
+
+
 async def test_functions_for_conversations_get_messages(tmp_path: Path) -> None:
     """With --conversational a TRL function gets messages, as TRL's trainer passes for chat data."""
     source = (
