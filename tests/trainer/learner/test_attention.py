@@ -11,6 +11,7 @@ from hypothesis import given
 from tests.examples import examples
 from tests.trainer.algorithm.test_packed_rows import trees
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.learner.attention import backends, cpu_flash, cuda_flash
@@ -173,3 +174,20 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
         parts = cpu_flash._parts(layout, torch.float32)
         kept = [batch.mask for batch in parts.batches if batch.mask is not None]
         assert (len(parts.spans), len(parts.links), kept) == (9, 1, [])
+
+
+def test_the_first_call_may_come_from_a_checkpointed_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison with the definition, gradients included, does not make the layer compute again."""
+    monkeypatch.setattr(backends, "_chosen", {})
+    layout = pack([np.arange(9, dtype=np.int32)], [4]).layout
+    given, calls = _given(layout), []
+
+    def layer(query: Tensor) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return backends.attend(query.sin(), given[1], given[2], layout, 0.6)
+
+    out = checkpoint(layer, given[0], use_reentrant=False)
+    assert len(calls) == 1
+    out.sum().backward()
+    assert len(calls) == 2
+    assert backends._chosen.popitem()[1].name == CpuFlash.name

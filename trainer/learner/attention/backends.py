@@ -102,7 +102,8 @@ def _results(backend: Backend, query: Tensor, value: Tensor) -> list[Tensor]:
     layout = pack(rows, [len(prompt) for prompt in prompts]).layout
     heads = ((2, query.shape[-1]), (1, query.shape[-1]), (1, value.shape[-1]))
     given = [_waves(count, layout.num_tokens, size, 0.7 + n, query) for n, (count, size) in enumerate(heads)]
-    with torch.enable_grad():
+    # A first call inside a checkpointed layer must not save tensors through the layer's hooks: reading them computes it again.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
         out = backend.attend(given[0], given[1], given[2], layout, 0.3)
         gradients = torch.autograd.grad((out.double() * out.detach().double().cos()).sum(), given)
     return [held.detach().double() for held in (out, *gradients)]
