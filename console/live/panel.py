@@ -67,7 +67,9 @@ class LivePanel:
         self._view = RunView(run_id, total_steps=total_steps)
         self._stream = stream or sys.stdout
         self._mode: Mode = ("rich" if self._stream.isatty() else "plain") if mode == "auto" else mode
-        self._lines = PlainLines(self._write, every=lines_every)
+        # the program that writes the report resumes a run: what earlier sessions wrote is not written again
+        since = 0.0 if folder is None else time.time()
+        self._lines = PlainLines(self._write, every=lines_every, since=since)
         self._notes: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the view: the panel's thread folds, others read
         self._ending = threading.Event()
@@ -182,9 +184,10 @@ class LivePanel:
 class PlainLines:
     """Plain text for logs and pipes: a line every ``every`` steps, one for each evaluation and incident."""
 
-    def __init__(self, write: Callable[[str], None], *, every: int) -> None:
-        """Write through ``write``, one line per call."""
+    def __init__(self, write: Callable[[str], None], *, every: int, since: float = 0.0) -> None:
+        """Write through ``write``, one line per call; incidents before ``since``, seconds since 1970, are left out."""
         self._write = write
+        self._since = since
         self._every = every
         self._next_step = 1
         self._num_incidents = 0
@@ -199,7 +202,8 @@ class PlainLines:
         self._state = s.state
         num_new = s.num_incidents - self._num_incidents
         for incident in s.incidents[max(len(s.incidents) - num_new, 0) :]:
-            self._write(f"{clock(incident.at - s.started_at)} {incident.text}")
+            if incident.at >= self._since:
+                self._write(f"{clock(incident.at - s.started_at)} {incident.text}")
         self._num_incidents = s.num_incidents
         for step, value in s.held_out.points:
             if (step, value) not in self._held_out:

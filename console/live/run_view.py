@@ -7,6 +7,7 @@ takes again replaces the first instead of being counted twice.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,9 @@ from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsAppl
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps
 _SESSION_STARTS = "starting"  # the text of the trainer's first event
+_CAUSE_CHARS = 200
+_NUM_CAUSES = 20  # of dead letters that become incidents; all of them are counted
+_GROUP_ID = re.compile(r"\b(?:eval\.v\d+|e\d+)\.p\d+(?:\.a\d+)?\b")
 _NUM_INCIDENTS = 200  # newest kept; a worker that restarts every minute must not fill the memory
 
 
@@ -63,6 +67,7 @@ class RunView:
         self._num_eval_groups = 0
         self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
+        self._causes: set[str] = set()  # of dead letters, as their incidents say them
         self._reward_errors: Counter[str] = Counter()
         self.published: set[int] = set()  # versions that were announced
         self.weights = WeightsView()
@@ -81,6 +86,7 @@ class RunView:
         self._paused_s = totals.paused_s
         self._first_at = totals.since
         self._fleet.restore(totals)
+        self._causes.update(i.text for i in totals.incidents if i.kind == "dead_letter")
         self._note([Incident(i.at, i.text, i.kind) for i in totals.incidents])
 
     def totals(self) -> WatchedTotals:
@@ -173,10 +179,14 @@ class RunView:
         self._remember([Incident(now, self.weights.fold_refused(fact), "lost")])
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
-        """Take a dead letter."""
+        """Take a dead letter; the first of each cause is an incident, in this session or an earlier one."""
         self._dead[letter.reason] += max(len(letter.group_ids), 1)
-        what = f"{len(letter.group_ids)} groups" if letter.group_ids else "a message"
-        self._remember([Incident(now, f"{what} of {letter.stage} dead-lettered: {letter.reason}", "dead_letter")])
+        what = "groups" if letter.group_ids else "messages"
+        cause = _GROUP_ID.sub("…", letter.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
+        text = f"{what} of {letter.stage} dead-lettered, {letter.reason}: {cause}; `penstock dead-letters list {self.run_id}` has all"
+        if text not in self._causes and len(self._causes) < _NUM_CAUSES:
+            self._causes.add(text)
+            self._note([Incident(now, text, "dead_letter")])
 
     def fold_queues(self, queues: QueueDepths) -> None:
         """Take the current depths of the queues."""
@@ -336,9 +346,12 @@ class RunView:
         self.evals = sorted([*others, point], key=_by_step)
 
     def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
-        reason = event_fields.read(RewardErrorFields, data).reason or "unknown"
+        fields = event_fields.read(RewardErrorFields, data)
+        reason = fields.reason or "unknown"
         if reason not in self._reward_errors:  # one incident per reason, not per group
-            self._remember([Incident(at, f"rewards fail ({reason}); their groups are retried", "dead_letter")])
+            cause = _GROUP_ID.sub("…", fields.detail.strip().partition("\n")[0])[:_CAUSE_CHARS]
+            why = f"{reason}: {cause}" if cause else reason
+            self._remember([Incident(at, f"rewards fail ({why}); their groups are retried", "dead_letter")])
         self._reward_errors[reason] += 1
 
     def _fold_state(self, at: float, source: str, data: Mapping[str, Any]) -> None:

@@ -53,8 +53,8 @@ class Offer:
 
 
 async def register(service: ServiceAddress, offer: Offer) -> None:
-    """Register an endpoint; raises NotRegistered."""
-    deadline = time.monotonic() + _DEADLINE_S
+    """Register an endpoint, once the service answers; says on stderr what it waits for. Raises NotRegistered."""
+    deadline, has_said = time.monotonic() + _DEADLINE_S, False
     async with _client(service) as client:
         while True:
             problem = ""
@@ -73,6 +73,13 @@ async def register(service: ServiceAddress, offer: Offer) -> None:
                     f"reward {offer.name!r} could not be registered at {service.url} within {_DEADLINE_S:.0f} s: {problem}; "
                     "is the reward service running there? (penstock reward service)"
                 )
+            if not has_said:
+                has_said = True
+                sys.stderr.write(
+                    f"waiting for the reward service at {service.url}: {problem[:200]}; start it in another terminal with: "
+                    f"penstock reward service run.toml (gives up after {_DEADLINE_S:.0f} s)\n"
+                )
+                sys.stderr.flush()
             await asyncio.sleep(_PAUSE_S)
 
 

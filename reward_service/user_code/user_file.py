@@ -18,6 +18,7 @@ from penstock.reward_service.user_code.user_function import Style, UserReward
 
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
 _STANDARD = {sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"}  # Python's own modules
+_BY_NAME = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 _GIVEN: dict[Style, tuple[str, ...]] = {
     Style.COMPLETION: ("data_source", "solution_str", "ground_truth", "extra_info", "prompt"),
     Style.BATCH: ("data_sources", "solution_strs", "ground_truths", "extra_infos", "prompts"),
@@ -63,6 +64,7 @@ def of(
         name=name,
         function=called,
         parameters=tuple(parameters),
+        needed=tuple(p.name for p in parameters.values() if p.default is p.empty and p.kind in _BY_NAME),
         takes_any=style is Style.GROUP and any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
         style=style,
         file=file.resolve() if file.exists() else file,
@@ -157,7 +159,7 @@ def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> 
     needed = [
         p.name
         for p in parameters.values()
-        if p.default is empty and p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}
+        if p.default is empty and p.kind in _BY_NAME
     ]
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
     if style is Style.GROUP:

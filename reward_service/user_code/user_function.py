@@ -48,6 +48,7 @@ class UserReward:
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any
+    needed: tuple[str, ...]  # those of them without a default
     takes_any: bool  # has **kwargs
     style: Style
     file: Path
@@ -96,6 +97,13 @@ class UserReward:
         if self.style is Style.COMPLETION:
             return [await self._one(group, completion) for completion in group.completions]
         given = columns_of(group, conversational=self.conversational)
+        if missing := [name for name in self.needed if name not in given]:
+            had = ", ".join(sorted(given))
+            error = (
+                f"{self.name} reads {', '.join(missing)}, and the row has only {had}; add the column to the data, or map one to "
+                f"it (data.map). In `penstock reward test`: {' '.join(f'--column {name}=VALUE' for name in missing)}"
+            )
+            return [Score(error=error[:1000])] * len(group.completions)
         return await self._list_of_scores(given, len(group.completions))
 
     async def _one(self, group: GroupToScore, completion: str) -> Score:

@@ -200,6 +200,24 @@ def test_dead_letters_count_groups_by_reason():
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 2}
 
 
+def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():
+    """Ids do not make another cause, and a later session does not say it again."""
+    view = RunView(recorded.RUN)
+    for number in range(100):
+        group = f"e0.p{number}.a0"
+        letter = recorded.dead_letter(group).model_copy(
+            update={"detail": f"group {group}: KeyError: 'answer'\nTraceback"}
+        )
+        view.fold_dead_letter(letter, recorded.START)
+    (said,) = view.incidents
+    assert "dead-lettered, endpoint_failed: group …: KeyError: 'answer'; `penstock dead-letters list" in said.text
+    assert view.summary().groups.dead_lettered == {"endpoint_failed": 100}
+    later = RunView(recorded.RUN)
+    later.restore(view.totals())
+    later.fold_dead_letter(letter, recorded.START)
+    assert len(later.incidents) == 1
+
+
 def test_a_failing_reward_is_one_incident_per_reason():
     """A thousand groups that wait for the same endpoint make one incident."""
     view = RunView(recorded.RUN)

@@ -228,6 +228,16 @@ async def test_a_trl_function_gets_what_it_was_written_for(source: str, takes_me
     assert again.conversational is takes_messages
 
 
+async def test_a_column_that_the_row_lacks_is_named(tmp_path: Path) -> None:
+    """With the columns that it has, and what to type in a test."""
+    source = "def f(completions, answer, hint=None, *, unit):\n    return [1.0 for _ in completions]"
+    scores = await user_file.load(write(tmp_path, source)).score(GROUP)
+    assert {score.score for score in scores} == {None}
+    assert scores[0].error is not None
+    assert scores[0].error.startswith("f reads answer, unit, and the row has only completions, data_source,")
+    assert scores[0].error.endswith("In `penstock reward test`: --column answer=VALUE --column unit=VALUE")
+
+
 async def test_functions_for_conversations_get_messages(tmp_path: Path) -> None:
     """With --conversational a TRL function gets messages, as TRL's trainer passes for chat data."""
     source = (
