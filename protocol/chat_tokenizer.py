@@ -145,6 +145,19 @@ class ChatTokenizer:
             ids.pop()
         return self._checked(ids)
 
+    def lost_characters(self, text: str) -> set[str]:
+        """Return those of a text that are part of no token, or of the token of unknown characters; white space does not count."""
+        unknown = self._tokenizer.token_to_id(self._special_tokens.get("unk_token", ""))
+        with _refusing_panics():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        kept = {
+            place
+            for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if number != unknown
+            for place in range(start, end)
+        }
+        return {one for place, one in enumerate(text) if place not in kept and not one.isspace()}
+
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of several texts, using all cores."""
         with _refusing_panics():

@@ -439,7 +439,12 @@ def _refusal(settings_class: type[BaseModel], one: Given, errors: Sequence[Any])
     expected = " or ".join(dict.fromkeys(_expectation(error) for error in errors))
     value = _IN_URL.sub(_MASK + "@", json.dumps(one.value, default=str))
     got = "" if is_secret(settings_class, one.path) else f", got {value}"
+    if got and isinstance(one.value, str) and {error["type"] for error in errors} <= _OF_LISTS:
+        got += f"; write {json.dumps([one.value])}"
     return f"{one.origin}: {'.'.join(one.path)}: {expected}{got}"
+
+
+_OF_LISTS = {"list_type", "tuple_type"}
 
 
 def _expectation(error: Any) -> str:

@@ -156,11 +156,7 @@ def _fits(value: Any) -> bool:
 def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:
     """Raise UserFileError for parameters that are never given; a TRL function's columns are known only row by row."""
     empty = inspect.Parameter.empty
-    needed = [
-        p.name
-        for p in parameters.values()
-        if p.default is empty and p.kind in _BY_NAME
-    ]
+    needed = [p.name for p in parameters.values() if p.default is empty and p.kind in _BY_NAME]
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
     if style is Style.GROUP:
         unknown = [n for n in needed if n in {"completion_ids", "prompt_ids"}]

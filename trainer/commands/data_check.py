@@ -22,13 +22,12 @@ from penstock.trainer.commands.row_tests import TestReport
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
+from penstock.trainer.data.row_checks import Problems
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
 from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
-
-MAX_BAD_ROWS_SHOWN = 10
 
 
 @dataclass(slots=True)
@@ -46,20 +45,13 @@ class FileReport:
     prompt_lengths: list[int] = field(default_factory=list)
     completion_lengths: list[int] = field(default_factory=list)
     num_repeated_prompts: int = 0
-    num_bad: int = 0
-    bad_rows: list[str] = field(default_factory=list)  # only the first, each with file, line and column
+    problems: Problems = field(default_factory=Problems)  # of bad rows, each with file, line and column
     rows_with_tests: list[dict[str, Any]] = field(default_factory=list)  # as `row_tests` sends them
     tests: TestReport | None = None  # None if no row may hold tests, or they were not to be run
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
     notes: list[FileNotes] = field(default_factory=list)  # what GRPO reads, and what SFT reads
     num_overlong: int = 0
     overlong: str = ""  # the limit of the rows that training would drop
-
-    def add_bad(self, text: str) -> None:
-        """Count a bad row; only the first are kept as text."""
-        self.num_bad += 1
-        if len(self.bad_rows) < MAX_BAD_ROWS_SHOWN:
-            self.bad_rows.append(text)
 
     def hints(self) -> list[str]:
         """Return one line for everything that is lost, or that another setting would read otherwise."""
@@ -80,8 +72,8 @@ class FileReport:
             "prompt_length": length_statistics(self.prompt_lengths),
             "completion_length": length_statistics(self.completion_lengths),
             "repeated_prompts": self.num_repeated_prompts,
-            "bad_rows": self.num_bad,
-            "first_bad_rows": self.bad_rows,
+            "bad_rows": self.problems.count,
+            "first_bad_rows": self.problems.lines(),
             "columns": {notes.purpose: _uses_document(notes) for notes in self.notes if notes.num_rows},
             "hints": self.hints(),
             "overlong": self.num_overlong,
@@ -140,13 +132,21 @@ def main(arguments: Sequence[str]) -> int:
             _run_tests(report)
     for report in reports:
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if options.json else describe(report))
-    return 1 if any(report.num_bad for report in reports) else 0
+    return 1 if any(report.problems.count for report in reports) else 0
 
 
 def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[TrainerSettings, list[Path]]:
     """Return the settings to read rows with, and the files to check."""
     overrides = [str(one) for one in options.files if str(one).startswith("data.") and "=" in str(one)]
     given = [one for one in options.files if str(one) not in overrides]
+    run_files = [str(one) for one in given if one.suffix == ".toml"]
+    if run_files:
+        rest = " ".join(str(one) for one in options.files if str(one) not in run_files)
+        parser.error(
+            f"{run_files[0]} is a run file, no data; type: penstock data check {rest} --run {run_files[0]}".replace(
+                "  ", " "
+            )
+        )
     if options.run:
         settings = resolve_inputs(
             load(TrainerSettings, files=[options.run], overrides=overrides, environ=os.environ).settings
@@ -174,7 +174,7 @@ def check_file(
     try:
         rows = open_rows(path)
     except MalformedData as err:
-        report.add_bad(str(err))
+        report.problems.add(str(path), str(err).removeprefix(f"{path}: "))
         return report
     report.notes = [FileNotes(path, "grpo"), FileNotes(path, "sft")]
     limit = None if tokenizer is None else prompt_limit(data, tokenizer, max_new_tokens)
@@ -186,7 +186,7 @@ def check_file(
             if limit is not None:
                 _check_length(rows.place(number), report, data, tokenizer, limit)
         except MalformedData as err:
-            report.add_bad(f"{rows.place(number)}: {err}")
+            report.problems.add(rows.place(number), str(err))
     return report
 
 
@@ -212,7 +212,7 @@ def _run_tests(report: FileReport) -> None:
         if tests.num_checked or tests.not_run:
             report.tests = tests
         for place, problem in tests.problems:
-            report.add_bad(f"{place}: {problem}")
+            report.problems.add(place, problem)
 
 
 def _tests_document(tests: TestReport) -> dict[str, Any]:
@@ -244,6 +244,8 @@ def _check_row(
     for notes, read in zip(report.notes, (prompt, turns[-1] if turns else None), strict=True):
         if read is not None:
             notes.add(row, form, read, data, text if tokenizer and read is prompt else None)
+            if tokenizer is not None:
+                notes.add_text(text, tokenizer)
     report.completion_lengths += lengths
     report.formats[form] += 1
     report.num_sft += bool(turns)
@@ -291,7 +293,7 @@ def describe(report: FileReport) -> str:
         f"{name} ({count})" if len(report.formats) > 1 else name for name, count in report.formats.items()
     )
     lines = [f"{report.file}: {report.num_rows} rows" + (f", format {formats}" if formats else "")]
-    if report.num_rows > report.num_bad:
+    if report.num_rows > report.problems.count:
         lines += [_line("can train", _trainable(report)), *_sources(report)]
         lines += [_line(f"{notes.purpose} reads", notes.columns_text()) for notes in report.notes if notes.num_rows]
         lines += [_line("note", hint) for hint in report.hints()]
@@ -305,10 +307,8 @@ def describe(report: FileReport) -> str:
     if report.tests is not None:
         ran = f"of {report.tests.num_checked} rows were run, {len(report.tests.problems)} are bad"
         lines.append(_line("tests", f"not run: {report.tests.not_run}" if report.tests.not_run else ran))
-    lines.append(_line("bad rows", str(report.num_bad) if report.num_bad else "none"))
-    lines += [f"    {text}" for text in report.bad_rows]
-    if report.num_bad > len(report.bad_rows):
-        lines.append(f"    and {report.num_bad - len(report.bad_rows)} more")
+    lines.append(_line("bad rows", str(report.problems.count) if report.problems.count else "none"))
+    lines += [f"    {text}" for text in report.problems.lines()]
     return "\n".join(lines) + "\n"
 
 

@@ -137,6 +137,7 @@ class PromptSet:
                 kept.append((at, name, text))
                 are_plain.append(read.is_plain)
                 self.notes[at.file_number].add(row, form_of(row, self._data), read, self._data, text)
+                self.notes[at.file_number].add_text(text, self._tokenizer)
             encoded = encode_texts([text for *_, text in kept], are_plain, self._tokenizer)
             for (at, name, _), ids in zip(kept, encoded, strict=True):
                 if fits(len(ids), self._data, self._limit, at.place, problems, self.dropped):

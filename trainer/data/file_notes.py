@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import chat_in_text, unread_keys
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.data.row_formats import PROMPT_COLUMN, KnownFormat, PromptRow, TurnRow, answer_column, reads
@@ -73,6 +74,8 @@ class FileNotes:
     chats_in_text: int = 0  # prompts whose text is the JSON of a chat
     message_keys: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)  # roles of messages that the template leaves out
+    characters: set[str] = field(default_factory=set)  # of all prompts
+    lost: Counter[str] = field(default_factory=Counter)  # characters without a token, by the prompts that have them
 
     def add(self, row: Row, form: KnownFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
         """Count a renamed row; ``text`` is its prompt as the model gets it, None: not known."""
@@ -92,6 +95,14 @@ class FileNotes:
             self.left_out.update(
                 {m["role"] for m in chat if m["role"] != "assistant" and m["content"].strip() not in text}
             )
+
+    def add_text(self, text: str, tokenizer: ChatTokenizer) -> None:
+        """Count the characters of a prompt that its tokens do not have; only texts with new characters are looked at."""
+        found = set(text)
+        if new := found - self.characters:
+            self.lost.update(dict.fromkeys(tokenizer.lost_characters(text) & new, 0))
+            self.characters |= new
+        self.lost.update(found & self.lost.keys())
 
     def describe(self) -> list[str]:
         """Return the format, the columns by use, and one line for everything that another setting would read."""
@@ -126,6 +137,12 @@ class FileNotes:
         return list(self._hints())
 
     def _hints(self) -> Iterator[str]:
+        if self.lost:
+            shown = " ".join(one for one, _ in self.lost.most_common(12))
+            yield (
+                f"the model's tokenizer has no token for these characters, which vanish from prompts: {shown} (the first in "
+                f"{max(self.lost.values())} rows)"
+            )
         if self.answers_unused:
             yield (
                 f"the last answer of {self.answers_unused} rows is not used: {self.purpose} writes its own; "

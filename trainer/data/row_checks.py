@@ -26,23 +26,33 @@ class Located:
 
 
 class Problems:
-    """Collects the problems of rows; only the first are kept as text."""
+    """Collects the problems of rows: each text once, with the first row that has it and how many others."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._count = 0
+        self._places: dict[str, tuple[str, int]] = {}  # by text: the first place, and the number of rows
+        self.count = 0
+        """Rows with a problem."""
 
     def add(self, place: str, text: str) -> None:
         """Take note of what is wrong with the row at ``place``."""
-        self._count += 1
-        if len(self._texts) < MAX_PROBLEMS_SHOWN:
-            self._texts.append(f"{place}: {text}")
+        self.count += 1
+        first, count = self._places.get(text, (place, 0))
+        if count or len(self._places) < MAX_PROBLEMS_SHOWN:
+            self._places[text] = (first, count + 1)
+
+    def lines(self) -> list[str]:
+        """Return one line for each text; of many different texts only the first, and the number of the other rows."""
+        said = [
+            f"{place}: {text}" + (f" (and {count - 1} more rows)" if count > 1 else "")
+            for text, (place, count) in self._places.items()
+        ]
+        more = self.count - sum(count for _, count in self._places.values())
+        return [*said, *([f"and {more} rows with other problems"] if more else [])]
 
     def raise_if_any(self) -> None:
         """Raise MalformedData with the problems, if there are any."""
-        if self._count:
-            more = self._count - len(self._texts)
-            raise MalformedData("\n".join([*self._texts, *([f"and {more} more"] if more else [])]))
+        if self.count:
+            raise MalformedData("\n".join(self.lines()))
 
 
 def located(files: Sequence[RowFile], max_samples: int | None) -> Iterator[Located]:

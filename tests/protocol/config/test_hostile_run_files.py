@@ -75,3 +75,9 @@ def test_a_hostile_override_is_refused(override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(TrainerSettings, overrides=[override, "model.path=m"])
     assert expected in str(caught.value)
+
+
+def test_a_text_for_a_list_is_answered_with_the_list() -> None:
+    """On a command line the brackets are easily forgotten."""
+    with pytest.raises(ConfigError, match=r'rollout\.stop: expected a valid array, got "x"; write \["x"\]'):
+        load(TrainerSettings, overrides=["rollout.stop=x", "model.path=m"])

@@ -11,7 +11,8 @@ import pytest
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.trainer.__main__ import main
-from penstock.trainer.commands.data_check import MAX_BAD_ROWS_SHOWN, length_statistics
+from penstock.trainer.commands.data_check import length_statistics
+from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN, Problems
 
 
 @pytest.fixture
@@ -54,9 +55,42 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
     assert "1 rows repeat an earlier prompt" in printed
     assert "(none): 2 rows, 0 with a ground truth; set reward.name, which scores them" in printed
     assert f"    {path}:3: column prompt: expected a text or a list of messages, got 3" in printed
-    assert f"and {12 - MAX_BAD_ROWS_SHOWN} more" in printed
+    assert "got 3" in printed
+    assert printed.count("expected a text") == 1
+    assert "(and 11 more rows)" in printed
     assert main(["data-check", str(tmp_path / "nowhere")]) == 1
     assert "nowhere: not readable" in capsys.readouterr().out
+
+
+def test_of_many_different_problems_only_the_first_are_listed():
+    """The number of the other rows is said."""
+    problems = Problems()
+    for number in range(MAX_PROBLEMS_SHOWN + 5):
+        problems.add(f"x:{number}", f"problem {number}")
+    assert len(problems.lines()) == MAX_PROBLEMS_SHOWN + 1
+    assert problems.lines()[-1] == "and 5 rows with other problems"
+    assert problems.count == MAX_PROBLEMS_SHOWN + 5
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Those of control tokens are known, and white space does not count."""
+    path = tmp_path / "x.jsonl"
+    write_model(tmp_path / "model", seed=0)
+    path.write_text('{"prompt": "sort 1 2"}\n{"prompt": "sort 漢 2"}\n')
+    assert main(["data-check", str(path), "--model", str(tmp_path / "model")]) == 0
+    assert (
+        "has no token for these characters, which vanish from prompts: 漢 (the first in 1 rows)"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The message has the command."""
+    with pytest.raises(SystemExit):
+        main(["data-check", "x.jsonl", "run.toml"])
+    assert (
+        "run.toml is a run file, no data; type: penstock data check x.jsonl --run run.toml" in capsys.readouterr().err
+    )
 
 
 def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -268,7 +268,7 @@ def test_all_malformed_rows_are_refused_together(tmp_path: Path, tokenizer: Chat
         prompts([good, bad], tokenizer)
     lines = str(caught.value).split("\n")
     assert len(lines) == MAX_PROBLEMS_SHOWN + 1
-    assert lines[-1] == "and 10 more"
+    assert lines[-1] == "and 10 rows with other problems"
 
 
 def test_a_missing_file_is_refused(tmp_path: Path, tokenizer: ChatTokenizer):
