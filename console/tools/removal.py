@@ -1,7 +1,8 @@
 """`penstock runs rm`: remove what a run has in the object store, on NATS and on this machine.
 
-Objects are removed first and the stream of events last: after an interruption the run is still listed, and the
-same command continues.
+Buckets and streams are removed first, then the objects, the stream of events last. NATS refuses the first step to a login
+that may not delete, before an object is gone: the object store's key is often shared by all logins. After an interruption
+the run is still listed, and the same command continues.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from penstock.console import connections
 from penstock.protocol import blob_keys, logs, streams
-from penstock.protocol.errors import ConfigError, MissingStream, PenstockError, WireError
+from penstock.protocol.errors import BusRefused, ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.rescored import users
@@ -121,11 +122,22 @@ def _service_of(beat: Entry) -> str:
         return f"{beat.key} (unreadable)"
 
 
-def remove_holdings(holdings: Holdings, bus: Bus, blobs: Blobs) -> None:
-    """Remove objects, then buckets and streams, the events last; raises BlobError or BusError."""
+def remove_holdings(run: str, holdings: Holdings, bus: Bus, blobs: Blobs) -> None:
+    """Remove buckets and streams, then objects, then the events.
+
+    Raises BusRefused before anything is removed if this login may not delete streams, BlobError, or BusError.
+    """
+    *others, events = _names(run)
+    for name in others:  # those that are missing too: NATS then tells whether this login may delete
+        try:
+            bus.delete_stream(name).wait()
+        except BusRefused as err:
+            raise BusRefused(
+                f"nothing of run {run} was removed from bucket {blobs.bucket}: this login may not delete its streams ({err}); use "
+                "the login of the administrator"
+            ) from None
     blobs.delete(holdings.objects)
-    for name in holdings.streams:
-        bus.delete_stream(name).wait()
+    bus.delete_stream(events).wait()
 
 
 def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) -> bool:
@@ -150,7 +162,7 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
     )
     if not _agreed(f"remove {holdings.describe()} of run {run}? It cannot be replayed afterwards.", yes=yes):
         return False
-    remove_holdings(holdings, bus, blobs)
+    remove_holdings(run, holdings, bus, blobs)
     print(f"removed {holdings.describe()}")
     return True
 

@@ -143,6 +143,13 @@ class Connection:
         last = f"; last error from NATS: {self._last_error}" if self._last_error else ""
         return f"{text}{state}{last}"
 
+    def _refusal(self, what: str) -> str:
+        user = f"user {self._settings.user!r}" if self._settings.user else "a client without a user name"
+        return (
+            f"{what} was refused: NATS at {self._settings.url} does not let {user} do this ({self._last_error}); use the login "
+            "of the service that does it: docs/security.md lists what each may do"
+        )
+
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         """Try a request until it is answered; an answer that is an error is raised as it is.
 
@@ -160,7 +167,7 @@ class Connection:
                     return await attempt()
             except NO_ANSWER as err:
                 if self._denials > denials:  # the server reports it to the connection, not to the request
-                    raise BusRefused(self.explain(f"{what} was refused")) from None
+                    raise BusRefused(self._refusal(what)) from None
                 if time.monotonic() + pause > deadline or self.client.is_closed:
                     raise BusUnreachable(
                         self.explain(f"no answer to {what} within {deadline_s:.0f} s ({type(err).__name__})")

@@ -14,6 +14,7 @@ from tests.deploy.nats_roles import NatsRoles
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
 from tests.servers import require, wait_for
 
+from penstock.console.tools.removal import find_holdings, remove_holdings
 from penstock.deploy import quickstart_task
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.health import has_heartbeat
@@ -286,3 +287,18 @@ def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
     assert (run.folder / "model" / "config.json").exists()
     delete_run(roles.bus("admin"), run_id)
     assert roles.violations() == before
+
+
+def test_a_login_that_may_not_delete_streams_removes_no_object(roles: NatsRoles, blobs: Blobs) -> None:
+    """The object store's key is shared, so `penstock runs rm` asks NATS first, also when the streams are gone already."""
+    admin, run = roles.bus("admin"), "kept"
+    bootstrap(admin, blobs, run)
+    blobs.put(f"runs/{run}/groups/x", b"group")
+    delete_run(admin, run)
+    holdings = find_holdings(run, admin, blobs)
+    assert not holdings.streams
+    with pytest.raises(BusRefused, match=rf"nothing of run {run} was removed .*user 'viewer'.* administrator"):
+        remove_holdings(run, holdings, roles.bus("viewer"), blobs)
+    assert find_holdings(run, admin, blobs) == holdings
+    remove_holdings(run, holdings, admin, blobs)
+    assert find_holdings(run, admin, blobs).is_empty
