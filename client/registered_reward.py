@@ -36,7 +36,7 @@ class RegisteredReward:
         """Register at a reward service and renew the lease from now on; raises NotRegistered."""
         self.close()
         self._thread = LoopThread("reward-lease")
-        address = ServiceAddress(service.rstrip("/"))
+        address = ServiceAddress(service)
         self._thread.run(registration.register(address, self._offer))
         self._thread.run(self._renew(address))
 

@@ -106,7 +106,7 @@ def registered(service: ServiceAddress | str, offer: Offer) -> Iterator[None]:
 
     Raises NotRegistered when the reward service refuses or cannot be reached.
     """
-    address = ServiceAddress(service.rstrip("/")) if isinstance(service, str) else service
+    address = ServiceAddress(service) if isinstance(service, str) else service
     asyncio.run(registration.register(address, offer))
     renewing = _Renewing(address, offer)
     try:

@@ -96,7 +96,11 @@ def add_options(parser: argparse.ArgumentParser, *, default_name: str) -> None:
     parser.add_argument(
         "--url", help="URL at which the reward service reaches this endpoint (default: from host and port)"
     )
-    parser.add_argument("--register", metavar="URL", help="reward service to register at, e.g. http://127.0.0.1:8700")
+    parser.add_argument(
+        "--register",
+        metavar="URL",
+        help="reward service to register at, e.g. http://127.0.0.1:8700; replicas with commas between them",
+    )
     parser.add_argument("--token-file", type=Path, help="file with the reward service's bearer token")
     parser.add_argument(
         "--secret-file",
@@ -126,7 +130,7 @@ def address(options: argparse.Namespace, default_name: str) -> Address:
             raise ConfigError(f"--secret-file {options.secret_file}: {err}") from None
         if not 1 <= len(secrets) <= 2:
             raise ConfigError(f"--secret-file {options.secret_file}: expected one or two keys, got {len(secrets)}")
-    service = ServiceAddress(options.register.rstrip("/"), token) if options.register else None
+    service = ServiceAddress(options.register, token) if options.register else None
     return Address(name, options.host, options.port, options.url or "", service, options.drain_s, secrets)
 
 
