@@ -4,8 +4,9 @@ python -m penstock.deploy.train_attached run.toml [--json] [--nodes N --node-ran
 
 Creates what the run lacks on NATS and S3, if this user may. On a terminal the panel is shown, and the trainer's output goes
 to ``runs/<id>/logs/trainer.log``; elsewhere the trainer writes to this process's output, as in a container. A trainer that
-a signal killed is started again and resumes. A run that cannot be watched is trained all the same. Of several nodes the first
-does all this; on the others this process becomes their torchrun.
+a signal killed is started again and resumes; so is one that ended because NATS or the object store does not answer, for up
+to an hour. A run that cannot be watched is trained all the same. Of several nodes the first does all this; on the others this
+process becomes their torchrun.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
@@ -38,12 +40,16 @@ from penstock.protocol.record import pause_request, run_lock
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.commands.train import OUTAGE
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.settings import TrainerSettings
 
 _POLL_S = 0.2
 _CONNECT_S = 20.0
 _ERROR = 2  # as the trainer's own exit code for an error that is explained
+_STARTED_S = 60.0  # an outage sooner after the start of this command ends it: an address may be wrong
+_APART_S = 900.0  # exits that are further apart belong to two outages; one trainer needs up to five minutes to give up
+_OUTAGE_S = 3600.0  # how long the trainer is started again while NATS or the object store does not answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,6 +148,8 @@ class Trainer:
         )
         self._note: Callable[[str], object] = lambda _: None
         self._supervisor: Supervisor | None = None
+        self._started = time.monotonic()
+        self._outage_since = self._outage_seen = -_APART_S  # the first and the last exit of an outage
 
     def __enter__(self) -> Trainer:
         self._child.start()
@@ -181,7 +189,16 @@ class Trainer:
             self._note(event.as_incident)
 
     def _is_crash(self, code: int) -> bool:
-        return code < 0 and not self.stop_requested
+        """Return True for an exit after which the trainer is started again: by a signal, or in an outage of at most an hour."""
+        if self.stop_requested:
+            return False
+        if code != OUTAGE:
+            return code < 0
+        now = time.monotonic()
+        if now - self._outage_seen > _APART_S:
+            self._outage_since = now
+        self._outage_seen = now
+        return now - self._started > _STARTED_S and now - self._outage_since < _OUTAGE_S
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         """Pass the signal on: the first makes the trainer write a checkpoint and stop, the second ends it at once."""

@@ -40,6 +40,7 @@ log = structlog.get_logger("protocol.blobs")
 
 _RETRY_S = 0.05
 _RETRY_MAX_S = 2.0
+_WARN_S = 5.0  # a request that is repeated for longer is a line in the log
 _CHUNK_BYTES = 1024 * 1024
 _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed"}
 # some servers report a full disk by the third; the last ends when the wrong clock is corrected
@@ -228,7 +229,8 @@ class Blobs:
         return self._retry(once, f"get {ref.key}")
 
     def _retry(self, attempt: Callable[[], T], what: str, deadline_s: float | None = None) -> T:
-        deadline = time.monotonic() + (deadline_s or self._deadline_s)
+        started = time.monotonic()
+        deadline, has_warned = started + (deadline_s or self._deadline_s), False
         pause = _RETRY_S
         while True:
             try:
@@ -245,6 +247,16 @@ class Blobs:
                     f"{what}: {self._settings.endpoint} gave no valid answer within "
                     f"{deadline_s or self._deadline_s:.0f} s ({problem})"
                 ) from None
+            if not has_warned and time.monotonic() - started > _WARN_S:
+                has_warned = True
+                waits_s = round(deadline - time.monotonic())
+                log.warning(
+                    "the object store does not answer",
+                    url=self._settings.endpoint,
+                    what=what,
+                    error=problem,
+                    gives_up_in_s=waits_s,
+                )
             log.debug("retry", what=what, error=problem)
             time.sleep(pause)
             pause = min(2 * pause, _RETRY_MAX_S)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.servers import wait_for
 
+from penstock.deploy import train_attached
 from penstock.deploy.bootstrap import delete_run
 from penstock.deploy.train_attached import Trainer, create_what_is_missing
 from penstock.protocol import streams
@@ -69,6 +70,23 @@ def test_a_trainer_that_a_signal_killed_is_started_again(tmp_path: Path) -> None
     assert (tmp_path / "starts").read_text() == "xx"
     assert "trainer was restarted" in told[-1]
     assert not trainer.stop_requested
+
+
+@pytest.mark.usefixtures("keep_handlers")
+def test_a_trainer_that_ends_in_an_outage_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the first minute, when an address may be wrong, and for an hour at most."""
+    then = "sys.exit(75 if len(mark.read_text()) < 3 else 0)"
+    with Trainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+        assert trainer.wait(20.0) == 75
+    assert (tmp_path / "starts").read_text() == "x"
+    monkeypatch.setattr(train_attached, "_STARTED_S", 0.0)
+    with Trainer(program(tmp_path, then), RunSettings(dir=tmp_path)) as trainer:
+        assert trainer.wait(20.0) == 0
+    assert (tmp_path / "starts").read_text() == "xxx"
+    monkeypatch.setattr(train_attached, "_OUTAGE_S", 0.0)
+    with Trainer(program(tmp_path, "sys.exit(75)"), RunSettings(dir=tmp_path)) as trainer:
+        assert trainer.wait(20.0) == 75
+    assert (tmp_path / "starts").read_text() == "xxxx"
 
 
 @pytest.mark.usefixtures("keep_handlers")

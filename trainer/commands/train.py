@@ -13,7 +13,8 @@ import structlog
 
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable, PenstockError
+from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.stop_signals import stop_on_signals
@@ -28,10 +29,17 @@ from penstock.trainer.settings import TrainerSettings
 log = structlog.get_logger("trainer")
 
 ERROR = 2  # exit code of an error that is explained on stderr
+OUTAGE = (
+    75  # the same, while NATS or the object store does not answer (EX_TEMPFAIL): started again later, the run resumes
+)
+_PROBE_S = 5.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train; returns 0, also for a run that is finished already, 130 or 143 after a signal, 2 for an error explained on stderr."""
+    """Train; returns 0, also for a run that is finished already, 130 or 143 after a signal, 2 for an error explained on stderr.
+
+    75 is the exit code while NATS or the object store does not answer.
+    """
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     logs.configure("trainer")
@@ -45,8 +53,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if os.environ.get("RANK", "0") != "0":  # rank 0 holds the lease
         return _train(loaded, lambda: None)
-    with LeaseWatch(lambda: Bus.connect(settings.nats, name="trainer-lease"), settings.run.id) as watch:
-        return _train(loaded, watch.end)
+    try:
+        with LeaseWatch(lambda: Bus.connect(settings.nats, name="trainer-lease"), settings.run.id) as watch:
+            return _train(loaded, watch.end)
+    except BusUnreachable as err:
+        sys.stderr.write(f"{err}\n")
+        return OUTAGE
 
 
 def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | None]) -> int:
@@ -70,6 +82,18 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
     except PenstockError as err:
         log.debug("run failed", exc_info=True)
         sys.stderr.write(f"{err}\n")
-        code = ERROR
+        code = OUTAGE if ranks.is_leader and _is_outage(settings) else ERROR
     ranks.leave(code)
     return code
+
+
+def _is_outage(settings: TrainerSettings) -> bool:
+    """Return True if NATS or the object store does not answer now."""
+    try:
+        Bus.connect(settings.nats, name="trainer-probe", deadline_s=_PROBE_S).close()
+        Blobs(settings.s3).check(deadline_s=_PROBE_S)
+    except (BusUnreachable, BlobStoreUnreachable):
+        return True
+    except PenstockError:
+        return False
+    return False
