@@ -90,7 +90,20 @@ def _peer(python: Path, run_file: Path) -> dict[str, Any]:
     )
     if done.returncode:
         raise SystemExit(f"the peer exited with code {done.returncode}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return peer_result(done.stdout)
+
+
+def peer_result(printed: str) -> dict[str, Any]:
+    """Return the peer's run as those of Penstock; seconds are those of its steps, without imports and evaluations."""
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return {
+        "held_out_before": lines[0]["held_out"],
+        "held_out_after": lines[-1]["held_out"],
+        "held_out": [(line["steps"], line["held_out"]) for line in lines],
+        "steps": lines[-1]["steps"],
+        "wall_s": lines[-1]["train_wall_s"],
+        "cpu_s": lines[-1]["train_cpu_s"],
+    }
 
 
 def _row(one: dict[str, Any]) -> str:
@@ -109,9 +122,8 @@ def _plot(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for one in results:
-        points = one.get("held_out") or [(0, one["held_out_before"]), (one["steps"], one["held_out_after"])]
-        style = {"linestyle": "-"} if "held_out" in one else {"linestyle": ":", "marker": "x"}
-        axes.plot(*zip(*points, strict=True), label=f"{one['system']}, seed {one['seed']}", **style)
+        style = {"linestyle": "-"} if one["system"] == "penstock" else {"linestyle": ":", "marker": "x"}
+        axes.plot(*zip(*one["held_out"], strict=True), label=f"{one['system']}, seed {one['seed']}", **style)
     axes.set(xlabel="optimizer step", ylabel="held-out reward, greedy", ylim=(0, 1))
     axes.legend()
     figure.tight_layout()
