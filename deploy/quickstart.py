@@ -308,7 +308,7 @@ def _next_steps(options: Options) -> list[str]:
         f"{chat} --prompt 'sort 31415926'",
         *rest,
         f"penstock train {options.folder / 'run.toml'} --local run.id=mine trainer.lr=3e-4",
-        "penstock reward serve examples/my_reward.py",
+        "penstock init",
     ]
 
 

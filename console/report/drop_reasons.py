@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 MEANINGS: dict[str, str] = {
-    "stale": "older than rollout.max_staleness when it was its turn; its prompt is sampled again. Many: lower "
-    "rollout.groups_per_step or add no more workers, or raise rollout.max_staleness",
+    "stale": "older than rollout.max_staleness when it was its turn; its prompt is sampled again. Many: a worker "
+    "or a reward is slow (penstock watch shows which), or raise rollout.max_staleness",
     "duplicate": "delivered a second time, and left out: NATS redelivers what a worker or service held when it was stopped or "
     "killed, or did not confirm in time. Harmless",
     "foreign": "not a group of this run's data: from a run of the same name with other data",
