@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from penstock.console.durations import clock
@@ -40,6 +42,10 @@ from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsAppl
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps
 _SESSION_STARTS = "starting"  # the text of the trainer's first event
+_OUTAGE_S = 5.0  # of NATS: a shorter one is no incident
+_STALL_S = 20.0  # without a step, and ten times as long as a step takes, is one
+_STEPS_BEFORE_STALLS = 5
+_NUM_STALLS = 20
 _CAUSE_CHARS = 200
 _NUM_CAUSES = 20  # of dead letters that become incidents; all of them are counted
 _GROUP_ID = re.compile(r"\b(?:eval\.v\d+|e\d+)\.p\d+(?:\.a\d+)?\b")
@@ -188,6 +194,12 @@ class RunView:
             self._causes.add(text)
             self._note([Incident(now, text, "dead_letter")])
 
+    def fold_connection(self, down_s: float, now: float) -> None:
+        """Take how long NATS has been unreachable, 0.0 while it answers; an outage that has ended is an incident."""
+        if down_s == 0.0 and self.disconnected_s > _OUTAGE_S:
+            self._note([Incident(now, f"NATS answers again, after {self.disconnected_s:.0f} s", "back")])
+        self.disconnected_s = down_s
+
     def fold_queues(self, queues: QueueDepths) -> None:
         """Take the current depths of the queues."""
         self.queues = queues
@@ -282,7 +294,10 @@ class RunView:
             unreadable=dict(self._unreadable),
             diagnoses=self._diagnoses(points),
             packs_given_back=self._fleet.count("packs_given_back"),
-            incidents=tuple(f"{clock(i.at - (self._first_at or i.at))} {i.text}" for i in self.incidents),
+            incidents=tuple(
+                f"{clock(i.at - (self._first_at or i.at))} {i.text}"
+                for i in sorted([*self.incidents, *_stalls(points)], key=lambda one: one.at)
+            ),
             wall_s=max(self._last_at - self._first_at - self._paused_s, 0.0) if self._first_at is not None else 0.0,
             cpu_s=sum(cpu.values()),
             cpu_s_per_role=cpu,
@@ -435,6 +450,16 @@ class RunView:
         for incident in incidents:
             self.incidents.append(incident)
             self._num_incidents += 1
+
+
+def _stalls(points: Sequence[StepPoint]) -> list[Incident]:
+    """Return the longest times without a step: whatever the reason was, nobody should have to look for them in a curve."""
+    gaps = [(after.at - before.at, before) for before, after in pairwise(points)]
+    if len(gaps) < _STEPS_BEFORE_STALLS:
+        return []
+    limit = max(_STALL_S, 10 * statistics.median(gap for gap, _ in gaps))
+    longest = sorted((one for one in gaps if one[0] > limit), key=lambda one: one[0])[-_NUM_STALLS:]
+    return [Incident(point.at, f"no step for {clock(gap)} after step {point.step}", "note") for gap, point in longest]
 
 
 def _trained_per_s(points: list[StepPoint]) -> float:

@@ -67,7 +67,7 @@ class Watcher:
     def step(self) -> None:
         """Fold what has arrived and send the next requests; never waits."""
         now = self._clock()
-        self.view.disconnected_s = self._bus.down_s
+        self.view.fold_connection(self._bus.down_s, now)
         self._fold_arrived(now)
         if self._heartbeats is not None and self._heartbeats.done():
             self._fold_heartbeats(now)

@@ -200,6 +200,23 @@ def test_dead_letters_count_groups_by_reason():
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 2}
 
 
+def test_a_time_without_steps_and_an_outage_of_nats_are_in_the_report():
+    """In the order of their times, whatever the reason was; steps that are only uneven are not."""
+    view = RunView(recorded.RUN)
+    at = [3.0 * number + (100.0 if number > 8 else 0.0) for number in range(1, 20)]
+    for number, seconds in enumerate(at, start=1):
+        view.fold_event(recorded.step(number, recorded.START + seconds))
+    view.fold_connection(0.5, recorded.START + 5)
+    view.fold_connection(0.0, recorded.START + 6)
+    view.fold_connection(42.0, recorded.START + 70)
+    view.fold_connection(0.0, recorded.START + 71)
+    incidents = view.summary().incidents
+    assert [text.split(" ", 1)[1] for text in incidents] == [
+        "no step for 1:43 after step 8",
+        "NATS answers again, after 42 s",
+    ]
+
+
 def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():
     """Ids do not make another cause, and a later session does not say it again."""
     view = RunView(recorded.RUN)
