@@ -8,8 +8,10 @@ files are readable, because a container reads its mounted secret under another u
 
 from __future__ import annotations
 
+import argparse
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "viewer")
@@ -33,10 +35,17 @@ def make_secrets(folder: Path) -> list[Path]:
     return written
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Make the secrets and print the files that were written."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("secrets")
-    for path in make_secrets(folder):
+    parser = argparse.ArgumentParser(
+        prog="python -P -m penstock.deploy.make_secrets",
+        description="Make the secrets of a deployment: a password for each NATS role (nats_ROLE, and nats_passwords.conf, which nats.conf "
+        "includes as passwords.conf), the S3 secret key, the reward token. Existing files are kept.",
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path(__file__).with_name("secrets"), help="where to write them"
+    )
+    for path in make_secrets(parser.parse_args(arguments).folder):
         print(path)
     return 0
 

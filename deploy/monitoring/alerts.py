@@ -38,7 +38,7 @@ ALERTS: tuple[Alert, ...] = (
         "PenstockServiceUnreachable", "warning", f"up{_JOBS} == 0", "1m",
         "{{ $labels.job }} at {{ $labels.instance }} has not answered Prometheus for a minute.",
         "The process was killed or hangs, or a firewall is between it and Prometheus.",
-        "Read the end of its log; penstock status RUN says whether its heartbeat goes on.",
+        "Read the end of its log; penstock watch RUN --plain says whether its heartbeat goes on.",
         "docs/guides/several_machines.md#what-may-be-stopped",
     ),
     Alert(
@@ -60,7 +60,7 @@ ALERTS: tuple[Alert, ...] = (
         f'count by (run) ({_INFO}{{role="rollout"}}) <= 0.5 * max_over_time((count by (run) ({_INFO}{{role="rollout"}}))[30m:1m])', "1m",
         "Half of the workers that run {{ $labels.run }} had in the last half hour are gone.",
         "Machines were taken away, engines crashed, or the fleet was made smaller on purpose.",
-        "penstock status RUN lists the workers; read the logs of those that are missing.",
+        "penstock watch RUN --plain lists the workers; read the logs of those that are missing.",
         "docs/guides/several_machines.md#what-may-be-stopped",
     ),
     Alert(
@@ -71,17 +71,21 @@ ALERTS: tuple[Alert, ...] = (
         "docs/guides/several_machines.md#what-may-be-stopped",
     ),
     Alert(
-        "PenstockNoTrainer", "warning", _without("rollout", "trainer"), "10m",
-        "Run {{ $labels.run }} has workers and no trainer.",
-        "The trainer ended or crashed and the workers go on holding their machines.",
-        "Resume it with the same command, or stop the workers.",
+        "PenstockNoTrainer", "page", _without("rollout", "trainer"), "5m",
+        "Run {{ $labels.run }} has had workers and no trainer for five minutes.",
+        "The trainer ended with an error, or the run is finished and its workers still hold their machines.",
+        "penstock runs says which. Resume it with the same command, or stop the workers.",
         "docs/guides/several_machines.md#what-may-be-stopped",
     ),
     Alert(
-        "PenstockTrainerWithoutStep", "page", "time() - penstock_trainer_last_step_timestamp_seconds > 1800", "",
-        "No optimizer step for half an hour.",
-        "Workers or rewards stopped, are slower than a step of half an hour, or NATS or S3 is unreachable.",
-        "penstock status RUN shows who waits for whom, with the depth of each queue.",
+        "PenstockTrainerWithoutStep", "page",
+        "time() - penstock_trainer_last_step_timestamp_seconds > clamp_min("
+        '10 * sum without (phase) (penstock_trainer_step_seconds_sum{phase=~"wait|train"})'
+        ' / sum without (phase) (penstock_trainer_step_seconds_count{phase="train"}), 300)',
+        "",
+        "No optimizer step for ten times as long as a step takes, and for five minutes at least.",
+        "Workers or rewards stopped, or NATS or S3 is unreachable. After trainer.collect_deadline_s (ten minutes) the trainer ends.",
+        "penstock watch RUN --plain shows who waits for whom, with the depth of each queue.",
         "docs/troubleshooting.md#running",
     ),
     Alert(

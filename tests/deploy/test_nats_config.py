@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.deploy import make_secrets
 from penstock.deploy import nats_config as command
 from penstock.deploy.nats_config import nats_config
 from penstock.protocol.errors import ConfigError
@@ -29,3 +30,14 @@ def test_an_invalid_run_id_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
         nats_config(["*"])
     assert command.main(["--run", "A.b"]) == 1
     assert "run id" in capsys.readouterr().err
+
+
+def test_help_is_no_folder_of_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make_secrets --help` explains itself and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        make_secrets.main(["--help"])
+    assert "Existing files are kept" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

@@ -26,6 +26,13 @@ def info(role: str, worker: str, values: str) -> Series:
     return {f'penstock_service_info{{role="{role}", worker="{worker}", run="r", version="1"}}': values}
 
 
+def step_seconds(total: str, count: str) -> Series:
+    return {
+        'penstock_trainer_step_seconds_sum{phase="train"}': total,
+        'penstock_trainer_step_seconds_count{phase="train"}': count,
+    }
+
+
 # alert -> series that make it fire within 130 minutes, series of a run that is well
 CASES: dict[str, tuple[Series, Series]] = {
     "PenstockServiceUnreachable": ({f"up{{{TARGET}}}": "0x130"}, {f"up{{{TARGET}}}": "1x130", 'up{job="node"}': "0x130"}),
@@ -38,7 +45,10 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "PenstockNoRewardService": (info("trainer", "trainer", "1x130"), {**info("trainer", "trainer", "1x130"), **info("reward", "r0", "1x130")}),
     "PenstockNoTrainer": (info("rollout", "w0", "1x130"), {**info("trainer", "trainer", "1x130"), **info("rollout", "w0", "1x130")}),
-    "PenstockTrainerWithoutStep": ({STAMP.format("step"): "0x130"}, {STAMP.format("step"): "0+60x130"}),
+    "PenstockTrainerWithoutStep": (  # a step of 2 s; one of ten minutes, the last an hour ago
+        {STAMP.format("step"): "0x130", **step_seconds("0+60x130", "0+30x130")},
+        {STAMP.format("step"): "0x60 0+60x70", **step_seconds("0+600x130", "0+1x130")},
+    ),
     "PenstockTrainerWithoutCheckpoint": ({STAMP.format("checkpoint"): "0x130"}, {STAMP.format("checkpoint"): "0+60x130"}),
     "PenstockWorkerOnOldWeights": (
         {'penstock_weights_version{role="trainer", worker="trainer"}': "0+1x130", f"penstock_weights_version{{{WHO}}}": "0x130"},
@@ -119,7 +129,7 @@ def test_every_alert_fires_for_its_cause_and_not_in_a_healthy_run(tmp_path: Path
 def test_an_alert_names_what_there_is_and_what_to_do(alert: Alert) -> None:
     """Metrics and labels are in the table, and the page that it links to has that heading."""
     names = re.findall(r"penstock_\w+", alert.expr)
-    metrics = [METRICS.get(name) or METRICS[name.removesuffix("_bucket")] for name in names]
+    metrics = [METRICS.get(name) or METRICS[re.sub("_(bucket|sum|count)$", "", name)] for name in names]
     assert metrics or "up{" in alert.expr
     known = {label for metric in metrics for label in metric.labels} | {"job", "instance", "run", "le"}
     shown = set(re.findall(r"\$labels\.(\w+)", alert.summary))
