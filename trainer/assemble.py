@@ -404,6 +404,8 @@ def _training(
         for part in [evaluator, *threads] if evaluator is not None else threads:
             running.enter_context(part)
         yield training, evaluation_log
+        if training.is_done and not session.stop.is_set():
+            weight_gc.run_is_finished()
 
 
 def _weight_gc(session: _Session, publisher: Publisher) -> WeightGc:

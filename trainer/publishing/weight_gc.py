@@ -76,6 +76,7 @@ class WeightGc:
         self.kept = KeptVersionsKey(self._state, retention.keep)
         self._manifests: dict[str, VersionManifest] = {}
         self._retired_at: dict[PolicyVersion, float] = {}
+        self._is_last = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="weight-gc", daemon=True)
 
@@ -85,19 +86,26 @@ class WeightGc:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop after the current sweep, and record the milestones since."""
+        """Stop after the current sweep, and record the milestones since; a finished run is swept a last time."""
         self._stop.set()
         self._thread.join(SWEEP_S)
         try:
             if not self._thread.is_alive() and self._has_lease():
-                self._mark()
+                if self._is_last:
+                    self.sweep(time.monotonic(), grace_s=0.0)
+                else:
+                    self._mark()
         except PenstockError as err:
             log.warning("the last milestones are not recorded", error=str(err))
 
-    def sweep(self, now: float) -> PolicyVersion | None:
+    def run_is_finished(self) -> None:
+        """Collect at the exit without a grace period: no worker is behind, and no later sweep would come."""
+        self._is_last = True
+
+    def sweep(self, now: float, *, grace_s: float | None = None) -> PolicyVersion | None:
         """Collect once, and return the floor; ``now`` is in seconds of a clock that only this process reads.
 
-        Raises BlobError or BusError if a server does not answer: the next sweep tries again.
+        ``grace_s`` replaces that of the settings. Raises BlobError or BusError if a server does not answer: the next sweep tries again.
         """
         head = read_head(self._state)
         if head is None:
@@ -115,8 +123,9 @@ class WeightGc:
         if floor is not None:
             floor = self._raise_floor(floor)
             above = (m for m in chain if not is_newer(floor, PolicyVersion(m.version)))
+            assembled = assembled_from((*kept.best, *kept.milestones), self._manifests)
             self._retire(
-                stored, floor, now, _bases(above) | assembled_from((*kept.best, *kept.milestones), self._manifests)
+                stored, floor, now, _bases(above) | assembled, self._retention.grace_s if grace_s is None else grace_s
             )
         return floor
 
@@ -169,13 +178,15 @@ class WeightGc:
         self._state.put(streams.FLOOR_KEY, encode(RetirementFloor(version=floor))).wait()
         return floor
 
-    def _retire(self, stored: list[BlobStat], floor: PolicyVersion, now: float, kept: set[PolicyVersion]) -> None:
+    def _retire(
+        self, stored: list[BlobStat], floor: PolicyVersion, now: float, kept: set[PolicyVersion], grace_s: float
+    ) -> None:
         version_of = {stat.key: blob_keys.version_of_weights(self._run_id, stat.key) for stat in stored}
         old = retired(set(version_of.values()), floor, kept)
         manifests = [key for key in version_of if key.endswith(_MANIFEST) and version_of[key] in old]
-        self._delete(manifests, "below the floor")
+        self._delete(manifests, "manifests below the floor; their weights follow after the grace period")
         self._retired_at = {version: self._retired_at.get(version, now) for version in old}
-        past_grace = expired(self._retired_at, now=now, grace_s=self._retention.grace_s)
+        past_grace = expired(self._retired_at, now=now, grace_s=grace_s)
         named = {ref.key for m in self._manifests.values() for ref in m.references()} | self._manifests.keys()
         today = datetime.now(UTC)
         ages = {stat.key: (today - stat.modified).total_seconds() for stat in stored if version_of[stat.key] not in old}

@@ -90,6 +90,17 @@ def test_manifests_are_deleted_first_and_objects_after_the_grace_period(connecti
     assert_head_is(connections, 13)
 
 
+def test_a_finished_run_leaves_only_what_is_kept(connections: Connections) -> None:
+    """At the exit there is no grace period; what a worker still needs stays, and an unfinished run deletes nothing."""
+    with collector(connections):
+        pass
+    assert versions(connections) == set(range(14))
+    with collector(connections) as gc:
+        gc.run_is_finished()
+    assert versions(connections) == versions(connections, "manifest.json") == {*range(9, 14)}
+    assert_head_is(connections, 13)
+
+
 def test_what_a_worker_or_an_evaluation_needs_is_kept(connections: Connections) -> None:
     """The floor is the full snapshot below the oldest version that a live worker still reads."""
     beat(connections, needs=7)
