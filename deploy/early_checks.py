@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.protocol.chat_tokenizer import model_context_tokens
 from penstock.protocol.errors import ConfigError
+from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE, REWARDS
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
@@ -72,6 +74,20 @@ def check_metrics_ports(rollout: RolloutSettings, num_workers: int) -> None:
         raise ConfigError(
             f"metrics.trainer_port and metrics.rollout_port are both {metrics.rollout_port}; set one of them to another port"
         )
+
+
+def missing_rewards(trainer: TrainerSettings, served: Sequence[Path]) -> list[str]:
+    """Return a line for each reward of the run file that no service of this machine will offer: one may still register it."""
+    reward = trainer.reward
+    own = {re.sub(r"[^A-Za-z0-9_.-]", "_", file.stem) for file in served}
+    known = {*REWARDS.names(), *BY_SOURCE, AUTO, *reward.define, *own}
+    wanted = {name for name in (reward.name, *reward.by_source.values()) if name is not None and ":" not in name}
+    offered = f"--serve offers {', '.join(sorted(own))}" if own else "--serve FILE.py serves one of your own"
+    return [
+        f'reward {name!r} is not built in and not served here: {offered}, and reward.name = "FILE.py:FUNCTION" needs no '
+        "service; the run waits a minute for somebody to register it"
+        for name in sorted(wanted - known)
+    ]
 
 
 def check_reward_files(files: Sequence[Path]) -> None:

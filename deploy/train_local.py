@@ -17,6 +17,7 @@ from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import resumption
+from penstock.deploy.early_checks import missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes import page_process
@@ -78,7 +79,7 @@ def _train(
             if finished := finished_run.notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)
             run.check()
-            for note in resumption.start_notes(rest, os.environ):
+            for note in [*resumption.start_notes(rest, os.environ), *missing_rewards(run.settings, options.serve)]:
                 print(note, file=sys.stderr)
             pause_request.clear(run.folder)
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)

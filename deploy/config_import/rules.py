@@ -237,7 +237,14 @@ def reward_code(given: Any, values: Values) -> Outcome:
     """Name the command that serves a reward function."""
     if not given:
         return ignored(OFF)
-    return decide(f"start `penstock reward serve {given}` and set reward.name to the function's name")
+    file = str(given).rpartition("/")[2]
+    name = str(
+        values.get("custom_reward_function.name") or values.get("custom_reward_function_name") or "compute_score"
+    )
+    return decide(
+        f'copy {given} beside the run file and set reward.name = "{file}:{name}"; or start `penstock reward serve {given}`, whose '
+        f"reward is called like the file: {file.removesuffix('.py')}"
+    )
 
 
 def gpus(given: Any, values: Values) -> Outcome:

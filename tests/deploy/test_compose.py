@@ -95,6 +95,46 @@ def test_every_service_has_a_health_check_and_an_init(name: str) -> None:
         assert {"interval", "timeout", "retries"} <= set(service["healthcheck"])
 
 
+def test_every_variable_is_in_the_example_with_its_default() -> None:
+    """`deploy/env.example` is what a person copies; a variable in double dollars is the container's own."""
+    used = dict(re.findall(r"(?<!\$)\$\{(\w+):-([^}]*)\}", COMPOSE.read_text()))
+    lines = (DEPLOY / "env.example").read_text().splitlines()
+    given = dict(line.split("#")[0].strip().split("=", 1) for line in lines if line and not line.startswith("#"))
+    assert given == used
+
+
+@pytest.mark.parametrize("name", [name for name in SERVICES if "build" in SERVICES[name]])
+def test_our_containers_can_write_volumes_and_tmp_only(name: str) -> None:
+    """A read-only root without capabilities; what torch compiles is loaded from its cache below /tmp."""
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["tmpfs"] == ["/tmp:exec,mode=1777"]
+    mounted = {
+        str(volume).split(":")[-2 if str(volume).endswith(":ro") else -1] for volume in service.get("volumes", [])
+    }
+    folders = [service.get("environment", {}).get(key) for key in ("PENSTOCK_WORKER__CACHE_DIR", "PENSTOCK_RUN__DIR")]
+    assert all(folder in mounted for folder in folders if folder is not None)
+
+
+def test_engine_and_trainer_have_gpus_of_their_own() -> None:
+    """Reserved by number: by count, docker gives the same first GPU to both."""
+    found = {
+        name: service["deploy"]["resources"]["reservations"]["devices"][0].get("device_ids")
+        for name, service in SERVICES.items()
+        if "resources" in service.get("deploy", {})
+    }
+    assert found == {"sglang": ["${SGLANG_GPUS:-0}"], "trainer-gpu": ["${TRAINER_GPUS:-1}"]}
+
+
+@pytest.mark.parametrize("name", ["rollout-cpu", "rollout-gpu"])
+def test_workers_can_be_scaled(name: str) -> None:
+    """No id and no port of its own: the id follows from the container's name."""
+    assert "PENSTOCK_WORKER__ID" not in SERVICES[name]["environment"]
+    assert "ports" not in SERVICES[name]
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_image_is_pinned(name: str) -> None:
     """No image is used without a version, or as latest."""

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from penstock.deploy.early_checks import check_engine, check_inputs, check_metrics_ports, check_reward_files
+from penstock.deploy.early_checks import (
+    check_engine,
+    check_inputs,
+    check_metrics_ports,
+    check_reward_files,
+    missing_rewards,
+)
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.record import run_lock
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
@@ -172,3 +178,13 @@ def test_ports_that_services_of_one_machine_would_share_are_refused(
     else:
         with pytest.raises(ConfigError, match=refused):
             check_metrics_ports(rollout, num_workers)
+
+
+def test_a_reward_that_nothing_offers_is_named_before_the_start(tmp_path: Path) -> None:
+    """With what is served, and what needs no service; built-in rewards, names of data sets, paths and compositions are known."""
+    settings = TrainerSettings.model_validate({"model": {"path": tmp_path}, "reward": {"name": "compute_score"}})
+    (line,) = missing_rewards(settings, [Path("own/my_reward.py")])
+    assert "reward 'compute_score' is not built in and not served here: --serve offers my_reward" in line
+    for name in ("exact_match", "openai/gsm8k", "my_reward.py:compute_score", "my_reward", "auto"):
+        known = settings.model_copy(update={"reward": settings.reward.model_copy(update={"name": name})})
+        assert missing_rewards(known, [Path("own/my_reward.py")]) == []
