@@ -55,6 +55,15 @@ class Batcher:
         self._ledger = ledger
         self._ready: dict[str, ReadyGroup] = {}  # in order of arrival
         self._in_use: dict[str, ReadyGroup] = {}
+        self._abandoned: tuple[PolicyVersion, PolicyVersion] | None = None
+
+    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
+        """Train on no token of the versions between ``after`` and ``until``, both exclusive.
+
+        A session that was rolled back had published them. ``until`` has the weights of ``after`` again, so that the numbers
+        of the versions between would make the samples look one or two versions old: they are of weights that this run never had.
+        """
+        self._abandoned = (after, until)
 
     @property
     def num_ready(self) -> int:
@@ -163,8 +172,20 @@ class Batcher:
             staleness(version, PolicyVersion(summary.newest_version))
         except ValueError:
             return DropReason.FUTURE
+        if self._is_of_abandoned_weights(group):
+            return DropReason.FUTURE
         fresh = is_fresh(version, PolicyVersion(summary.oldest_version), self._max_staleness)
         return None if fresh else DropReason.STALE
+
+    def _is_of_abandoned_weights(self, group: ReadyGroup) -> bool:
+        if self._abandoned is None:
+            return False
+        after, until = self._abandoned
+        summary = group.scored.generated
+        if summary.newest_version <= after or summary.oldest_version >= until:
+            return False
+        rows = group.group.trained_rows
+        return any(after < run.version < until for trajectory in rows for run in trajectory.version_runs)
 
     @staticmethod
     def _drop(group: ReadyGroup, reason: DropReason) -> Drop:

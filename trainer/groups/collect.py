@@ -168,6 +168,11 @@ class Collector:
                 )
         return []
 
+    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
+        """Train on no sample of the versions between both, which a rolled-back session published (`Batcher.abandon`)."""
+        with self._changed:
+            self._tracker.abandon(after, until)
+
     def drain(self) -> None:
         """Let `collect` return an empty batch once everything under way has arrived and is not enough for a batch."""
         with self._changed:

@@ -78,6 +78,10 @@ class DeliveryTracker:
         """Groups that could be trained if all were fresh."""
         return self._batcher.num_ready
 
+    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
+        """Train on no sample of the versions between both (`Batcher.abandon`)."""
+        self._batcher.abandon(after, until)
+
     def receive(self, sequence: int, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Track a message; return the groups to fetch and offer. The others are counted as refused."""
         wanted: list[ScoredGroup] = []

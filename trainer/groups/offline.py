@@ -203,6 +203,9 @@ class StoredCollector:
         self._issuer.take(batch, drops)
         return ready
 
+    def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
+        """Do nothing: no version of this run sampled a stored group."""
+
     def drain(self) -> None:
         """Take no more groups: none is under way."""
         self._draining = True

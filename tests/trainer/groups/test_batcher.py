@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.trainer.groups.stored_groups import invent_group
 
 from penstock.protocol.facts import BlobRef, ScoredGroup
-from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.ledger import Ledger
@@ -60,6 +62,33 @@ def test_samples_of_a_version_not_reached_are_dropped() -> None:
     batch, drops = box.take(PolicyVersion(3))
     assert not batch
     assert drops[0].reason is DropReason.FUTURE
+
+
+def begun_at(version: int, run: VersionRun) -> tuple[VersionRun, ...]:
+    """The same tokens, of which the first was sampled by an older version."""
+    first = VersionRun(PolicyVersion(version), run.start, run.start + 1)
+    return (first, run._replace(start=run.start + 1)) if run.end > first.end else (first,)
+
+
+def test_samples_of_versions_that_a_crash_rolled_back_are_dropped() -> None:
+    """Version 9 has the weights of version 4 again: 5 to 8 are of no ancestor, though their numbers look fresh at 9."""
+    box = batcher(groups_per_step=4, max_staleness=5)
+    box.abandon(PolicyVersion(4), PolicyVersion(9))
+    for number, version in enumerate((4, 5, 8, 9)):
+        box.offer(ready(number, version))
+    box.offer(ready(4, 10))
+    mixed = ready(5, 9)
+    rows = tuple(
+        dataclasses.replace(row, version_runs=begun_at(8, row.version_runs[0])) for row in mixed.group.trajectories
+    )
+    summary = mixed.scored.generated.model_copy(update={"oldest_version": 8})
+    scored = mixed.scored.model_copy(update={"generated": summary})
+    box.offer(ReadyGroup(scored, PACK, dataclasses.replace(mixed.group, trajectories=rows)))
+    _, drops = box.take(PolicyVersion(9))
+    assert {drop.group_id: drop.reason for drop in drops} == {
+        f"e0.p{number}.a0": DropReason.FUTURE for number in (1, 2, 4, 5)
+    }
+    assert box.num_ready == 2
 
 
 def test_less_than_a_batch_waits() -> None:
