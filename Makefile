@@ -11,7 +11,7 @@ REQUESTS ?= 10000
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
+.PHONY: bench-async docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
@@ -102,6 +102,9 @@ proof-runs-api: $(STAMP)  ## create, kill the console, pause, audit, resume, que
 
 bench-agents: $(STAMP)  ## CPU and latency that the agents' proxy adds to a request, and a thousand episodes with slow tools (two minutes)
 	$(BIN)/python -m benchmarks.agent_proxy
+
+bench-async: $(STAMP)  ## trained tokens and idle time with every bound on staleness, through the real services with simulated engines (an hour)
+	$(BIN)/python -m benchmarks.asynchrony
 
 bench-idle: $(STAMP)  ## a thousand idle workers: heartbeat latency and CPU of nats-server, with and without a busy disk (minutes)
 	$(BIN)/python -m benchmarks.idle_workers

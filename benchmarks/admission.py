@@ -125,7 +125,6 @@ class SimulatedRun:
         self._steps_done, self._step_s = 0, 0.0
         self._training = False
         self._idle_since = 0.0
-        self._full_since: float | None = None
         self._backoff = OvertakeBackoff()
 
     def run(self) -> Outcome:
@@ -197,14 +196,12 @@ class SimulatedRun:
         self._tracker.offer(ReadyGroup(one, PACK, None) for one in wanted)  # type: ignore[arg-type]
 
     def _train(self) -> None:
-        full_batch_wait_s = self._backoff.scale(self._rule.full_batch_wait * self._step_s)
+        full_batch_wait_s = self._rule.full_batch_wait * self._step_s
         overtakes = full_batch_wait_s > 0.0 and bool(self._tracker.overtaken(self._version))
-        if overtakes:
-            if self._full_since is None:
-                self._full_since = self._now
-                self._after(full_batch_wait_s, lambda: None)  # check again then
-            if self._now < self._full_since + full_batch_wait_s:
-                return
+        rest_s = self._backoff.rest_s(full_batch_wait_s, overtakes=overtakes, now=self._now)
+        if rest_s > 0.0:
+            self._after(rest_s, lambda: None)  # check again then
+            return
         dropped = self.outcome.dropped.total()
         batch = self._tracker.take(self._version)
         if self.outcome.dropped.total() > dropped:
@@ -213,7 +210,7 @@ class SimulatedRun:
             return
         self._backoff.record(overtook=overtakes)
         self.outcome.waited_s += self._now - self._idle_since
-        self._full_since, self._training, self._step_s = None, True, self._about(STEP_S)
+        self._training, self._step_s = True, self._about(STEP_S)
 
         def stepped() -> None:
             ids = [group.group_id for group in batch]

@@ -25,6 +25,7 @@ from penstock.console.tools import reference
 from penstock.deploy import bootstrap, local, quickstart, train_attached, train_local
 from penstock.deploy.config_import import __main__ as config_import
 from penstock.deploy.config_show import SERVICES
+from penstock.deploy.plan import __main__ as plan
 from penstock.deploy.recipe import __main__ as recipe
 from penstock.protocol.config.describe_settings import describe
 from penstock.protocol.config.run_file import SECTIONS
@@ -48,6 +49,7 @@ _PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "bootstrap": bootstrap.main,
     "data check": data_check.main,
     "config import": config_import.main,
+    "plan": plan.main,
     "recipe": recipe.main,
     "reward serve": serve.main,
     "reward serve-judge": serve_judge.main,

@@ -276,7 +276,7 @@ class OptimizerSettings(Section):
         description="Longest wait for a full batch before an error with queue depths and services alive, in s.",
     )
     oldest_patience: float = Field(
-        default=1.0,
+        default=3.0,
         ge=0.0,
         le=1000.0,
         description="Longest wait of a full batch for groups under way that would be too old for the next one, in durations "

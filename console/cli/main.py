@@ -110,6 +110,19 @@ def train(*arguments: Raw) -> None:
 
 
 @app.command(group=TRAIN)
+def plan(*arguments: Raw) -> None:
+    """Say who will wait for whom in a run, before it starts: the trainer's own scheduling, simulated.
+
+    Starts no service and reads no model. The rates are those of your engines and of your trainer.
+
+    Example:  penstock plan run.toml --workers 8 --engine-rate 2500 --trainer-rate 12000
+              penstock plan run.toml --workers 32 rollout.max_staleness=4 worker.update_mode=in_place
+    Then:     penstock train run.toml
+    """
+    launch.replace_process(launch.module("penstock.deploy.plan", *arguments))
+
+
+@app.command(group=TRAIN)
 def sft(*arguments: Raw) -> None:
     """Train a model on examples (supervised fine-tuning).
 

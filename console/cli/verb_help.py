@@ -36,6 +36,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         *("trainer.warmup_steps", "trainer.num_ranks", "trainer.micro_batch_tokens", "trainer.checkpoint_every_s"),
         *("eval.every", "eval.num_prompts", "worker.engine", "worker.device", "nats.url", "s3.endpoint"),
     ),
+    "plan": (
+        *("rollout.group_size", "rollout.groups_per_step", "rollout.groups_per_message", "rollout.max_staleness"),
+        *("rollout.max_new_tokens", "worker.packs_in_flight", "worker.update_mode", "trainer.oldest_patience"),
+    ),
     "sft": (
         *(
             *_RUN,
@@ -119,7 +123,7 @@ _OWN_FLAGS = {
     "config show": (CommandFlag(("--json",), "", "print one JSON object instead of TOML", (), False),),
 }
 _TAKES_A_RUN_FILE = ("train", "sft", "dpo", "rm", "rollout", "reward service", "bootstrap", "config show")
-_STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "quickstart", "recipe", "up", "data check", "config import", "reward serve", "reward serve-judge",
+_STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "plan", "quickstart", "recipe", "up", "data check", "config import", "reward serve", "reward serve-judge",
                      "reward serve-grader", "reward serve-model")  # fmt: skip
 
 

@@ -15,16 +15,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.rollout_service.embedded_engine.errors import EngineStopped
-from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
-from penstock.rollout_service.embedded_engine.model.transformer import Weights
-from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Sequence
+
+if TYPE_CHECKING:  # decisions alone: what computes may be another runner, without torch
+    from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
+    from penstock.rollout_service.embedded_engine.model.transformer import Weights
+    from penstock.rollout_service.embedded_engine.runner import Runner
 
 T = TypeVar("T")
 
@@ -208,9 +208,8 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode():
-                while self._wait_for_work():
-                    self._iterate()
+            while self._wait_for_work():
+                self._iterate()
         except Exception as error:  # noqa: BLE001  (whatever the error, no client may wait for a thread that has ended)
             self.failure = error
             self._fail_all(error)

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
-from penstock.rollout_service.embedded_engine.model.low_rank import NO_ADAPTER, Adapter, AdapterMix, RowAdapters
+from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, AdapterMix, RowAdapters
 from penstock.rollout_service.embedded_engine.model.sampler import Choice, sample, uniforms
 from penstock.rollout_service.embedded_engine.model.transformer import PromptBatch, Transformer, Weights
 from penstock.rollout_service.embedded_engine.rows import NO_TOKEN, Rows
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
-from penstock.rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
+from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Prefix, Sequence
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
 _KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
@@ -53,6 +53,7 @@ class Runner:
         """Tokens whose keys and values are in the cache; callable from any thread."""
         return int(self._rows.position[: len(self.running)].sum())
 
+    @torch.inference_mode()
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
         """Compute the prompts of ``admitted`` sequences and sample one token each; return those that finished."""
         groups: dict[Prefix, list[Sequence]] = {}
@@ -80,6 +81,7 @@ class Runner:
         logits = logits.repeat_interleave(torch.tensor(copies, device=self._device), dim=0)
         return self._advance(logits, first)
 
+    @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Compute and sample one token for every running sequence; return those that finished."""
         num, rows = len(self.running), padded_rows(len(self.running))

@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.rollout_service.embedded_engine.model.low_rank import NO_ADAPTER, Adapter
+if TYPE_CHECKING:  # what schedules sequences needs no torch
+    from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
+
+NO_ADAPTER = 0  # number of sequences and rows without an adapter
 
 Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]  # (key, adapter number) and tokens
 

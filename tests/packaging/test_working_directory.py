@@ -28,6 +28,7 @@ ARGUMENTS = {
     "dead-letters list": ("run",),
     "dead-letters resend": ("run", "1"),
     "dead-letters show": ("run", "1"),
+    "plan": ("run.toml",),
     "recipe": ("smollm2", "--gguf", "absent.gguf"),
     "reward drain": ("name",),
     "reward errors": ("run",),

@@ -54,6 +54,9 @@ class Batcher:
         self._max_staleness = max_staleness
         self._ledger = ledger
         self._ready: dict[str, ReadyGroup] = {}  # in order of arrival
+        self._checked_at: PolicyVersion | None = None  # each ready group is checked once for a version
+        self._unchecked: list[ReadyGroup] = []  # arrived since then
+        self._too_old: dict[str, DropReason] = {}  # ready groups that are not fresh at that version
         self._in_use: dict[str, ReadyGroup] = {}
         self._abandoned: tuple[PolicyVersion, PolicyVersion] | None = None
 
@@ -101,12 +104,13 @@ class Batcher:
         if self._needs_baseline and not group.scored.generated.has_baseline:
             return self._drop(group, DropReason.NO_BASELINE)
         self._ready[group.group_id] = group
+        self._unchecked.append(group)
         return None
 
     def is_full(self, version: PolicyVersion) -> bool:
         """Return True if a full batch can be taken at ``version``."""
-        num_fresh = sum(self._verdict(group, version) is None for group in self._ready.values())
-        return num_fresh + len(self._again(version)) >= self._groups_per_step
+        self._check(version)
+        return len(self._ready) - len(self._too_old) + len(self._again(version)) >= self._groups_per_step
 
     def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
         """Return the batch to train at ``version`` (empty: not enough yet) and the drops of what is too old for it.
@@ -114,11 +118,9 @@ class Batcher:
         The oldest samples are chosen first, since they become stale first. The batch is sorted by group id, so that the
         same groups make the same batch in whatever order they arrived.
         """
-        drops = [
-            self._drop(group, reason) for group in self._ready.values() if (reason := self._verdict(group, version))
-        ]
-        for drop in drops:
-            del self._ready[drop.group_id]
+        self._check(version)
+        drops = [self._drop(self._ready.pop(group_id), reason) for group_id, reason in self._too_old.items()]
+        self._too_old = {}
         self._retire(version)
         missing = max(0, self._groups_per_step - len(self._ready))
         again = self._again(version)
@@ -149,6 +151,15 @@ class Batcher:
         self._retired += self._kept
         self._kept = {}
         self._returning.clear()
+
+    def _check(self, version: PolicyVersion) -> None:
+        """Find the ready groups that are too old for ``version``; those known from an earlier call are not checked again."""
+        if version != self._checked_at:
+            self._checked_at, self._unchecked, self._too_old = version, list(self._ready.values()), {}
+        for group in self._unchecked:
+            if (reason := self._verdict(group, version)) is not None:
+                self._too_old[group.group_id] = reason
+        self._unchecked = []
 
     def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the kept groups that may be used at ``version``: the least used first, then the oldest."""

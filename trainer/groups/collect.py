@@ -138,14 +138,11 @@ class Collector:
         queues, and the exception that ended the collecting thread.
         """
         started = time.monotonic()
-        full_since: float | None = None
         while not should_stop():
             with self._changed:
                 self._raise_failure()
-                rest_s, overtakes = 0.0, False
-                if overtake_wait_s > 0.0 and self._tracker.overtaken(version):
-                    overtakes, full_since = True, full_since or time.monotonic()
-                    rest_s = full_since + self._backoff.scale(overtake_wait_s) - time.monotonic()
+                overtakes = overtake_wait_s > 0.0 and bool(self._tracker.overtaken(version))
+                rest_s = self._backoff.rest_s(overtake_wait_s, overtakes=overtakes, now=time.monotonic())
                 if rest_s <= 0.0 and (batch := self._tracker.take(version)):
                     self._backoff.record(overtook=overtakes)
                     self._dropped_at_last_batch = self._tracker.dropped.copy()

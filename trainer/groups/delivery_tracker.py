@@ -202,8 +202,10 @@ class DeliveryTracker:
     def _settle(self, group_ids: Sequence[str]) -> None:
         if not group_ids:
             return
+        closed = set(group_ids)
         for left in self._unsettled.values():
-            left.difference_update(group_ids)
+            if not left.isdisjoint(closed):
+                left -= closed
 
 
 def _drop(scored: ScoredGroup, reason: DropReason) -> Drop:

@@ -14,16 +14,17 @@ the run's log has them (`issue_log.py`). Any other group was never issued, and i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from penstock.protocol.facts import Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
 from penstock.trainer.data.data_order import DataOrder, Place
-from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.groups.task_packs import (
@@ -69,6 +70,24 @@ class GroupKey(NamedTuple):
         if str(key) != group_id:  # "e00.p1.a0" would be a second id of the group "e0.p1.a0"
             raise ValueError(f"{group_id!r} is not the id of a training group: expected {key}")
         return key
+
+
+class Prompts(Protocol):
+    """The prompts that are issued, by index; a `PromptSet`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of their contents."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt: ...
 
 
 class _Issued(NamedTuple):
@@ -167,9 +186,9 @@ def plan(
     Returns:
         The packs, each a tuple of groups, and the state after issuing them.
     """
-    packs: list[tuple[GroupKey, ...]] = []
+    sizes: list[int] = []
+    outstanding, num_issued = len(state.outstanding), state.num_issued
     while True:
-        outstanding = len(state.outstanding)
         admitted = admissible_groups(
             outstanding=outstanding,
             max_staleness=rollout.max_staleness,
@@ -178,12 +197,15 @@ def plan(
         )
         if most_outstanding is not None:
             admitted = min(admitted, most_outstanding - outstanding)
-        wanted = min(groups_per_message, rollout.groups_per_step - state.num_issued % rollout.groups_per_step)
+        wanted = min(groups_per_message, rollout.groups_per_step - num_issued % rollout.groups_per_step)
         needed = rollout.groups_per_step - outstanding  # or the next step could never be filled
         if admitted <= 0 or (admitted < wanted and needed <= 0):
-            return packs, state
-        pack, state = _take(state, order, min(wanted, admitted))
-        packs.append(pack)
+            break
+        sizes.append(min(wanted, admitted))
+        outstanding, num_issued = outstanding + sizes[-1], num_issued + sizes[-1]
+    taken, state = _take(state, order, sum(sizes))  # all at once: the state holds tens of thousands in a large run
+    groups = iter(taken)
+    return [tuple(itertools.islice(groups, size)) for size in sizes], state
 
 
 def _take(state: DispatchState, order: DataOrder, count: int) -> tuple[tuple[GroupKey, ...], DispatchState]:
@@ -344,7 +366,7 @@ class Dispatch:
 
     def __init__(
         self,
-        prompts: PromptSet,
+        prompts: Prompts,
         *,
         order: DataOrder,
         rollout: RolloutSettings,
@@ -394,6 +416,7 @@ class Dispatch:
             most_outstanding=most_outstanding,
             lag=0 if trainer_version is None else staleness(trainer_version, version),
         )
+        self._forget_closed()
         return [self._issue(pack, version) for pack in packs]
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
@@ -466,10 +489,12 @@ class Dispatch:
     def _issue(self, keys: Sequence[GroupKey], version: PolicyVersion) -> TaskPack:
         tasks = [self._task(key, version) for key in keys]
         promises = [_Issued(version, self._own_promise(key, task)) for key, task in zip(keys, tasks, strict=True)]
-        may_arrive = self.state.outstanding.union(self.state.dead)
-        kept = {key: issued for key, issued in self._issued.items() if key in may_arrive}
-        self._issued = kept | dict(zip(keys, promises, strict=True))
+        self._issued.update(zip(keys, promises, strict=True))
         return pack_tasks(tasks)
+
+    def _forget_closed(self) -> None:
+        may_arrive = self.state.outstanding.union(self.state.dead)
+        self._issued = {key: issued for key, issued in self._issued.items() if key in may_arrive}
 
     def _own_promise(self, key: GroupKey, task: Task) -> TaskPromise:
         """Return the promise of a task that this session issues; an earlier one may have issued it with other settings."""

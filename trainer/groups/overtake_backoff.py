@@ -13,6 +13,21 @@ class OvertakeBackoff:
     def __init__(self) -> None:
         """Start with the full wait."""
         self._share = 1.0
+        self._full_since: float | None = None  # when the batch that is to be taken became full
+
+    def rest_s(self, full_s: float, *, overtakes: bool, now: float) -> float:
+        """Return how much longer a full batch waits, in seconds; 0 or less: it is to be taken.
+
+        Args:
+            full_s: The full wait, from the moment the batch became full.
+            overtakes: Whether groups under way would be too old for the next batch; False while there is no full batch.
+            now: Seconds of any monotonic clock.
+        """
+        if not overtakes or full_s <= 0.0:
+            return 0.0
+        if self._full_since is None:
+            self._full_since = now
+        return self._full_since + self.scale(full_s) - now
 
     def scale(self, full_s: float) -> float:
         """Return how much of a full wait to use now, in seconds."""
@@ -21,3 +36,4 @@ class OvertakeBackoff:
     def record(self, *, overtook: bool) -> None:
         """Record that a batch was taken, and whether it overtook groups under way."""
         self._share = self._share / 2 if overtook else 1.0
+        self._full_since = None

@@ -9,9 +9,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
-from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
+
+if TYPE_CHECKING:
+    from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 
 
 class AdapterRegistry:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.rollout_service.embedded_engine.errors import RequestRefused
 from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody, SamplingParams
 from penstock.rollout_service.embedded_engine.http.text import Text
-from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
+
+if TYPE_CHECKING:
+    from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 
 _SEED_STRIDE = 0xD1342543DE82EF95  # odd, so the n samples of one seed get n different seeds
 _SEED_MASK = 2**64 - 1

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -17,8 +17,10 @@ from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
-from penstock.rollout_service.embedded_engine.model.transformer import Weights
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from penstock.rollout_service.embedded_engine.model.transformer import Weights
 
 ENGINE_VERSION = "penstock-embedded"
 

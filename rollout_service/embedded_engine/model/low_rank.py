@@ -18,7 +18,6 @@ from penstock.rollout_service.embedded_engine.model.model_config import ModelCon
 
 Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the fused matrices of a layer
 _SITES: tuple[Site, ...] = ("qkv", "output", "gate_up", "down")
-NO_ADAPTER = 0  # number of rows without an adapter
 
 _numbers = itertools.count(1)  # unique in this process: an adapter that is loaded again gets a new number
 

@@ -1,0 +1,93 @@
+"""The same job on the virtual clock of `penstock plan`, to compare with the real services and for more workers than a machine carries.
+
+python -m benchmarks.asynchrony.virtual --workers 8 32 1000
+python -m benchmarks.asynchrony.virtual --workers 10000 --groups-per-worker 1 --modes "asynchronous, 2" --steps 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.asynchrony.job import GROUP_SIZE, MODES, Job, Mode, write_inputs
+from benchmarks.asynchrony.simulated_engine import SimulatedOptions
+
+from penstock.deploy.plan.simulated_run import Durations, Fleet, SimulatedRun
+from penstock.deploy.plan.waits import Waits, measure
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.settings import DataSettings, RolloutSettings
+
+# What the real services took between two roles on a machine of two cores, s.
+SCORE_S, PUBLISH_S, DELIVER_S = 0.15, 0.1, 0.02
+
+
+def simulate(job: Job, mode: Mode) -> Waits:
+    """Return the figures of a mode, of the same prompts, lengths and steps as are measured of the real services."""
+    job = job.for_mode(mode)
+    rollout = RolloutSettings(
+        group_size=GROUP_SIZE,
+        groups_per_step=job.groups_per_step,
+        groups_per_message=1,
+        max_staleness=mode.max_staleness,
+        max_attempts=100,
+    )
+    fleet = Fleet(
+        num_workers=job.num_workers,
+        pace=job.engine.pace,
+        packs_in_flight=job.packs_in_flight,
+        drains=mode.update_mode == "drain",
+    )
+    durations = Durations(
+        token_s=job.token_s,
+        step_s=job.step_s,
+        score_s=SCORE_S,
+        publish_s=PUBLISH_S,
+        load_s=job.engine.load_s,
+        deliver_s=DELIVER_S,
+    )
+    with tempfile.TemporaryDirectory(prefix="asynchrony-") as folder:
+        write_inputs(Path(folder), job, mode)
+        tokenizer = ChatTokenizer.read(Path(folder) / "model")
+        files = [Path(folder) / "data" / "train.jsonl"]
+        prompts = PromptSet.open(
+            files, data=DataSettings(), reward=RewardSettings(name="exact_match"), tokenizer=tokenizer
+        )
+        outcome = SimulatedRun(rollout, fleet, durations, job.engine.mix, steps=job.steps, prompts=prompts).run()
+    return measure(outcome, fleet, durations, max_staleness=mode.max_staleness, first=job.first, num=job.measured)
+
+
+def main() -> None:
+    """Print a row for each mode."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: all")
+    parser.add_argument("--groups-per-worker", type=int, default=6, help="of a step")
+    parser.add_argument("--steps", type=int, default=10, help="that are measured of each mode")
+    given = parser.parse_args()
+    print(
+        "| workers | mode | trained tokens/s | of the ideal | trainer idle | engines idle | slots used | staleness mean "
+        "| dropped of trained groups | CPU s |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for num_workers in given.workers:
+        job = Job(num_workers, SimulatedOptions(), measured=given.steps)
+        job = replace(job, groups_per_worker=given.groups_per_worker)
+        for mode in MODES:
+            if given.modes and mode.name not in given.modes:
+                continue
+            started = time.process_time()
+            row = simulate(job, mode)
+            print(
+                f"| {num_workers} | {mode.name} | {row.tokens_per_s:.0f} | {row.tokens_per_s / row.ideal_tokens_per_s:.0%} "
+                f"| {row.trainer_idle:.1%} | {row.engines_idle:.1%} | {row.slots_used:.1%} | {row.staleness_mean:.2f} "
+                f"| {row.dropped} of {row.trained} | {time.process_time() - started:.1f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""`penstock plan run.toml`: what a run will wait for, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock.deploy.plan.lengths import EnginePace, LengthMix
+from penstock.deploy.plan.simulated_run import Durations, Fleet, SimulatedRun
+from penstock.deploy.plan.waits import Waits, describe, num_steps, simulate, table
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
+from penstock.trainer.groups.task_packs import choose_groups_per_message
+from penstock.trainer.settings import RolloutSettings, TrainerSettings
+
+_BOUNDS = (0, 1, 2, 4, 8)
+_MEASURED = 10  # steps
+_PROMPT_TOKENS, _TASK_BYTES = 256.0, 2048.0  # of a usual prompt; they decide how many groups share a message
+_ERROR = 2  # exit code of settings that are refused
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan; returns 2 for settings or figures that are refused, after the reason on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="penstock plan",
+        description="Simulate the scheduling of a run on a virtual clock, with the trainer's own decisions, and say who waits "
+        "for whom. Nothing is started, and no model is read.",
+        epilog="The figures of an engine and of the trainer are those of `penstock watch` during a short run. Lengths are "
+        "log-normal with a long tail, up to rollout.max_new_tokens.",
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="rollout workers, each with one engine (2)")
+    parser.add_argument("--slots", type=int, default=64, help="sequences that an engine decodes at once (64)")
+    parser.add_argument(
+        "--engine-rate", type=float, default=2000.0, help="tokens per second of an engine with all slots in use (2000)"
+    )
+    parser.add_argument(
+        "--lone-rate",
+        type=float,
+        help="tokens per second of a single sequence (three times its share of a full engine)",
+    )
+    parser.add_argument(
+        "--trainer-rate", type=float, default=4000.0, help="sampled tokens that the trainer trains in a second (4000)"
+    )
+    parser.add_argument("--median", type=float, help="median tokens of a completion (rollout.max_new_tokens / 20)")
+    parser.add_argument("--load", type=float, default=1.0, help="seconds that an engine takes to load a version (1)")
+    parser.add_argument(
+        "--publish", type=float, default=1.0, help="seconds from a step to its version at the workers (1)"
+    )
+    parser.add_argument("--score", type=float, default=1.0, help="seconds that scoring a pack takes (1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("run_file", nargs="+", metavar="RUN.TOML|SECTION.KEY=VALUE", help="run files and settings")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        files, overrides = split_arguments(given.run_file)
+        trainer = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
+        worker = load(WorkerSettings, files=files, overrides=overrides, environ=os.environ).settings
+        rollout = _with_packs(trainer.rollout)
+        fleet = _fleet(given, worker)
+        rows = _simulate(given, trainer, rollout, fleet)
+    except (ConfigError, ValueError) as err:
+        sys.stderr.write(f"penstock plan: {err}\n")
+        return _ERROR
+    chosen = trainer.rollout.max_staleness
+    now = next(row for row in rows if row.max_staleness == chosen)
+    sentences = describe(now, rows, fleet, rollout.groups_per_message * rollout.group_size)
+    if given.json:
+        sys.stdout.write(json.dumps({"waits": [dataclasses.asdict(row) for row in rows], "says": sentences}) + "\n")
+    else:
+        sys.stdout.write(
+            f"who waits for whom ({given.workers} workers, * the run file's bound)\n\n{table(rows, chosen)}\n\n"
+        )
+        sys.stdout.write("".join(f"- {line}\n" for line in sentences))
+    return 0
+
+
+def _with_packs(rollout: RolloutSettings) -> RolloutSettings:
+    """Return the settings with the groups of a message that the trainer would choose for prompts of usual size."""
+    chosen = choose_groups_per_message(rollout, prompt_tokens=_PROMPT_TOKENS, bytes_per_task=_TASK_BYTES)
+    return rollout.model_copy(update={"groups_per_message": chosen})
+
+
+def _fleet(given: argparse.Namespace, worker: WorkerSettings) -> Fleet:
+    """Return the workers; raises ConfigError."""
+    for name in ("workers", "slots", "engine_rate", "trainer_rate"):
+        if getattr(given, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(given, name)}: expected a number above 0")
+    full_s = given.slots / given.engine_rate
+    alone_s = 1.0 / given.lone_rate if given.lone_rate else full_s / 3
+    return Fleet(
+        num_workers=given.workers,
+        pace=EnginePace(given.slots, min(alone_s, full_s), full_s),
+        packs_in_flight=worker.worker.packs_in_flight,
+        drains=worker.worker.update_mode == "drain",
+    )
+
+
+def _simulate(
+    given: argparse.Namespace, trainer: TrainerSettings, rollout: RolloutSettings, fleet: Fleet
+) -> list[Waits]:
+    """Return the figures of the run file's bound and of some others; raises ValueError."""
+    mix = LengthMix(given.median or max(1.0, rollout.max_new_tokens / 20), rollout.max_new_tokens)
+    durations = Durations(
+        token_s=1.0 / given.trainer_rate, score_s=given.score, publish_s=given.publish, load_s=given.load
+    )
+    rows = []
+    for bound in sorted({*_BOUNDS, rollout.max_staleness}):
+        run = SimulatedRun(
+            rollout.model_copy(update={"max_staleness": bound}),
+            fleet,
+            durations,
+            mix,
+            steps=num_steps(bound, _MEASURED),
+            seed=trainer.run.seed,
+            oldest_patience=trainer.trainer.oldest_patience,
+        )
+        rows.append(simulate(run, fleet, durations, max_staleness=bound, num=_MEASURED))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""How long completions are: a log-normal distribution, cut at the longest completion; pure.
+
+Response lengths of reasoning models are close to log-normal with a long tail: the longest exceed the median more than
+20 times (ROLL Flash, arXiv:2510.11345). `REASONING` has that tail: its 99th percentile is ten medians.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist, fmean
+
+
+@dataclass(frozen=True)
+class LengthMix:
+    """Tokens of completions. The logarithm is normal, with one part of its variance between prompts and one within a group."""
+
+    median_tokens: float
+    longest_tokens: int
+    spread_of_prompts: float = 0.8  # standard deviation of the logarithm between prompts
+    spread_of_samples: float = 0.6  # and between the completions of one prompt
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.median_tokens <= self.longest_tokens:
+            raise ValueError(
+                f"median_tokens = {self.median_tokens} must be at least 1 and at most longest_tokens = {self.longest_tokens}"
+            )
+        if min(self.spread_of_prompts, self.spread_of_samples) < 0.0:
+            raise ValueError("spreads of a length mix must be 0 or more")
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the logarithm over all completions, before the cut."""
+        return math.hypot(self.spread_of_prompts, self.spread_of_samples)
+
+    @cached_property
+    def mean_tokens(self) -> float:
+        """Mean length after the cut, over a thousand quantiles."""
+        quantiles = NormalDist(sigma=self.spread or 1e-9)
+        return fmean(self._tokens(quantiles.inv_cdf((i + 0.5) / 1000)) for i in range(1000))
+
+    def length(self, prompt: str, sample: int) -> int:
+        """Return the length of a prompt's completion, which follows from prompt and number alone: every schedule meets the same."""
+        of_prompt = random.Random(f"prompt {prompt}").gauss()  # noqa: S311  a simulation
+        of_sample = random.Random(f"sample {sample} of {prompt}").gauss()  # noqa: S311  a simulation
+        return round(self._tokens(self.spread_of_prompts * of_prompt + self.spread_of_samples * of_sample))
+
+    def group(self, prompt: str, size: int) -> Sequence[int]:
+        """Return the lengths of a group's completions."""
+        return [self.length(prompt, sample) for sample in range(size)]
+
+    def _tokens(self, logarithm: float) -> float:
+        return min(float(self.longest_tokens), max(1.0, self.median_tokens * math.exp(logarithm)))
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePace:
+    """Seconds of an engine's work. A decode step reads all weights for however few sequences, and takes longer for more."""
+
+    slots: int  # sequences that decode together at most
+    step_s_alone: float  # of one token, for a single sequence
+    step_s_full: float  # of one token for each of ``slots`` sequences
+    prompt_s: float = 0.0  # to compute a prompt
+
+    def __post_init__(self) -> None:
+        if self.slots < 1 or not 0.0 < self.step_s_alone <= self.step_s_full:
+            raise ValueError(f"needs slots >= 1 and 0 < step_s_alone <= step_s_full, got {self}")
+
+    def step_s(self, running: int) -> float:
+        """Return the seconds of a decode step for so many sequences."""
+        share = (min(running, self.slots) - 1) / max(1, self.slots - 1)
+        return self.step_s_alone + (self.step_s_full - self.step_s_alone) * max(0.0, share)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second with all slots in use."""
+        return self.slots / self.step_s_full

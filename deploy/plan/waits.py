@@ -1,0 +1,108 @@
+"""Who waits for whom in a simulated run, as figures and as sentences; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.deploy.plan.simulated_run import Durations, Fleet, Outcome, SimulatedRun
+
+_IDLE = 0.05  # a share of the time that is not worth a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Figures of some steps in a row; shares are of their time."""
+
+    max_staleness: int
+    tokens_per_s: float  # trained
+    step_s: float  # from the end of one step to the end of the next
+    trainer_idle: float
+    engines_idle: float  # without a running sequence, mean over engines
+    slots_used: float  # tokens generated, of those that full engines would have generated
+    staleness_mean: float  # versions, of the trained tokens
+    dropped: int  # groups, in the whole run
+    trained: int
+    ideal_tokens_per_s: float  # if the role with the larger share of the work never waited
+
+
+def measure(outcome: Outcome, fleet: Fleet, durations: Durations, *, max_staleness: int, first: int, num: int) -> Waits:
+    """Return the figures of ``num`` steps after the first ``first`` ones, which fill the queues."""
+    steps = outcome.steps[first : first + num]
+    (since, busy_0, tokens_0), (until, busy_1, tokens_1) = outcome.busy[first - 1], outcome.busy[first + num - 1]
+    wall_s = until - since
+    ages: Counter[int] = sum((step.ages for step in steps), Counter())
+    num_tokens = sum(sum(step.lengths) for step in steps)
+    per_step = num_tokens / num
+    trains = per_step / (durations.step_s + durations.token_s * per_step)
+    return Waits(
+        max_staleness=max_staleness,
+        tokens_per_s=num_tokens / wall_s,
+        step_s=wall_s / num,
+        trainer_idle=max(0.0, 1.0 - sum(step.ended - step.started for step in steps) / wall_s),
+        engines_idle=max(0.0, 1.0 - (busy_1 - busy_0) / wall_s / fleet.num_workers),
+        slots_used=(tokens_1 - tokens_0) / wall_s / (fleet.num_workers * fleet.pace.tokens_per_s),
+        staleness_mean=sum(age * count for age, count in ages.items()) / max(1, ages.total()),
+        dropped=outcome.dropped.total(),
+        trained=sum(len(step.groups) for step in outcome.steps),
+        ideal_tokens_per_s=min(trains, fleet.num_workers * fleet.pace.tokens_per_s),
+    )
+
+
+def simulate(run: SimulatedRun, fleet: Fleet, durations: Durations, *, max_staleness: int, num: int) -> Waits:
+    """Run the steps that fill the queues, ``num`` that are measured, and those in which the run ends (`num_steps`)."""
+    return measure(run.run(), fleet, durations, max_staleness=max_staleness, first=max_staleness + 3, num=num)
+
+
+def num_steps(max_staleness: int, num: int) -> int:
+    """Return the steps of a run of which ``num`` are measured: near its end a run issues less."""
+    return max_staleness + 3 + num + max_staleness + 1
+
+
+def describe(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: int) -> list[str]:
+    """Return sentences about a run with the bound of its run file, and about the other bounds."""
+    lines = []
+    in_flight = fleet.packs_in_flight * sequences_per_pack
+    if now.max_staleness and in_flight < 2 * fleet.pace.slots and now.slots_used < 1.0 - _IDLE:
+        needed = -(-2 * fleet.pace.slots // sequences_per_pack)
+        lines.append(
+            f"worker.packs_in_flight = {fleet.packs_in_flight} keeps at most {in_flight} sequences for the {fleet.pace.slots} "
+            f"slots of an engine, and fewer when the short ones of a group have ended; try {needed}"
+        )
+    if now.trainer_idle > _IDLE:
+        lines.append(f"the trainer waits for rollouts {now.trainer_idle:.0%} of the time")
+    if now.slots_used < 1.0 - _IDLE:
+        what = f"{1.0 - now.slots_used:.0%} of the engines' capacity is unused"
+        if now.trainer_idle <= _IDLE:
+            lines.append(f"the workers wait for the trainer: {what}; fewer workers, or a faster trainer")
+        else:
+            lines.append(f"{what} while the longest completions of a batch end")
+    if now.dropped:
+        lines.append(
+            f"{now.dropped} of {now.dropped + now.trained} groups are too old when they arrive: dropped, and sampled again"
+        )
+    better = [one for one in others if one.tokens_per_s > now.tokens_per_s * (1.0 + _IDLE)]
+    if better:
+        least = min(better, key=lambda one: one.max_staleness)
+        most = max(better, key=lambda one: one.tokens_per_s)
+        for one in dict.fromkeys((least, most)):
+            lines.append(
+                f"rollout.max_staleness = {one.max_staleness} would train {one.tokens_per_s / now.tokens_per_s:.2f} times as "
+                f"many tokens, {one.staleness_mean:.1f} versions old on average"
+            )
+    if not lines:
+        lines.append("nobody waits for long: no other bound on staleness trains more than 5 % faster")
+    return lines
+
+
+def table(rows: list[Waits], chosen: int) -> str:
+    """Return the figures of several bounds; ``chosen`` is the run file's."""
+    lines = ["max_staleness  tokens/s  of ideal  trainer idle  engines idle  slots used  mean age  dropped groups"]
+    for row in rows:
+        mark = "*" if row.max_staleness == chosen else " "
+        lines.append(
+            f"{row.max_staleness:>12}{mark}  {row.tokens_per_s:>8.0f}  {row.tokens_per_s / row.ideal_tokens_per_s:>8.0%}  "
+            f"{row.trainer_idle:>12.1%}  {row.engines_idle:>12.1%}  {row.slots_used:>10.1%}  {row.staleness_mean:>8.2f}  "
+            f"{row.dropped:>6} of {row.dropped + row.trained}"
+        )
+    return "\n".join(lines)

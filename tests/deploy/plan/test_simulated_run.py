@@ -1,0 +1,155 @@
+"""The simulated run: nothing is lost, nothing is favoured, and its figures are those of the rules that it imports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from penstock.deploy.plan.lengths import EnginePace, LengthMix
+from penstock.deploy.plan.simulated_run import Durations, Fleet, Outcome, SimulatedRun
+from penstock.deploy.plan.waits import Waits, describe, measure, num_steps
+from penstock.trainer.groups.dispatch import GroupKey
+from penstock.trainer.settings import RolloutSettings
+
+MIX = LengthMix(median_tokens=48, longest_tokens=1024)
+PACE = EnginePace(slots=16, step_s_alone=0.007, step_s_full=0.02)
+NUM_WORKERS, GROUPS, GROUP_SIZE, MEASURED = 2, 12, 8, 8
+TOKEN_S = 1.0 / (NUM_WORKERS * PACE.tokens_per_s)  # training takes as long as generation by full engines
+DURATIONS = Durations(token_s=TOKEN_S, step_s=0.1, score_s=0.1, publish_s=0.05, load_s=0.1)
+
+
+def fleet(*, drains: bool = False, packs_in_flight: int = 8) -> Fleet:
+    """Two engines that go on with new weights."""
+    return Fleet(num_workers=NUM_WORKERS, pace=PACE, packs_in_flight=packs_in_flight, drains=drains)
+
+
+def outcome_of(
+    max_staleness: int, *, steps: int = 0, seed: int = 0, patience: float = 3.0, drains: bool = False
+) -> Outcome:
+    """Simulate a run."""
+    rollout = RolloutSettings(
+        group_size=GROUP_SIZE,
+        groups_per_step=GROUPS,
+        groups_per_message=1,
+        max_staleness=max_staleness,
+        max_attempts=100,
+    )
+    steps = steps or num_steps(max_staleness, MEASURED)
+    packs = 8 if max_staleness else GROUPS // NUM_WORKERS
+    run = SimulatedRun(
+        rollout, fleet(drains=drains, packs_in_flight=packs), DURATIONS, MIX, steps=steps, seed=seed, oldest_patience=patience
+    )  # fmt: skip
+    return run.run()
+
+
+def waits_of(max_staleness: int) -> Waits:
+    """Return the figures of a run."""
+    outcome = outcome_of(max_staleness)
+    return measure(outcome, fleet(), DURATIONS, max_staleness=max_staleness, first=max_staleness + 3, num=MEASURED)
+
+
+def lengths_of(group_id: str) -> Sequence[int]:
+    """Return the lengths that the mix has for a group's prompt."""
+    return MIX.group(repr((GroupKey.parse(group_id).prompt,)), GROUP_SIZE)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_group_that_is_generated_is_trained_once_and_nothing_else_is(max_staleness: int, seed: int) -> None:
+    """Without drops the groups that are trained are those that were sampled: lengths and prompts have one distribution."""
+    outcome = outcome_of(max_staleness, steps=6 + max_staleness, seed=seed)
+    trained = [group for step in outcome.steps for group in step.groups]
+    assert len(trained) == len(set(trained)) == GROUPS * (6 + max_staleness)
+    lengths = sorted(length for step in outcome.steps for length in step.lengths)
+    if not outcome.dropped:
+        assert set(trained) == set(outcome.sampled)
+        assert lengths == sorted(length for group in outcome.sampled.values() for length in group)
+    assert lengths == sorted(length for group in trained for length in lengths_of(group))
+    issued = {group.rpartition(".")[0] for group in outcome.sampled}
+    assert {group.rpartition(".")[0] for group in trained} == issued  # a dropped prompt comes back as another attempt
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4, 8])
+def test_no_length_is_favoured_in_the_middle_of_a_run(max_staleness: int) -> None:
+    """Steps train the lengths that were sampled: a group that takes long is late, but not left out."""
+    outcome = outcome_of(max_staleness, steps=24 + 2 * max_staleness)
+    middle = [length for step in outcome.steps[max_staleness + 3 : -max_staleness - 1] for length in step.lengths]
+    sampled = sorted(length for group in outcome.sampled.values() for length in group)
+    assert fmean(middle) == pytest.approx(fmean(sampled), rel=0.1)
+    long = sampled[int(0.9 * len(sampled))]
+    assert sum(length > long for length in middle) / len(middle) == pytest.approx(0.1, rel=0.2)
+    assert not outcome.dropped
+
+
+def test_a_full_batch_that_does_not_wait_drops_the_long_groups() -> None:
+    """What `trainer.oldest_patience` is for: without it, a bound of one version drops the groups with the longest completions."""
+    hasty = outcome_of(1, steps=16, patience=0.0)
+    assert sum(hasty.dropped.values()) > 10 * max(1, sum(outcome_of(1, steps=16).dropped.values()))
+
+
+def test_asynchrony_is_worth_what_the_waits_of_a_synchronous_run_cost() -> None:
+    """At a bound of 8 versions hardly anything waits; a synchronous run of the same job takes over twice as long."""
+    synchronous, ahead = waits_of(0), waits_of(8)
+    assert ahead.tokens_per_s > 2.2 * synchronous.tokens_per_s
+    assert ahead.tokens_per_s > 0.9 * ahead.ideal_tokens_per_s
+    assert ahead.trainer_idle < 0.1
+    assert ahead.engines_idle < 0.03
+    assert synchronous.trainer_idle > 0.5
+    assert synchronous.staleness_mean == 0.0
+
+
+def test_no_token_is_older_than_the_bound() -> None:
+    """Whatever happens, and for swaps that drain as for those that do not."""
+    for drains in (True, False):
+        for bound in (0, 1, 2):
+            outcome = outcome_of(bound, steps=8, drains=drains)
+            assert max(age for step in outcome.steps for age in step.ages) <= bound
+
+
+def test_steps_and_engines_take_the_time_of_their_tokens() -> None:
+    """One engine without a tail: a synchronous step is its generation, its training, and what lies between."""
+    mix = LengthMix(median_tokens=100, longest_tokens=100, spread_of_prompts=0.0, spread_of_samples=0.0)
+    rollout = RolloutSettings(group_size=8, groups_per_step=2, groups_per_message=1, max_staleness=0)
+    durations = Durations(token_s=0.001, step_s=0.5, score_s=0.25, publish_s=0.125, load_s=0.0625)
+    one = Fleet(num_workers=1, pace=PACE, packs_in_flight=2, drains=True)
+    outcome = SimulatedRun(rollout, one, durations, mix, steps=3).run()
+    generated_s, trained_s = 100 * PACE.step_s_full, 0.5 + 0.001 * 2 * 8 * 100
+    between = [later.ended - earlier.ended for earlier, later in zip(outcome.steps, outcome.steps[1:], strict=False)]
+    assert between == pytest.approx([0.125 + 0.0625 + generated_s + 0.25 + trained_s] * 2)
+    (_, busy_0, tokens_0), (_, busy_1, tokens_1) = outcome.busy[0], outcome.busy[1]
+    assert (busy_1 - busy_0, tokens_1 - tokens_0) == pytest.approx((generated_s, 1600))
+
+
+def test_the_plan_says_what_limits_a_run() -> None:
+    """The trainer that waits, the bound that would help, and too few packs in flight."""
+    rows = [waits_of(bound) for bound in (1, 8)]
+    said = " / ".join(describe(rows[0], rows, fleet(), GROUP_SIZE))
+    assert "the trainer waits for rollouts" in said
+    assert "rollout.max_staleness = 8 would train" in said
+    assert "packs_in_flight = 1 keeps at most 8 sequences" in " ".join(
+        describe(rows[0], rows, fleet(packs_in_flight=1), GROUP_SIZE)
+    )
+    busy = replace(rows[1], trainer_idle=0.01, slots_used=0.99)
+    assert describe(busy, [rows[0], busy], fleet(), GROUP_SIZE) == [
+        "nobody waits for long: no other bound on staleness trains more than 5 % faster"
+    ]
+
+
+@pytest.mark.parametrize(("median", "longest", "spread"), [(0.5, 10, 0.1), (20, 10, 0.1), (10, 20, -0.1)])
+def test_a_mix_that_is_none_is_refused(median: float, longest: int, spread: float) -> None:
+    """The error names the number."""
+    with pytest.raises(ValueError, match=r"median_tokens|spreads"):
+        LengthMix(median, longest, spread_of_samples=spread)
+
+
+def test_an_engine_decodes_slower_the_more_sequences_run() -> None:
+    """But more tokens a second; and beyond its slots no slower."""
+    rates = [running / PACE.step_s(running) for running in range(1, PACE.slots + 1)]
+    assert rates == sorted(rates)
+    assert PACE.step_s(1) == PACE.step_s_alone
+    assert PACE.step_s(1000) == PACE.step_s_full
+    with pytest.raises(ValueError, match="slots"):
+        EnginePace(0, 0.1, 0.2)
