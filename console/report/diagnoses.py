@@ -80,6 +80,8 @@ def _no_signal(run: RunFigures) -> Iterator[Diagnosis]:
     share, reward = run.mean("zero_signal_groups"), run.mean("reward_mean")
     if share is None or share < _FEW_SIGNALS or any(_constant_reward(run)):
         return
+    if share < 1.0 and len(run.steps) < _RECENT:  # the first steps of a run often have few signals
+        return
     cause = "Most prompts are solved either always or never; such a group has no advantage and no gradient."
     if share == 1.0:
         cause = (

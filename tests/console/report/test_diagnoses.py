@@ -45,6 +45,7 @@ CASES: list[tuple[str, RunFigures, list[str], str]] = [
     ("one reward among zeros", RunFigures([*steps(39, reward_mean=0.0, reward_std=0.0), SOUND]), [], ""),
     ("a mean of 0 with rewards of -1 and 1", RunFigures(steps(reward_mean=0.0, reward_std=1.0)), [], ""),
     ("half without signal", RunFigures(steps(zero_signal_groups=0.5)), ["no_signal"], "50% of the groups of the last 20"),
+    ("half, in the first steps", RunFigures(steps(5, zero_signal_groups=0.6)), [], ""),
     ("almost half", RunFigures(steps(zero_signal_groups=0.49)), [], ""),
     ("too easy", RunFigures(steps(zero_signal_groups=0.8, reward_mean=0.95)), ["no_signal"], "too easy by now"),
     ("too hard", RunFigures(steps(zero_signal_groups=0.8, reward_mean=0.05)), ["no_signal"], "too hard for it yet"),
