@@ -26,7 +26,7 @@ from penstock.trainer.settings import DataSettings, RolloutSettings
 SCORE_S, PUBLISH_S, DELIVER_S = 0.15, 0.1, 0.02
 
 
-def simulate(job: Job, mode: Mode) -> Waits:
+def simulate(job: Job, mode: Mode, *, patience: float) -> Waits:
     """Return the figures of a mode, of the same prompts, lengths and steps as are measured of the real services."""
     job = job.for_mode(mode)
     rollout = RolloutSettings(
@@ -57,7 +57,9 @@ def simulate(job: Job, mode: Mode) -> Waits:
         prompts = PromptSet.open(
             files, data=DataSettings(), reward=RewardSettings(name="exact_match"), tokenizer=tokenizer
         )
-        outcome = SimulatedRun(rollout, fleet, durations, job.engine.mix, steps=job.steps, prompts=prompts).run()
+        outcome = SimulatedRun(
+            rollout, fleet, durations, job.engine.mix, steps=job.steps, oldest_patience=patience, prompts=prompts
+        ).run()
     return measure(outcome, fleet, durations, max_staleness=mode.max_staleness, first=job.first, num=job.measured)
 
 
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: all")
     parser.add_argument("--groups-per-worker", type=int, default=6, help="of a step")
     parser.add_argument("--steps", type=int, default=10, help="that are measured of each mode")
+    parser.add_argument("--patience", type=float, default=3.0, help="trainer.oldest_patience")
     given = parser.parse_args()
     print(
         "| workers | mode | trained tokens/s | of the ideal | trainer idle | engines idle | slots used | staleness mean "
@@ -80,7 +83,7 @@ def main() -> None:
             if given.modes and mode.name not in given.modes:
                 continue
             started = time.process_time()
-            row = simulate(job, mode)
+            row = simulate(job, mode, patience=given.patience)
             print(
                 f"| {num_workers} | {mode.name} | {row.tokens_per_s:.0f} | {row.tokens_per_s / row.ideal_tokens_per_s:.0%} "
                 f"| {row.trainer_idle:.1%} | {row.engines_idle:.1%} | {row.slots_used:.1%} | {row.staleness_mean:.2f} "
