@@ -35,6 +35,7 @@ from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.telemetry.event_writer import EventWriter
 
 CHECKPOINTS = "checkpoints"
+_ABANDONED_KEPT = 16  # newest ranges of rolled-back versions that later sessions know; older samples are long stale
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Committer:
             totals=issued.totals,
             account=issued.entries.account,
             algorithm=self.planner.document(),
+            abandoned=self.collector.abandoned[-_ABANDONED_KEPT:],
             metrics_bytes=self.events.sync(),
             record=record,
             chapter=chapter,

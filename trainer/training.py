@@ -115,6 +115,8 @@ class Training:
         self._set_state("starting", total_steps=self.settings.trainer.steps)
         parent = self.resumed.version if self.resumed else None
         self.version, is_new = self.submitter.submit_first(self.resumed)
+        for after, until in self.resumed.abandoned if self.resumed is not None else ():
+            self.collector.abandon(PolicyVersion(after), PolicyVersion(until))
         if self.resumed is not None and is_new:
             self.collector.abandon(PolicyVersion(self.resumed.version), self.version)
         self.record_writer.add_session(

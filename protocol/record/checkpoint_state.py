@@ -38,6 +38,9 @@ class CheckpointState(Wire):
     letters_read: Count = 0  # sequence number of the last dead letter that this state knows
     totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/counters.py` writes them
     algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/algorithm_state.py` writes it
+    abandoned: tuple[
+        tuple[Count, Count], ...
+    ] = ()  # versions between both were published by sessions that were rolled back
     account: AccountState
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are repeated
     record: BlobRef  # the last chapter of the lineage

@@ -58,7 +58,8 @@ class Batcher:
         self._unchecked: list[ReadyGroup] = []  # arrived since then
         self._too_old: dict[str, DropReason] = {}  # ready groups that are not fresh at that version
         self._in_use: dict[str, ReadyGroup] = {}
-        self._abandoned: tuple[PolicyVersion, PolicyVersion] | None = None
+        self.abandoned: tuple[tuple[PolicyVersion, PolicyVersion], ...] = ()
+        """Ranges of versions, both ends exclusive, whose samples are not trained on; oldest first."""
 
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
         """Train on no token of the versions between ``after`` and ``until``, both exclusive.
@@ -66,7 +67,7 @@ class Batcher:
         A session that was rolled back had published them. ``until`` has the weights of ``after`` again, so that the numbers
         of the versions between would make the samples look one or two versions old: they are of weights that this run never had.
         """
-        self._abandoned = (after, until)
+        self.abandoned = (*self.abandoned, (after, until))
 
     @property
     def num_ready(self) -> int:
@@ -189,14 +190,10 @@ class Batcher:
         return None if fresh else DropReason.STALE
 
     def _is_of_abandoned_weights(self, group: ReadyGroup) -> bool:
-        if self._abandoned is None:
-            return False
-        after, until = self._abandoned
         summary = group.scored.generated
-        if summary.newest_version <= after or summary.oldest_version >= until:
-            return False
-        rows = group.group.trained_rows
-        return any(after < run.version < until for trajectory in rows for run in trajectory.version_runs)
+        touched = [(a, u) for a, u in self.abandoned if summary.newest_version > a and summary.oldest_version < u]
+        rows = group.group.trained_rows if touched else ()
+        return any(a < run.version < u for a, u in touched for row in rows for run in row.version_runs)
 
     @staticmethod
     def _drop(group: ReadyGroup, reason: DropReason) -> Drop:

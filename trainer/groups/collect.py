@@ -165,6 +165,11 @@ class Collector:
                 )
         return []
 
+    @property
+    def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
+        """The ranges of versions whose samples are not trained on (`Batcher.abandoned`)."""
+        return self._tracker.abandoned
+
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
         """Train on no sample of the versions between both, which a rolled-back session published (`Batcher.abandon`)."""
         with self._changed:

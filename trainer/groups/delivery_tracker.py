@@ -78,6 +78,11 @@ class DeliveryTracker:
         """Groups that could be trained if all were fresh."""
         return self._batcher.num_ready
 
+    @property
+    def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
+        """The ranges of versions whose samples are not trained on (`Batcher.abandoned`)."""
+        return self._batcher.abandoned
+
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
         """Train on no sample of the versions between both (`Batcher.abandon`)."""
         self._batcher.abandon(after, until)

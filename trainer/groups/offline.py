@@ -203,6 +203,11 @@ class StoredCollector:
         self._issuer.take(batch, drops)
         return ready
 
+    @property
+    def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
+        """No range of versions: none of this run sampled a stored group."""
+        return ()
+
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
         """Do nothing: no version of this run sampled a stored group."""
 

@@ -73,6 +73,7 @@ def begun_at(version: int, run: VersionRun) -> tuple[VersionRun, ...]:
 def test_samples_of_versions_that_a_crash_rolled_back_are_dropped() -> None:
     """Version 9 has the weights of version 4 again: 5 to 8 are of no ancestor, though their numbers look fresh at 9."""
     box = batcher(groups_per_step=4, max_staleness=5)
+    box.abandon(PolicyVersion(1), PolicyVersion(3))  # an earlier crash
     box.abandon(PolicyVersion(4), PolicyVersion(9))
     for number, version in enumerate((4, 5, 8, 9)):
         box.offer(ready(number, version))

@@ -62,6 +62,10 @@ class DelayedAcks:
     covered: Callable[[], list[int]]
     unsent: list[int] = field(default_factory=list)  # acknowledgements that the broker has not received
 
+    @property
+    def abandoned(self) -> tuple[tuple[int, int], ...]:
+        return self.tracker.abandoned
+
     def settled(self) -> list[int]:
         return self.covered()
 

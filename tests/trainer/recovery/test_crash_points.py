@@ -188,6 +188,8 @@ def test_a_trainer_without_the_folder_resumes_from_the_object_store(
         sessions.append(start(run_file, stored))
         sessions[-1].wait()
     assert "fetching the checkpoint from the object store" in sessions[-1].err
+    ((after, until),) = scene.state(run_id).abandoned  # what the killed session published is known to later ones
+    assert until > after + 1
     assert_whole(scene, run_id)
     metrics = (scene.checkpoints(run_id).parent / "metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in map(json.loads, metrics) if line["kind"] == "step"] == list(range(1, STEPS + 1))
