@@ -95,7 +95,7 @@ def _peer(python: Path, run_file: Path) -> dict[str, Any]:
 
 def peer_result(printed: str) -> dict[str, Any]:
     """Return the peer's run as those of Penstock; seconds are those of its steps, without imports and evaluations."""
-    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith('{"steps"')]
     return {
         "held_out_before": lines[0]["held_out"],
         "held_out_after": lines[-1]["held_out"],
