@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,10 @@ class SimulatedRunner:
     @property
     def num_stored_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in list(self.running))
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a context without an effect: nothing is computed."""
+        return nullcontext()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
         """Take the time of the prompts, each once; every sequence gets one token."""

@@ -208,8 +208,9 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._wait_for_work():
-                self._iterate()
+            with self._runner.computing():
+                while self._wait_for_work():
+                    self._iterate()
         except Exception as error:  # noqa: BLE001  (whatever the error, no client may wait for a thread that has ended)
             self.failure = error
             self._fail_all(error)

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -53,7 +54,10 @@ class Runner:
         """Tokens whose keys and values are in the cache; callable from any thread."""
         return int(self._rows.position[: len(self.running)].sum())
 
-    @torch.inference_mode()
+    def computing(self) -> AbstractContextManager[object]:
+        """Return the context in which all other methods are called: tensors made in it cannot be changed outside of it."""
+        return torch.inference_mode()
+
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
         """Compute the prompts of ``admitted`` sequences and sample one token each; return those that finished."""
         groups: dict[Prefix, list[Sequence]] = {}
@@ -81,7 +85,6 @@ class Runner:
         logits = logits.repeat_interleave(torch.tensor(copies, device=self._device), dim=0)
         return self._advance(logits, first)
 
-    @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Compute and sample one token for every running sequence; return those that finished."""
         num, rows = len(self.running), padded_rows(len(self.running))

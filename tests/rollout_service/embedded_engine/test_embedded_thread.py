@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -16,6 +17,10 @@ class BrokenRunner:
     """A runner whose every computation fails, as a bug or exhausted memory would make it."""
 
     running: list[Sequence] = []  # noqa: RUF012  (stays empty)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is computed."""
+        return contextlib.nullcontext()
 
     def start(self, newcomers: list[Sequence]) -> list[Sequence]:
         """Fail."""
