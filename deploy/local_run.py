@@ -46,6 +46,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.algorithm.summary_line import summary_line
+from penstock.trainer.data.run_length import known_steps
 from penstock.trainer.settings import TrainerSettings
 
 TRAINER = "trainer"
@@ -107,12 +108,13 @@ class LocalRun:
         self._environ = dict(os.environ if environ is None else environ)
         files, overrides = split_arguments(self._arguments)
         connection = load(ConnectionSettings, files=files, overrides=overrides, environ=self._environ)
-        trainer = load(TrainerSettings, files=files, overrides=overrides, environ=self._environ).settings
+        loaded = load(TrainerSettings, files=files, overrides=overrides, environ=self._environ)
+        trainer = loaded.settings
         reward = load(RewardSettings, files=files, overrides=overrides, environ=self._environ)
         rollout = load(RolloutSettings, files=files, overrides=overrides, environ=self._environ).settings
         self.settings = trainer
         self.run_id = trainer.run.id
-        self.total_steps = trainer.trainer.steps
+        self.total_steps = known_steps(loaded)
         self.algorithm = summary_line(trainer.algorithm, max_staleness=trainer.rollout.max_staleness)
         self.folder = trainer.run.folder.absolute()
         self.nats: NatsSettings = connection.settings.nats

@@ -41,6 +41,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.train import OUTAGE
+from penstock.trainer.data.run_length import known_steps
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.settings import TrainerSettings
 
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         nodes, rest = split(given, os.environ)
         files, overrides = split_arguments(rest)
-        settings = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
+        loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+        settings, steps = loaded.settings, known_steps(loaded)
         command = launch.trainer_command(given, os.environ)
         if nodes is not None:
             print(
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 trackers.start()
                 if trainer.is_logged:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
-                code, summary = _watch(trainer, trackers, settings, quiet=options.json)
+                code, summary = _watch(trainer, trackers, settings, steps, quiet=options.json)
             if code == 0 and summary is not None and not trainer.stop_requested:
                 write_report(settings.run.folder.absolute(), summary, as_json=options.json)
                 for line in trackers.finish():
@@ -212,7 +214,7 @@ class Trainer:
 
 
 def _watch(
-    trainer: Trainer, trackers: TrackerProcesses, settings: TrainerSettings, *, quiet: bool
+    trainer: Trainer, trackers: TrackerProcesses, settings: TrainerSettings, steps: int | None, *, quiet: bool
 ) -> tuple[int, RunSummary | None]:
     """Show the run until the trainer exits; the summary is None when the run cannot be watched."""
     with contextlib.ExitStack() as watching:
@@ -221,7 +223,7 @@ def _watch(
             bus = watching.enter_context(Bus.connect(settings.nats, name="watch", deadline_s=_CONNECT_S))
             mode = "auto" if trainer.is_logged and not quiet else "quiet"
             folder = settings.run.folder.absolute()
-            panel = LivePanel(settings.run.id, bus, total_steps=settings.trainer.steps, mode=mode, folder=folder)
+            panel = LivePanel(settings.run.id, bus, total_steps=steps, mode=mode, folder=folder)
             watching.enter_context(panel)
             trainer.on_incident(panel.note)
             trackers.on_incident(panel.note)

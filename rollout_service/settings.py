@@ -219,7 +219,7 @@ class RolloutSettings(Section):
             if changed and name != own:
                 raise ValueError(
                     f"{name}.{changed[0]} does nothing with worker.engine = {self.worker.engine}; "
-                    f'set worker.engine = "{name}", or leave it out'
+                    f'set worker.engine = "{name}", or remove {", ".join(f"{name}.{key}" for key in changed)}'
                 )
         if own != "worker":
             self._refuse_options_of_the_embedded_engine()

@@ -24,7 +24,6 @@ from penstock.trainer.eval_settings import ENVIRONMENT, EvalSettings
 from penstock.trainer.fine_tuning_settings import (
     Beta,
     Files,
-    FineTuningSettings,
     RmSettings,
     Schedule,
     SftSettings,
@@ -224,6 +223,12 @@ class OptimizerSettings(Section):
         description="Steps of the whole run, resumed ones included: each trains one batch and makes one version. Warm-up and "
         "schedule count them too, whatever number of optimizer steps a batch has.",
     )
+    epochs: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Passes over the rows of data.train instead of steps: the steps are counted at the start, as epochs x rows "
+        "that are not left out / rollout.groups_per_step, rounded up.",
+    )
     lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
     weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's decoupled weight decay.")
@@ -398,7 +403,29 @@ class TrainerSettings(Section):
         self._check_critic()
         self._check_lora()
         self._check_warmup()
+        if self.trainer.epochs is None and (problem := self.problem_of_length()):
+            raise ValueError(problem)
+        if self.trainer.epochs is not None and self.data.from_run is not None:
+            raise ValueError(
+                f"trainer.epochs = {self.trainer.epochs:g} counts rows of data.train, and data.from_run trains on stored groups; "
+                "set trainer.steps"
+            )
         return self
+
+    def problem_of_length(self) -> str:
+        """Return what does not fit into ``trainer.steps`` steps; empty when all does."""
+        section = self.trainer
+        if section.warmup_steps > section.steps:
+            return (
+                f"trainer.warmup_steps = {section.warmup_steps} is more than trainer.steps = {section.steps}; lower it, so that the "
+                "peak is reached"
+            )
+        if self.critic.head_start_steps >= section.steps:
+            return (
+                f"critic.head_start_steps = {self.critic.head_start_steps} leaves none of trainer.steps = {section.steps} for the "
+                "policy; lower it"
+            )
+        return ""
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self, info: ValidationInfo) -> TrainerSettings:
@@ -413,9 +440,8 @@ class TrainerSettings(Section):
         return self
 
     def _check_warmup(self) -> None:
-        for name, section in (("trainer", self.trainer), ("sft", self.sft), ("dpo", self.dpo), ("rm", self.rm)):
-            counts_epochs = isinstance(section, FineTuningSettings) and section.epochs is not None
-            if section.warmup_steps > section.steps and not counts_epochs:
+        for name, section in (("sft", self.sft), ("dpo", self.dpo), ("rm", self.rm)):
+            if section.epochs is None and section.warmup_steps > section.steps:
                 raise ValueError(
                     f"{name}.warmup_steps is more than {name}.steps; lower it, so that the peak is reached"
                 )
@@ -454,11 +480,6 @@ class TrainerSettings(Section):
                     f"critic.{idle[0]} does nothing with algorithm.advantage = {self.algorithm.advantage}, which needs "
                     'no critic; set algorithm.name = "ppo", or algorithm.advantage = "gae"'
                 )
-        if self.critic.head_start_steps >= self.trainer.steps:
-            raise ValueError(
-                f"critic.head_start_steps = {self.critic.head_start_steps} leaves none of trainer.steps = "
-                f"{self.trainer.steps} for the policy; lower it"
-            )
 
     @property
     def publishes_adapters(self) -> bool:

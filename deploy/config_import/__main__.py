@@ -15,7 +15,13 @@ from penstock.deploy.config_import import report
 from penstock.deploy.config_import.found import Found
 from penstock.deploy.config_import.read_shell import read_shell
 from penstock.deploy.config_import.read_tree import read_json, read_yaml
-from penstock.deploy.config_import.run_file_text import known_keys, leave_out_refused, run_file_text
+from penstock.deploy.config_import.run_file_text import (
+    decisions,
+    known_keys,
+    leave_out_refused,
+    offer_silent_defaults,
+    run_file_text,
+)
 from penstock.deploy.config_import.translate import detect, own_section, translate
 from penstock.protocol.config.foreign_config import SYSTEMS
 from penstock.protocol.config.sources import MAX_FILE_BYTES
@@ -66,10 +72,12 @@ def main(arguments: Sequence[str]) -> int:
             )
         done = translate(found, system, known_keys())
         leave_out_refused(done)
+        if own_section(found) is None:
+            offer_silent_defaults(done, found.values)
         if given.to.exists():
             raise ConfigError(f"{given.to} exists; name another file with --to")
         header = f"# Imported from {given.file.name} ({system}) by `penstock config import`.\n\n"
-        given.to.write_text(header + run_file_text(done.settings), encoding="utf-8")
+        given.to.write_text(header + decisions(done) + run_file_text(done.settings, done.offered), encoding="utf-8")
     except (ConfigError, OSError) as err:
         sys.stderr.write(f"{err}\n")
         return _ERROR

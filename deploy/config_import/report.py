@@ -10,6 +10,7 @@ from penstock.deploy.config_import.translation import Kind, Translation
 _TITLES: dict[Kind, str] = {
     "decide": "needs a decision",
     "unknown": "unknown",
+    "silent": "not in the file: what its system does then, and the run file does not (it has them as comments)",
     "translated": "translated",
     "taken": "taken",
     "ignored": "ignored",

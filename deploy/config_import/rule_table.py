@@ -40,6 +40,7 @@ from penstock.deploy.config_import.rules import (
     overlong,
     passes,
     positive,
+    reward_argument,
     reward_code,
     reward_kl,
     run_name,
@@ -96,6 +97,9 @@ _RULES: dict[str, Rule] = {
     "reward_model.overlong_buffer.len": overlong,
     "custom_reward_function.path": reward_code,
     "custom_reward_function.name": with_rule("custom_reward_function.path"),
+    f"{ACTOR}.strategy": only(("fsdp", "fsdp2"), "there is no other sharding than DeepSpeed's ZeRO: set trainer.zero_stage (0 to 3)"),
+    "actor_rollout_ref.model.use_shm": only((False, None), "copy the model below /dev/shm and set model.path to it"),
+    "reward_model.reward_manager": only(("naive",), "set reward.name, and [reward.define] for a reward of several parts"),
     "reward_model.enable": only((False, None), "serve the reward model with `python -m penstock.reward_model`; set reward.name"),
     "trainer.total_epochs": epochs,
     "trainer.total_training_steps": positive("trainer.steps", OFF),
@@ -277,6 +281,12 @@ _OF_SYSTEM: dict[str, dict[str, Rule]] = {
 }
 
 
+_REWARD_ARGUMENTS = ("custom_reward_function.reward_kwargs.",)
+
+
 def rule_for(system: str, key: str) -> Rule | None:
     """Return the rule of a key in a system's file; None when the tables answer for it."""
+    for prefix in _REWARD_ARGUMENTS:
+        if key.startswith(prefix):
+            return reward_argument(key.removeprefix(prefix))
     return _OF_SYSTEM.get(system, {}).get(key) or _RULES.get(key)

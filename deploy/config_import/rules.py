@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
+from penstock.protocol.config.foreign_keys.answers import ESTIMATOR
 
 Values = Mapping[str, Any]
 Rule = Callable[[Any, Values], Outcome]
@@ -87,8 +88,7 @@ def engine_option(sglang: str, vllm: str) -> Rule:
 def estimator(given: Any, values: Values) -> Outcome:
     """Set the algorithm that an estimator, with the loss beside it, is called here."""
     theirs = str(given).lower()
-    names = {"gae": "ppo", "group_norm": "grpo", "reinforce_baseline": "reinforce_pp_baseline"}
-    name = names.get(theirs, theirs)
+    name = ESTIMATOR.value(theirs)
     mode = str(first(values, f"{ACTOR}.policy_loss.loss_mode", "importance_sampling_level", default=""))
     if name == "grpo" and mode in ("gspo", "sequence"):
         name = "gspo"
@@ -151,11 +151,11 @@ def share_of_steps(setting: str) -> Rule:
 
 
 def epochs(given: Any, values: Values) -> Outcome:
-    """Ask for the number of steps: the rows of the data are not known here."""
+    """Set the passes over the data, unless the file sets steps."""
     steps = first(values, "trainer.total_training_steps", "max_steps", "num_rollout")
     if isinstance(steps, int) and steps > 0:
         return ignored(f"the file sets {steps} steps")
-    return decide(f"set trainer.steps: {given} x rows of data.train / rollout.groups_per_step")
+    return set_to(trainer__epochs=given) if given > 0 else ignored(OFF)
 
 
 def passes(given: Any, values: Values) -> Outcome:
@@ -245,6 +245,12 @@ def reward_code(given: Any, values: Values) -> Outcome:
         f'copy {given} beside the run file and set reward.name = "{file}:{name}"; or start `penstock reward serve {given}`, whose '
         f"reward is called like the file: {file.removesuffix('.py')}"
     )
+
+
+def reward_argument(key: str) -> Rule:
+    """Return a rule for an argument of the reward function, which the reward function gets otherwise here."""
+    text = f"the function was called with {key}=VALUE: write the value into its file as a default, or give it to each row in extra_info"
+    return lambda given, values: ignored("not set") if given in (None, {}, "") else decide(text)
 
 
 def gpus(given: Any, values: Values) -> Outcome:

@@ -164,8 +164,7 @@ def _of_epochs(key: str, value: Any, values: Mapping[str, Any], command: OwnSect
     if command is None or key.rpartition(".")[2] not in _EPOCHS:
         return None
     given = epochs(value, values)
-    is_number = isinstance(value, (int, float)) and value > 0
-    return Outcome("taken", {f"{command.section}.epochs": value}) if given.kind == "decide" and is_number else given
+    return Outcome("taken", {f"{command.section}.epochs": value}) if given.settings else given
 
 
 def _of_pairs(key: str, value: Any, command: OwnSection | None) -> Outcome | None:

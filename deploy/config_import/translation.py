@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["taken", "translated", "ignored", "decide", "unknown"]
+Kind = Literal["taken", "translated", "ignored", "decide", "unknown", "silent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Translation:
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
+    offered: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Settings that the run file holds as comments: the value, and why someone might want it."""
 
     @property
     def needs_decision(self) -> bool:

@@ -26,7 +26,7 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
         "algorithm.kl_coefficient": 0.001, "algorithm.kl_form": "k3", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28,
         "data.overlong": "drop", "worker.engine": "vllm", "vllm.tensor_parallel_size": 2, "vllm.gpu_memory_utilization": 0.6,
         "run.id": "qwen25-7b", "eval.every": 5, "trainer.lr": 1e-6, "model.gradient_checkpointing": True,
-    }, ["data.train_files", "trainer.n_gpus_per_node", "trainer.total_epochs"]),
+    }, ["data.train_files", "trainer.n_gpus_per_node"]),
     "verl_sft.sh": ("verl", 1, {
         "sft.lr": 1e-5, "model.lora.rank": 32, "model.lora.alpha": 64, "data.map.response": "response", "trainer.num_ranks": 4,
         "run.id": "qwen7b-sft", "sft.epochs": 3,
@@ -59,12 +59,12 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
     }, []),
     "platform_job.json": ("agentrl", 1, {
         "algorithm.name": "grpo", "run.id": "qwen7b-grpo-math", "data.eval": "/data/gsm8k/test.parquet", "rollout.groups_per_step": 1024,
-    }, ["num_gpus", "num_epochs", "context_length"]),
+    }, ["num_gpus", "context_length"]),
     "openrlhf.sh": ("openrlhf", 1, {
         "algorithm.name": "grpo", "rollout.groups_per_step": 64, "algorithm.minibatches": 4, "algorithm.clip_high": 0.28,
         "algorithm.kl_coefficient": 1e-3, "algorithm.kl_form": "k3", "trainer.num_ranks": 4, "vllm.engines": 4, "trainer.zero_stage": 3,
         "run.id": "llama3-8b-rlhf", "data.map.prompt": "context_messages",
-    }, ["remote_rm_url", "num_episodes", "lr_warmup_ratio"]),
+    }, ["remote_rm_url", "lr_warmup_ratio"]),
     "slime.sh": ("slime", 1, {
         "model.path": "/models/Qwen3-4B", "sglang.engines": 2, "sglang.tp_size": 2, "rollout.stop": ["</answer>"],
         "algorithm.token_tis_cap": 2.0, "trainer.betas": [0.9, 0.98], "trainer.micro_batch_tokens": 9216, "trainer.steps": 3000,
@@ -135,6 +135,42 @@ def test_what_a_whole_configuration_repeats_is_one_line(tmp_path: Path, capsys: 
     assert int(rest.split()[0]) > 150
 
 
+def test_what_a_silent_file_means_there_is_said_and_in_comments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other system's defaults that hold otherwise here; with the comments removed, the run file has them."""
+    to = tmp_path / "run.toml"
+    _, report = imported(FILES / "verl_grpo.sh", to, capsys=capsys)
+    silent = {one["key"].rpartition(".")[2]: one["text"] for one in report["keys"] if one["kind"] == "silent"}
+    assert silent == {
+        "betas": "trainer.betas = [0.9, 0.999] does the same; here [0.9, 0.95]",
+        "weight_decay": "trainer.weight_decay = 0.01 does the same; here 0.0",
+        "clip_ratio_c": 'algorithm.dual_clip = 3.0 does the same; here "none"',
+    }
+    text = to.read_text()
+    assert "# - trainer.n_gpus_per_node=8: 8: workers and trainer have GPUs of their own here" in text
+    to.write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    written = tomllib.loads(to.read_text())
+    assert written["trainer"]["betas"] == [0.9, 0.999]
+    assert written["algorithm"]["dual_clip"] == 3.0
+    load_all([to], [], {})
+
+
+def test_arguments_of_a_reward_function_need_a_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are not dropped in silence; what verl's examples write for its own layout is no question."""
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "python3 -m verl.trainer.main_ppo +custom_reward_function.reward_kwargs.scale=2 actor_rollout_ref.actor.strategy=fsdp "
+        "actor_rollout_ref.model.use_shm=false reward_model.reward_manager=naive actor_rollout_ref.model.path=m"
+    )
+    _, report = imported(file, tmp_path / "run.toml", capsys=capsys)
+    lines = {one["key"]: one for one in report["keys"]}
+    kwarg = lines.pop("custom_reward_function.reward_kwargs.scale")
+    assert kwarg["kind"] == "decide"
+    assert "scale=VALUE" in kwarg["text"]
+    assert [key for key, one in lines.items() if one["kind"] in ("decide", "unknown")] == []
+
+
 def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with what became of it; none is dropped in silence."""
     file = tmp_path / "job.json"
@@ -145,7 +181,8 @@ def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.Cap
     found = {one["key"]: one["kind"] for one in report["keys"]}
     assert found == {
         "num_generations": "taken", "top_p": "decide", "beta": "ignored", "tf32": "ignored", "hub_token": "ignored",
-        "odd": "unknown", "model.path": "decide", "generation and training in turns": "translated",
+        "odd": "unknown", "model.path": "decide", "generation and training in turns": "translated", "adam_beta2": "silent",
+        "lr_scheduler_type": "silent", "max_completion_length": "silent", "num_train_epochs": "silent",
     }  # fmt: skip
     assert code == 1
     assert "s3cret" not in json.dumps(report)

@@ -30,6 +30,7 @@ READ = frozenset({
 _OWN_NAMES = {
     "trainer.lr": "lr",
     "trainer.steps": "steps",
+    "trainer.epochs": "epochs",
     "trainer.betas": "betas",
     "trainer.warmup_steps": "warmup_steps",
     "trainer.schedule": "schedule",
@@ -107,14 +108,14 @@ class OwnSection:
             f"{OVERRIDE}: {key} and {own} are both given, and mean the same for `penstock {self.section}`; leave one out"
             for key, own in pairs
         ]
-        steps, epochs = self._origin_of_steps(loaded), loaded.origins[f"{self.section}.epochs"]
+        steps, epochs = self._origin_of("steps", loaded), self._origin_of("epochs", loaded)
         if "default" not in (steps, epochs) and _is_override(steps) == _is_override(epochs):
             problems.append(f"{epochs}: {self.section}.steps and {self.section}.epochs are both given; leave one out")
         return problems
 
-    def _origin_of_steps(self, loaded: Loaded[TrainerSettings]) -> str:
-        general = loaded.origins["trainer.steps"]
-        return general if _is_override(general) else loaded.origins[f"{self.section}.steps"]
+    def _origin_of(self, name: str, loaded: Loaded[TrainerSettings]) -> str:
+        general = loaded.origins[f"trainer.{name}"]
+        return general if _is_override(general) else loaded.origins[f"{self.section}.{name}"]
 
     def _with_meant(self, loaded: Loaded[TrainerSettings]) -> TrainerSettings:
         settings = loaded.settings
@@ -123,7 +124,7 @@ class OwnSection:
             for key, own in self.keys.items()
             if _is_override(loaded.origins[key])
         }
-        if _is_override(self._origin_of_steps(loaded)):  # above epochs in a run file
+        if _is_override(self._origin_of("steps", loaded)):  # above epochs in a run file
             values["epochs"] = None
         chosen = getattr(settings, self.section).model_copy(update=values)
         if chosen.epochs is None and chosen.warmup_steps > chosen.steps:

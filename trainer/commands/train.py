@@ -19,6 +19,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.stop_signals import stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.data.run_length import with_steps
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     logs.configure("trainer")
     settings = with_model_folders(resolve_inputs(loaded.settings))
-    loaded = Loaded(settings, loaded.origins)  # the run record names the files, not an id whose content may change
+    # The run record names the files, not an id whose content may change, and the steps that epochs make.
+    loaded = with_steps(Loaded(settings, loaded.origins))
+    settings = loaded.settings
     check_same_model(settings.run.folder, settings.model.path)
     check_same_ranks(settings.run.folder, settings.trainer.num_ranks)
     if finished := finished_run.notice(settings):

@@ -21,19 +21,35 @@ def notice(settings: TrainerSettings) -> str | None:
         return None
     done, early = found
     folder = settings.run.folder
-    if early and done < settings.trainer.steps and settings.eval.early_stop:
+    steps = settings.trainer.steps if settings.trainer.epochs is None else _counted_steps(settings)
+    if steps is None:
+        return None
+    if early and done < steps and settings.eval.early_stop:
         return (
-            f"run {settings.run.id} is finished after {done} of {settings.trainer.steps} steps, it {early}. Its model is in "
+            f"run {settings.run.id} is finished after {done} of {steps} steps, it {early}. Its model is in "
             f"{folder / 'model'}, the best version: penstock weights export {settings.run.id} --best --to FOLDER. Nothing was started "
             f"or changed. To train further, set eval.early_stop=0 or a larger number; to train anew, choose another run.id"
         )
-    if done < settings.trainer.steps:
+    if done < steps:
         return None
+    longer = f"trainer.steps above {done}" if settings.trainer.epochs is None else "trainer.epochs"
     return (
-        f"run {settings.run.id} is finished: {done} of {settings.trainer.steps} steps, model in {folder / 'model'}, report in "
-        f"{folder / 'report.md'}. Nothing was started or changed. To train further, raise trainer.steps above {done}; "
+        f"run {settings.run.id} is finished: {done} of {steps} steps, model in {folder / 'model'}, report in "
+        f"{folder / 'report.md'}. Nothing was started or changed. To train further, raise {longer}; "
         f"to train anew, choose another run.id (run.id={settings.run.id}-2)"
     )
+
+
+def _counted_steps(settings: TrainerSettings) -> int | None:
+    """Return the steps that the last session counted for the same epochs; None if it trained for another length."""
+    try:
+        recorded: Any = json.loads((settings.run.folder / "config.json").read_bytes())["settings"]
+        before, rollout = recorded["trainer"], recorded["rollout"]
+        is_same = before["epochs"] == settings.trainer.epochs
+        is_same = is_same and rollout["groups_per_step"] == settings.rollout.groups_per_step
+        return int(before["steps"]) if is_same else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _complete_run(path: Path, run_id: str) -> tuple[int, str] | None:

@@ -101,7 +101,12 @@ def changed_settings(recorded: Path, config: bytes) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []  # the run's record has them
     now = flat(json.loads(config)["settings"])
-    return [f"{key} = {json.dumps(now.get(key))}, was {json.dumps(before.get(key))}" for key in _differing(before, now)]
+    epochs = now.get("trainer.epochs")
+    counted = ["trainer.steps"] if epochs is not None and epochs == before.get("trainer.epochs") else []
+    return [
+        f"{key} = {json.dumps(now.get(key))}, was {json.dumps(before.get(key))}"
+        for key in _differing(before, now, counted)
+    ]
 
 
 def what_steps_read(settings: Flat) -> Flat:

@@ -35,7 +35,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
         raise Problem(422, "serve comes with workers = 0", expected="workers of at least 1", got="workers = 0", fix=fix)
     directory = Path.cwd()
     try:
-        text = run_file_text(request, directory)
+        text = run_file_text(request)
         content = text.encode()
     except (RecursionError, UnicodeEncodeError) as err:
         raise Problem(

@@ -1,6 +1,6 @@
 """The body of ``POST /v1/runs``: a run file, settings, or the platform guide's job fields, as one text in TOML.
 
-Pure, but for the number of rows of a data file, which ``num_epochs`` needs.
+Pure.
 
 | field of the guide | becomes |
 |---|---|
@@ -8,7 +8,7 @@ Pure, but for the number of rows of a data file, which ``num_epochs`` needs.
 | `model_path`, `train_data_path`, `eval_data_path` | `model.path`, `data.train`, `data.eval` |
 | `algorithm` | `algorithm.name`; `sft` and `dpo` are commands of their own |
 | `learning_rate`, `batch_size`, `rollout_n`, `kl_coef` | `trainer.lr`, `rollout.groups_per_step`, `rollout.group_size`, `algorithm.kl_coefficient` |
-| `num_epochs` | `trainer.steps`: epochs · rows / groups per step |
+| `num_epochs` | `trainer.epochs` |
 | `context_length` | `data.max_prompt_tokens`: what `rollout.max_new_tokens` leaves of it |
 | `num_gpus` | GPUs that the launcher asks for; `trainer.num_ranks` stays a setting |
 | `model_size`, `description` | kept as text |
@@ -16,10 +16,8 @@ Pure, but for the number of rows of a data file, which ``num_epochs`` needs.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,8 +31,6 @@ from penstock.protocol.subjects import check_run_id
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _PATH = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
 _OWN_COMMANDS = {"sft": "penstock sft run.toml", "dpo": "penstock dpo run.toml"}
-_DEFAULT_STEP = 8  # rollout.groups_per_step, when neither batch_size nor the setting is given
-_MAX_ROWS_BYTES = 16 * 1024**3
 
 
 class RunRequest(BaseModel):
@@ -88,13 +84,14 @@ _DIRECT = {
     "batch_size": ("rollout", "groups_per_step"),
     "rollout_n": ("rollout", "group_size"),
     "kl_coef": ("algorithm", "kl_coefficient"),
+    "num_epochs": ("trainer", "epochs"),
 }
-_COMPUTED = ("name", "algorithm", "num_epochs", "context_length", "model_size", "num_gpus")
+_COMPUTED = ("name", "algorithm", "context_length", "model_size", "num_gpus")
 
 
-def run_file_text(request: RunRequest, directory: Path) -> str:
-    """Return the run file that a request asks for; relative data files are below ``directory``. Raises Problem."""
-    fields = [name for name in (*_DIRECT, *_COMPUTED[1:4]) if getattr(request, name) is not None]
+def run_file_text(request: RunRequest) -> str:
+    """Return the run file that a request asks for. Raises Problem."""
+    fields = [name for name in (*_DIRECT, *_COMPUTED[1:3]) if getattr(request, name) is not None]
     if request.run_file is not None:
         if given := [*fields, *(["settings"] if request.settings is not None else [])]:
             raise Problem(
@@ -118,7 +115,7 @@ def run_file_text(request: RunRequest, directory: Path) -> str:
             sections.setdefault(section, {})[key] = value
     _algorithm(request, sections)
     _merge(sections, request.settings or {})
-    _steps(request, sections, directory)
+    _length(sections)
     _lengths(request, sections)
     return as_toml(sections)
 
@@ -177,25 +174,16 @@ def _algorithm(request: RunRequest, sections: dict[str, Any]) -> None:
     sections.setdefault("algorithm", {})["name"] = name
 
 
-def _steps(request: RunRequest, sections: dict[str, Any], directory: Path) -> None:
-    trainer = sections.setdefault("trainer", {})
-    if request.num_epochs is None or not isinstance(trainer, dict) or "steps" in trainer:
-        return
-    data, rollout = sections.get("data"), sections.get("rollout")
-    train = data.get("train") if isinstance(data, dict) else None
-    file = directory / train if isinstance(train, str) else None
-    rows = None if file is None else num_rows(file)
-    if rows is None:
+def _length(sections: dict[str, Any]) -> None:
+    trainer = sections.get("trainer")
+    if isinstance(trainer, dict) and {"steps", "epochs"} <= trainer.keys():
         raise Problem(
             422,
-            "num_epochs needs the number of rows of train_data_path",
-            expected="a JSONL or Parquet file that this machine can read",
-            got=str(train),
-            fix='leave num_epochs out and set "settings": {"trainer": {"steps": N}}',
+            "the request has steps and epochs",
+            expected="the length of the run once: trainer.steps, or trainer.epochs or the job field num_epochs",
+            got=f"trainer.steps = {trainer['steps']}, trainer.epochs = {trainer['epochs']}",
+            fix="leave one out",
         )
-    per_step = rollout.get("groups_per_step", _DEFAULT_STEP) if isinstance(rollout, dict) else _DEFAULT_STEP
-    if isinstance(per_step, int) and per_step > 0:
-        trainer["steps"] = max(1, math.ceil(request.num_epochs * rows / per_step))
 
 
 def _lengths(request: RunRequest, sections: dict[str, Any]) -> None:
@@ -216,20 +204,3 @@ def _lengths(request: RunRequest, sections: dict[str, Any]) -> None:
             fix="lower rollout.max_new_tokens, or raise context_length",
         )
     data["max_prompt_tokens"] = request.context_length - completion
-
-
-def num_rows(file: Path) -> int | None:
-    """Return the number of rows of a JSONL or Parquet file; None for another, or one that cannot be read."""
-    try:
-        if not file.is_file() or file.stat().st_size > _MAX_ROWS_BYTES:
-            return None
-        if file.suffix == ".parquet":
-            from pyarrow import parquet  # noqa: PLC0415 - slow to import
-
-            return parquet.read_metadata(file).num_rows
-        if file.suffix in {".jsonl", ".ndjson"}:
-            with file.open("rb") as lines:
-                return sum(1 for line in lines if line.strip())
-    except (OSError, ValueError):
-        return None
-    return None

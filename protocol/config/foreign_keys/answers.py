@@ -11,7 +11,7 @@ REWARD_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 SCHEDULE = {"constant_with_warmup": "constant"}
 LINEAR = {"all-linear": []}
 
-STEPS = "the length of a run is set in steps: trainer.steps = epochs x rows of data.train / rollout.groups_per_step"
+STEPS = "the schedule ends with the run: trainer.steps, or trainer.epochs"
 MICRO = "micro-batches are cut by trainer.micro_batch_tokens"
 MICRO_REWARD = "rewards are computed by services of their own, which batch by themselves: reward.name"
 METRICS = "all metrics are in the run folder's metrics.jsonl and on the event stream"
@@ -58,6 +58,13 @@ class Alias:
         return self.values.get(theirs, theirs) if isinstance(theirs, (str, int)) else theirs
 
 
+ESTIMATOR = Alias(
+    ("algorithm.name",),
+    {
+        "gae": "ppo", "group_norm": "grpo", "reinforce_baseline": "reinforce_pp_baseline",
+        "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "grpo_passk": "pass_at_k",
+    },
+)  # fmt: skip
 TRACKERS = Alias(("tracker",), as_list=True, left_out=("console", "file", "stdout"))  # panel and metrics.jsonl
 
 

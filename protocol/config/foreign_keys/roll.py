@@ -81,7 +81,7 @@ RENAMED: dict[str, str] = {
     "actor_train.model_args.disable_gradient_checkpointing": "model.gradient_checkpointing (the opposite)",
     "actor_train.training_args.adam_beta1": "trainer.betas (both of them, as [0.9, 0.95])",
     "actor_train.training_args.adam_beta2": "trainer.betas (both of them, as [0.9, 0.95])",
-    "actor_train.training_args.num_train_epochs": "trainer.steps",
+    "actor_train.training_args.num_train_epochs": "trainer.epochs",
     "actor_train.training_args.warmup_ratio": "trainer.warmup_steps (in steps: the ratio x trainer.steps)",
     "add_token_level_kl": "algorithm.reward_kl_coefficient (above 0: on)",
     "checkpoint_config.output_dir": "run.dir",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.protocol.config.foreign_keys.answers import KL, STEPS, TRACKER, TRACKERS, Alias, taken
+from penstock.protocol.config.foreign_keys.answers import ESTIMATOR, KL, TRACKER, TRACKERS, Alias, taken
 
 TAKEN: dict[str, Alias] = {
+    "adv_estimator": ESTIMATOR,
     "algorithm.ppo_epochs": taken("algorithm.epochs"),
+    "epochs": taken("trainer.epochs"),
+    "num_epochs": taken("trainer.epochs"),
+    "total_epochs": taken("trainer.epochs"),
     "clip_ratio": taken("algorithm.clip_low", "algorithm.clip_high"),
     "clip_ratio_c": taken("algorithm.dual_clip"),
     "clip_ratio_high": taken("algorithm.clip_high"),
@@ -53,7 +57,6 @@ TAKEN: dict[str, Alias] = {
 }
 
 RENAMED: dict[str, str] = {
-    "adv_estimator": "algorithm.name",
     "beta": "algorithm.kl_coefficient",
     "epsilon": "algorithm.clip_low",
     "init_kl_coef": "algorithm.reward_kl_coefficient",
@@ -82,14 +85,11 @@ ABSENT: dict[str, str] = {
     "batch_size": "prompts per step are rollout.groups_per_step, rows per supervised step sft.batch_size",
     "context_length": "set data.max_prompt_tokens and rollout.max_new_tokens separately",
     "dataset": "use data.train: a file or a list of files",
-    "epochs": STEPS,
     "format": "the format of data rows is data.format",
     "gradient_accumulation_steps": "it follows from rollout.groups_per_step and trainer.micro_batch_tokens",
-    "num_epochs": STEPS,
     "num_gpus": "trainer.num_ranks is the number of training processes",
     "per_device_train_batch_size": "micro-batches are cut by trainer.micro_batch_tokens",
     "split": "the splits are separate files: data.train and data.eval",
-    "total_epochs": STEPS,
 }
 
 PREFIXES: dict[str, str] = {}

@@ -12,7 +12,6 @@ from penstock.protocol.config.foreign_keys.answers import (
     OFFLOAD,
     SCHEDULE,
     SHAPE,
-    STEPS,
     Alias,
     taken,
 )
@@ -29,6 +28,7 @@ TAKEN: dict[str, Alias] = {
     "n_samples_per_eval_prompt": taken("eval.samples"),
     "num_critic_only_steps": taken("critic.head_start_steps"),
     "num_rollout": taken("trainer.steps"),
+    "num_epoch": taken("trainer.epochs"),
     "num_steps_per_rollout": taken("algorithm.minibatches"),
     "ref_load": taken("algorithm.reference_path"),
     "rollout_max_prompt_len": taken("data.max_prompt_tokens"),
@@ -117,7 +117,6 @@ ABSENT: dict[str, str] = {
     "norm_epsilon": SHAPE,
     "normalization": SHAPE,
     "num_attention_heads": SHAPE,
-    "num_epoch": STEPS,
     "num_layers": SHAPE,
     "num_query_groups": SHAPE,
     "offload": COLOCATED,

@@ -6,6 +6,7 @@ from penstock.protocol.config.foreign_keys.answers import (
     ADAMW,
     COLOCATED,
     ENGINE,
+    ESTIMATOR,
     INEXACT,
     KL,
     LINEAR,
@@ -111,6 +112,8 @@ TAKEN: dict[str, Alias] = {
     "trainer.save_freq": taken("trainer.checkpoint_every"),
     "trainer.test_freq": taken("eval.every", values={-1: 0}),
     "trainer.total_training_steps": taken("trainer.steps"),
+    "algorithm.adv_estimator": ESTIMATOR,
+    "trainer.total_epochs": taken("trainer.epochs"),
     "trainer.val_before_train": taken("eval.at_start"),
 }
 
@@ -139,7 +142,6 @@ RENAMED: dict[str, str] = {
     "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "worker.environments (one of your own, see docs/extending.md)",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": "worker.environments (one of your own, see docs/extending.md)",
     "actor_rollout_ref.rollout.quantization": "sglang.quantization or vllm.quantization",
-    "algorithm.adv_estimator": "algorithm.name",
     "algorithm.filter_groups.max_num_gen_batches": "rollout.max_attempts and trainer.collect_deadline_s",
     "algorithm.filter_groups.metric": "algorithm.dynamic_sampling (by the reward)",
     "algorithm.kl_ctrl.kl_coef": "algorithm.reward_kl_coefficient",
@@ -350,7 +352,6 @@ ABSENT: dict[str, str] = {
     "trainer.ray_wait_register_center_timeout": RAY,
     "trainer.remove_previous_ckpt_in_save": "trainer.keep_checkpoints says how many stay",
     "trainer.rollout_data_dir": "every group is stored in the object store, with its text: `penstock lineage`",
-    "trainer.total_epochs": STEPS,
     "trainer.use_legacy_worker_impl": "there is one trainer: DeepSpeed with trainer.zero_stage",
     "trainer.validation_data_dir": "every group is stored in the object store, with its text: `penstock lineage`",
     "ulysses_sequence_parallel_size": NO_PARALLEL,

@@ -158,8 +158,6 @@ action: penstock train
 format: data.format
 split: data.train
 dataset: data.train
-num_epochs: trainer.steps
-num_train_epochs: trainer.steps
 batch_size: rollout.groups_per_step
 use_lora: model.lora.rank
 bitsandbytes: model.lora.rank
@@ -170,7 +168,6 @@ verl GRPO guide
 use_kl_loss: algorithm.kl_coefficient
 kl_loss_coef: algorithm.kl_coefficient
 kl_coef: algorithm.kl_coefficient
-total_epochs: trainer.steps
 reward_func: reward.name
 n_gpus: trainer.num_ranks
 ROLL
@@ -190,7 +187,6 @@ init_kl_coef: algorithm.reward_kl_coefficient
 use_reward_scaling: algorithm.reward_scaling
 use_reward_norm: algorithm.reward_scaling
 add_len_reward: algorithm.overlong_buffer
-adv_estimator: algorithm.name
 reward_shift: shift only
 reward_scale: scale only
 add_token_level_kl: algorithm.reward_kl_coefficient
@@ -211,7 +207,6 @@ model_update_frequency: rollout.max_staleness
 actor_train.strategy_args.strategy_config.tensor_model_parallel_size: its own settings
 actor_infer.strategy_args.strategy_config.gpu_memory_utilization: its own settings
 platform
-algorithm.adv_estimator: algorithm.name
 algorithm.beta: given answers
 algorithm.loss_type: given answers
 algorithm.use_kl_in_reward: algorithm.reward_kl_coefficient
@@ -234,7 +229,6 @@ data.truncation: data.overlong
 reward_model.path: reward.name
 trainer.n_gpus_per_node: trainer.num_ranks
 trainer.nnodes: trainer.num_ranks
-trainer.total_epochs: trainer.steps
 trainer.project_name: run.id
 trainer.test_freq=5: data.eval
 context_length: rollout.max_new_tokens
@@ -290,10 +284,6 @@ def test_verls_never_is_an_evaluation_at_both_ends() -> None:
     [
         ("trainer.save_steps=5", "did you mean trainer.checkpoint_every?"),
         ("trainer.learning_rate=1e-4", "did you mean trainer.lr?"),
-        (
-            "trainer.num_epochs=1",
-            "the length of a run is set in steps: trainer.steps = epochs x rows of data.train / rollout.groups_per_step",
-        ),
         ("rollout.num_generations=8", "did you mean rollout.group_size?"),
         ("rollout.colour=red", "known here: rollout.group_size, rollout.groups_per_step"),
         ("rollout.temprature=1.0", "did you mean rollout.temperature?"),

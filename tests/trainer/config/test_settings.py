@@ -84,7 +84,7 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["rollout.max_staleness=8"], "raise it to at least 10"),
         (["eval.every=5"], "set data.eval, or eval.every = 0"),
         (["eval.samples=4"], "set eval.temperature above 0 or eval.samples = 1"),
-        (["trainer.warmup_steps=200"], "trainer.warmup_steps is more than trainer.steps"),
+        (["trainer.warmup_steps=200"], "trainer.warmup_steps = 200 is more than trainer.steps = 100"),
         (["sft.warmup_steps=200"], "sft.warmup_steps is more than sft.steps"),
         (["data.map.promt=x"], "data.map.promt maps a column that is not read"),
         (["reward.name=my reward"], "should match pattern"),

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tests.console.web.control.api import Api, FakeLauncher, settings
 
@@ -65,8 +63,7 @@ def test_settings_come_back_with_their_origins(api: Api, launcher: FakeLauncher)
 
 
 def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher, tmp_path: Path):
-    """Every field of the platform guide's example; epochs are counted in rows of the file."""
-    pq.write_table(pa.table({"prompt": ["x"] * 2000}), tmp_path / "train.parquet")
+    """Every field of the platform guide's example."""
     job = {
         "name": "Qwen7b GRPO math", "description": "on GSM8K", "model_path": "Qwen/Qwen2.5-7B-Instruct", "model_size": "7B",
         "algorithm": "grpo", "train_data_path": str(tmp_path / "train.parquet"), "eval_data_path": "/data/test.parquet",
@@ -80,7 +77,7 @@ def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher
     assert tomllib.loads((folder / "run.toml").read_text()) == {
         "model": {"path": "Qwen/Qwen2.5-7B-Instruct"},
         "data": {"train": str(tmp_path / "train.parquet"), "eval": "/data/test.parquet", "max_prompt_tokens": 512},
-        "trainer": {"lr": 1e-6, "steps": 30},
+        "trainer": {"lr": 1e-6, "epochs": 15},
         "rollout": {"groups_per_step": 1024, "group_size": 5, "max_new_tokens": 1024},
         "algorithm": {"kl_coefficient": 0.001, "name": "grpo"},
     }
@@ -107,7 +104,7 @@ def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher
         ({"run": "a", "settings": settings(), "launcher_options": {"x": 1}}, "launcher_options.x"),
         ({"run": "a", "settings": settings(), "serve": ["a\x00b"]}, "body.serve.0"),
         ({"run": "a", "algorithm": "sft", "settings": settings()}, "algorithm sft is not trained with rollouts"),
-        ({"run": "a", "num_epochs": 1, "settings": settings()}, "num_epochs needs the number of rows"),
+        ({"run": "a", "num_epochs": 1, "settings": settings(trainer={"steps": 3})}, "the request has steps and epochs"),
         ({"run": "a", "context_length": 9, "settings": settings(rollout={"max_new_tokens": 9})}, "context_length leaves nothing"),
         ({"run": "a", "learning_rate": 2}, "body.learning_rate"),
     ],

@@ -1,0 +1,68 @@
+"""`trainer.epochs`: passes over the data become steps, once the usable rows are counted."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.run_file import Loaded
+from penstock.protocol.config.sources import OVERRIDE
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.settings import TrainerSettings
+
+
+def with_steps(loaded: Loaded[TrainerSettings]) -> Loaded[TrainerSettings]:
+    """Return the settings with the ``trainer.steps`` that ``trainer.epochs`` make; the same ones without epochs.
+
+    ``epochs`` passes over the rows of ``data.train`` that are not left out, ``rollout.groups_per_step`` a step, rounded up.
+    Raises ConfigError for both in one place, or a length that other settings do not allow, MalformedData for bad rows.
+    """
+    settings = loaded.settings
+    if settings.trainer.epochs is None:
+        return loaded
+    if steps_replace_epochs(loaded):
+        chosen = settings.trainer.model_copy(update={"epochs": None})
+        return Loaded(_checked(settings.model_copy(update={"trainer": chosen})), loaded.origins)
+    tokenizer = ChatTokenizer.read(
+        settings.model.path,
+        arguments=settings.data.template_arguments,
+        needs_template=settings.data.text_prompts == "chat",
+    )
+    prompts = PromptSet.open(
+        settings.data.train_files,
+        data=settings.data,
+        reward=settings.reward,
+        tokenizer=tokenizer,
+        max_new_tokens=settings.rollout.max_new_tokens,
+    )
+    steps = max(1, math.ceil(round(settings.trainer.epochs * len(prompts)) / settings.rollout.groups_per_step))
+    chosen = settings.trainer.model_copy(update={"steps": steps})
+    origin = f"{loaded.origins['trainer.epochs']}: {settings.trainer.epochs:g} x {len(prompts)} rows"
+    return Loaded(
+        _checked(settings.model_copy(update={"trainer": chosen})), {**loaded.origins, "trainer.steps": origin}
+    )
+
+
+def known_steps(loaded: Loaded[TrainerSettings]) -> int | None:
+    """Return the steps of a run before its rows are counted; None where epochs make them."""
+    trainer = loaded.settings.trainer
+    return trainer.steps if trainer.epochs is None or steps_replace_epochs(loaded) else None
+
+
+def steps_replace_epochs(loaded: Loaded[TrainerSettings]) -> bool:
+    """Return True if steps of the command line replace epochs of a run file; raises ConfigError for both in one place."""
+    steps, epochs = loaded.origins["trainer.steps"], loaded.origins["trainer.epochs"]
+    if "default" in (steps, epochs):
+        return False
+    typed = [origin == OVERRIDE or origin.startswith(f"{OVERRIDE} ") for origin in (steps, epochs)]
+    if typed[0] == typed[1]:
+        raise ConfigError(f"{epochs}: trainer.steps and trainer.epochs are both given; leave one out")
+    return typed[0]
+
+
+def _checked(settings: TrainerSettings) -> TrainerSettings:
+    """Return settings whose length is known now; raises ConfigError where others do not fit it."""
+    if problem := settings.problem_of_length():
+        raise ConfigError(problem)
+    return settings
