@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from penstock.console.tracking.settings import TrackSettings
 from penstock.deploy.settings_notes import notes
+from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.settings import RewardSettings
@@ -78,4 +79,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with ends_quietly():
+        code = main(sys.argv[1:])
+    sys.exit(code)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.protocol import internal_errors, logs
+from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.traces.traces import recording
@@ -145,4 +146,6 @@ def _texts(err: BaseException) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_quietly():
+        code = main()
+    sys.exit(code)

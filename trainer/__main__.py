@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock.protocol import internal_errors
+from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.errors import PenstockError
 from penstock.trainer import process_memory
 
@@ -51,4 +52,6 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with ends_quietly():
+        code = main(sys.argv[1:])
+    sys.exit(code)

@@ -28,10 +28,8 @@ from penstock.console.cli import (
 )
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.console.nodes import split
-from penstock.protocol import internal_errors
+from penstock.protocol import closed_output, internal_errors
 from penstock.protocol.errors import PenstockError
-
-_BROKEN_PIPE = 128 + 13  # as a shell reports a process that SIGPIPE ended
 
 app = App(
     name="penstock",
@@ -364,12 +362,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from penstock.console.cli import verb_help
 
             verb_help.attach(app)
-        code = app(tokens or ["--help"]) or 0
-        sys.stdout.flush()
+        with closed_output.ends_quietly():
+            code = app(tokens or ["--help"]) or 0
         sys.exit(code)
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
-        sys.exit(_BROKEN_PIPE)
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
         sys.exit(1)

@@ -23,6 +23,7 @@ from penstock.deploy.config_import.run_file_text import (
     run_file_text,
 )
 from penstock.deploy.config_import.translate import detect, own_section, translate
+from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.foreign_config import SYSTEMS
 from penstock.protocol.config.sources import MAX_FILE_BYTES
 from penstock.protocol.errors import ConfigError
@@ -94,4 +95,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with ends_quietly():
+        code = main(sys.argv[1:])
+    sys.exit(code)

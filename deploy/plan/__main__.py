@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from penstock.deploy.plan.lengths import EnginePace, LengthMix
 from penstock.deploy.plan.simulated_run import Durations, Fleet, SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, num_steps, simulate, table
+from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
@@ -123,4 +124,6 @@ def _simulate(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_quietly():
+        code = main()
+    sys.exit(code)

@@ -76,11 +76,13 @@ class FileNotes:
     left_out: Counter[str] = field(default_factory=Counter)  # roles of messages that the template leaves out
     characters: set[str] = field(default_factory=set)  # of all prompts
     lost: Counter[str] = field(default_factory=Counter)  # characters without a token, by the prompts that have them
+    mapped: dict[str, str] = field(default_factory=dict)  # the file's own name of a column, by the one it is read as
 
     def add(self, row: Row, form: KnownFormat, read: PromptRow | TurnRow, data: DataSettings, text: str | None) -> None:
         """Count a renamed row; ``text`` is its prompt as the model gets it, None: not known."""
         self.num_rows += 1
         self.formats[form] += 1
+        self.mapped.update(data.map)
         for name, use in column_uses(row, form, data, self.purpose).items():
             self.uses.setdefault(use, Counter())[name] += 1
         value: Any = row[PROMPT_COLUMN.get(form, "prompt")]
@@ -130,7 +132,11 @@ class FileNotes:
         }
         for use, word in words.items():
             if use in self.uses:
-                yield f"{word} {', '.join(self.columns(use))}"
+                yield f"{word} {', '.join(map(self._named, self.columns(use)))}"
+
+    def _named(self, column: str) -> str:
+        """Return a column as the file names it, with the setting that says how it is read."""
+        return f"{self.mapped[column]} (data.map.{column})" if column in self.mapped else column
 
     def hints(self) -> list[str]:
         """Return one line for everything that is lost, or that another setting would read otherwise."""

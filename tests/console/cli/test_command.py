@@ -264,13 +264,23 @@ def test_train_reads_json_as_an_option_of_its_own():
     assert launch.train_command(["a.b=1", "--json"], {})[3:] == ["penstock.deploy.train_attached", "a.b=1", "--json"]
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path):
+@pytest.mark.parametrize(
+    "command",
+    [
+        "runs --json",
+        "config show run.id=a model.path=m data.train=d",
+        "data check d.jsonl",
+        "plan run.id=a model.path=m data.train=d",
+    ],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, command: str):
     """`penstock … | head`: no traceback, and the exit code of a process that SIGPIPE ended."""
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "runs" / "r" / "model").mkdir(parents=True)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "penstock", "runs", "--json"],
+        [sys.executable, "-P", "-m", "penstock", *command.split()],
         stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60, check=False,
     )  # fmt: skip
     os.close(writer)

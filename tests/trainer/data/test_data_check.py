@@ -101,6 +101,11 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
     assert main([*arguments, "--format", "trl", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["can_train"] == {"grpo": 1, "sft": 1}
+    assert main([*arguments, "--format", "trl"]) == 0
+    assert (
+        "sft reads              prompt from instruction (data.map.prompt); answer from output (data.map.response)"
+        in (capsys.readouterr().out)
+    )
     for wrong in (["--map", "promt=x"], ["--map", "prompt"], ["--format", "xml"]):
         with pytest.raises(SystemExit, match="2"):
             main(["data-check", str(path), *wrong])
