@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.console.tools import checks
 from penstock.protocol.chat_tokenizer import model_context_tokens
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE, REWARDS
@@ -60,6 +61,13 @@ def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:
     """Check that the workers' engine serves the model; raises UnsupportedModel."""
     if rollout.worker.engine == "embedded" and (trainer.model.path / "config.json").is_file():
         read_model_config(trainer.model.path)
+
+
+def check_engine_is_installed(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Check that the Python of the workers' engine has it, where workers start one; raises ConfigError."""
+    for finding in checks.engine(arguments, environ):
+        if finding.level == "fail":
+            raise ConfigError(f"{finding.detail}; {finding.fix}")
 
 
 def check_metrics_ports(rollout: RolloutSettings, num_workers: int) -> None:

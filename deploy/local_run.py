@@ -24,7 +24,13 @@ from pathlib import Path
 from penstock.console import launch
 from penstock.deploy import local_inputs
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
-from penstock.deploy.early_checks import check_engine, check_inputs, check_metrics_ports, check_reward_files
+from penstock.deploy.early_checks import (
+    check_engine,
+    check_engine_is_installed,
+    check_inputs,
+    check_metrics_ports,
+    check_reward_files,
+)
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.processes.child import (
     Child,
@@ -163,6 +169,7 @@ class LocalRun:
         check_inputs(self.settings)
         if self._input is None:
             check_engine(self.settings, self._rollout_settings)
+            check_engine_is_installed(self._arguments, self._environ)
             check_metrics_ports(self._rollout_settings, self._num_workers)
         elif self._own_servers:
             local_inputs.find(self._input, self.folder)

@@ -198,7 +198,7 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
         not_offered |= names_not_offered(wanted.parts[name], offers)
     if missing := _plain_first(not_offered, wanted.digests):
         near = _near(missing[0], offers)
-        return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name"
+        return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name, or serve it: --serve FILE.py, or penstock reward serve FILE.py --register URL"
     if others := differently_defined(wanted.digests, offers):
         name, replicas = next(iter(others.items()))
         return (

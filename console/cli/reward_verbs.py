@@ -89,8 +89,10 @@ def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, jso
     json
         Print one JSON object instead of the table.
     """
-    from penstock.console.tools.rewards import print_list, service_url
+    from penstock.console.tools.rewards import print_list, service_url, warn_of_new_service
 
+    if url is None and not json:
+        warn_of_new_service()
     return print_list(service_url(url, (), (), sys.argv[1:]), token_file, as_json=json)
 
 
@@ -101,12 +103,14 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     data: Path | None = None,
     number: Annotated[int, Parameter(name=["--number", "-n"])] = 20,
     map: tuple[str, ...] = (),
+    run_file: Path | None = None,
     serve: ServedFiles = (),
     url: AnyServiceUrl = None,
     token_file: TokenFile = None,
     prompt: str = "What is 2 + 2?",
     ground_truth: str = "4",
     data_source: str = "example",
+    extra_info: str = "{}",
     json: Flag = False,
 ) -> int:
     """Score completions with a reward as a run would, or show its score distribution on rows of a data file.
@@ -115,6 +119,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
               penstock reward test my_reward --serve my_reward.py --data train.parquet
               penstock reward test gsm8k "#### 7" "it is 8" --ground-truth 7
               penstock reward test gsm8k --data gsm8k/train.parquet -n 20
+              penstock reward test my_reward --serve my_reward.py --run-file run.toml
     Then:     name it in the run file: reward.name = "gsm8k"
 
     Parameters
@@ -129,24 +134,38 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
         Number of rows of the data file.
     map
         Column names that differ, as OURS=THEIRS; with --data.
+    run_file
+        Run file whose data.train is the data file, with its columns and form of rows.
     prompt
         Prompt of the completions.
     ground_truth
         Reference answer.
     data_source
         Name of the data set.
+    extra_info
+        A JSON object, as a row's column of that name.
     json
         Print one JSON object instead of the table; with --data.
     """
-    from penstock.console.tools.rewards import score_texts, service_url
+    from penstock.console.tools.rewards import read_extra_info, score_texts, service_url
 
+    if data is not None or run_file is not None:
+        from penstock.console.tools.reward_trial import RowSource, try_data
+
+        source = RowSource.of(data, run_file, map)
+        at = service_url(url, serve, (), sys.argv[1:])
+        return try_data(name, source, number, at, token_file, as_json=json)
+    extra = read_extra_info(extra_info)
     at = service_url(url, serve, (), sys.argv[1:])
-    if data is not None:
-        from penstock.console.tools.reward_trial import try_data
-
-        return try_data(name, data, number, map, at, token_file, as_json=json)
     return score_texts(
-        name, completions, at, token_file, prompt=prompt, ground_truth=ground_truth, data_source=data_source
+        name,
+        completions,
+        at,
+        token_file,
+        prompt=prompt,
+        ground_truth=ground_truth,
+        data_source=data_source,
+        extra_info=extra,
     )
 
 

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,15 +30,32 @@ _ERRORS_SHOWN = 3
 _TEST_MARKS = ("assert", "def test", "def check", "inputs", "test_list")
 
 
-def try_data(
-    name: str, file: Path, number: int, columns: Sequence[str], url: str, token_file: Path | None, *, as_json: bool
-) -> int:
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """Where rows come from: a data file with its columns, or what a run file trains on."""
+
+    name: str
+    arguments: tuple[str, ...]  # of the command that prints the rows
+
+    @classmethod
+    def of(cls, file: Path | None, run_file: Path | None, columns: Sequence[str]) -> RowSource:
+        """Return the source of ``--data`` and ``--map``, or of ``--run-file``; raises ConfigError for both."""
+        if file is not None and run_file is not None:
+            raise ConfigError(f"--data {file} and --run-file {run_file}: leave one out; a run file names its data")
+        if run_file is not None:
+            if columns:
+                raise ConfigError(f"--map {columns[0]}: a run file has its columns in [data.map]; change them there")
+            return cls(str(run_file), ("--run-file", str(run_file)))
+        return cls(str(file), (str(file), *(word for column in columns for word in ("--map", column))))
+
+
+def try_data(name: str, source: RowSource, number: int, url: str, token_file: Path | None, *, as_json: bool) -> int:
     """Print the score distribution; return 1 when a row could not be scored, or all scores are equal.
 
     Raises ConfigError for a file that cannot be read, RewardServiceError when the service is unreachable or refuses.
     """
     service = RewardService(url, token_file)
-    rows = _rows(file, number, columns)
+    rows = _rows(source, number)
     checked = _check_tests(rows)
     tries = [
         _programs(checked[row["place"]]["solution"])
@@ -69,16 +87,15 @@ def try_data(
     return 1 if spread["warning"] or spread["num_errors"] or bad_tests else 0
 
 
-def _rows(file: Path, number: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(source: RowSource, number: int) -> list[dict[str, Any]]:
     """Read rows as a run would, with the trainer's code in a child process."""
-    mapping = [word for column in columns for word in ("--map", column)]
-    command = launch.module("penstock.trainer", "data-rows", str(file), "--number", str(number), *mapping)
+    command = launch.module("penstock.trainer", "data-rows", *source.arguments, "--number", str(number))
     done = subprocess.run(command, capture_output=True, text=True, timeout=_ROWS_DEADLINE_S, check=False)
     if done.returncode:
-        raise ConfigError(done.stderr.strip() or f"{file} could not be read")
+        raise ConfigError(done.stderr.strip() or f"{source.name} could not be read")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     if not rows:
-        raise ConfigError(f"{file} has no rows")
+        raise ConfigError(f"{source.name} has no rows")
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,26 @@ def service_url(url: str | None, serve: Sequence[Path], more: Sequence[str], typ
     raise AssertionError("the process was not replaced")
 
 
+def warn_of_new_service() -> None:
+    """Say above a list of rewards that it is not that of a running service."""
+    if not connections.answers(launch.REWARD_URL):
+        print(
+            f"no reward service answers at {launch.REWARD_URL}: these are the built-in rewards of a new one, without anybody's "
+            "endpoints (--url names a running service)\n"
+        )
+
+
+def read_extra_info(text: str) -> dict[str, Any]:
+    """Return a JSON object; raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise ConfigError(f"--extra-info: not valid JSON: {err}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--extra-info: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
 def without_serve(typed: Sequence[str]) -> list[str]:
     """Return the words of a command without ``--serve FILE``."""
     kept: list[str] = []
@@ -131,10 +151,17 @@ def score_texts(
     prompt: str,
     ground_truth: str,
     data_source: str,
+    extra_info: Mapping[str, Any],
 ) -> int:
     """Score completions with a reward and print one line each; return 1 when the reward could not score."""
     texts = list(completions or _EXAMPLE)
-    group = {"prompt": prompt, "completions": texts, "ground_truth": ground_truth, "data_source": data_source}
+    group = {
+        "prompt": prompt,
+        "completions": texts,
+        "ground_truth": ground_truth,
+        "data_source": data_source,
+        "extra_info": extra_info,
+    }
     answer = RewardService(url, token_file).call("POST", "/v1/score", {"reward": name, "groups": [group]})
     result = answer["results"][0]
     if result["error"] is not None:

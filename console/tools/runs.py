@@ -72,7 +72,9 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
         console().print(_table(lines))
         print(f"\nnext: penstock runs show {lines[0].run}")
     else:
-        print(f"no runs in {loaded.settings.run.dir}/; start one with: penstock quickstart")
+        print(
+            f"no runs in {loaded.settings.run.dir}/; start one with: penstock quickstart; runs elsewhere: penstock runs run.toml"
+        )
     return 0
 
 

@@ -37,6 +37,11 @@ def run_name(value: Any, values: Values) -> Outcome:
     return set_to("names of runs are a-z, 0-9 and '-'", run__id=name) if name else decide("set run.id")
 
 
+def run_folder(value: Any, values: Values) -> Outcome:
+    """Set the folder that holds a run's folder."""
+    return set_to("other commands find the run with the run file: penstock runs run.toml", run__dir=value)
+
+
 def if_on(setting: str, value: Any, off: str = OFF) -> Rule:
     """Return a rule for a switch that sets one value."""
     return lambda given, values: Outcome("translated", {setting: value}) if is_on(given) else ignored(off)

@@ -62,6 +62,7 @@ class Child:
         self._inherits_output = inherit_output
         self._process: subprocess.Popen[bytes] | None = None
         self._group_may_run = False
+        self._log_start = 0  # bytes of the log before the last process wrote to it
 
     def start(self) -> None:
         """Start the process; raises DeployError when its program does not exist."""
@@ -79,6 +80,7 @@ class Child:
     def _popen(self) -> subprocess.Popen[bytes]:
         bound = [sys.executable, "-I", "-S", str(_PARENT_DEATH), str(os.getpid()), str(int(self._death_signal))]
         with contextlib.nullcontext() if self._inherits_output else self.log.open("ab") as out:
+            self._log_start = 0 if out is None else out.tell()
             process = subprocess.Popen(
                 [*bound, *self.command],
                 stdin=subprocess.DEVNULL,
@@ -158,10 +160,10 @@ class Child:
             os.killpg(self.pid, number)
 
     def log_tail(self, num_lines: int = 15) -> str:
-        """Return the last lines of the log, indented, for error texts."""
+        """Return the last lines that the last process wrote to the log, indented, for error texts."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 16_384))
+                file.seek(max(self._log_start, self.log.stat().st_size - 16_384))
                 lines = file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
         except OSError:
             lines = []

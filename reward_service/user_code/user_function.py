@@ -99,9 +99,10 @@ class UserReward:
         given = columns_of(group, conversational=self.conversational)
         if missing := [name for name in self.needed if name not in given]:
             had = ", ".join(sorted(given))
+            shown = ", ".join(f'"{name}": VALUE' for name in missing)
             error = (
                 f"{self.name} reads {', '.join(missing)}, and the row has only {had}; add the column to the data, or map one to "
-                f"it (data.map). In `penstock reward test`: {' '.join(f'--column {name}=VALUE' for name in missing)}"
+                f"it (data.map). In `penstock reward test`: --extra-info '{{{shown}}}'"
             )
             return [Score(error=error[:1000])] * len(group.completions)
         return await self._list_of_scores(given, len(group.completions))

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from penstock.deploy.early_checks import (
     check_engine,
+    check_engine_is_installed,
     check_inputs,
     check_metrics_ports,
     check_reward_files,
@@ -52,6 +53,15 @@ def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         check_inputs(settings(tmp_path, tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"data\.eval: there is no file nowhere\.jsonl"):
         check_inputs(settings(tmp_path, model, eval="nowhere.jsonl"))
+
+
+def test_an_engine_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    """Before a worker starts and fails six times; the embedded engine is always there."""
+    check_engine_is_installed([], {})
+    with pytest.raises(
+        ConfigError, match=r"worker\.engine = 'vllm', and .* has no vllm; install vllm into an environment"
+    ):
+        check_engine_is_installed(["worker.engine=vllm"], {})
 
 
 def test_completions_as_long_as_the_context_are_refused(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ def test_changed_settings_are_listed_for_a_run_with_a_checkpoint(tmp_path: Path)
         "changed since the last session: trainer.lr = 0.0002, was 0.0001",
     ]
     assert resumption.start_notes(before, {}) == []
+    assert resumption.start_notes([*before, "reward.success.gsm8k=0.5"], {}) == [
+        "changed since the last session: reward.success.gsm8k = 0.5, was null"
+    ]
     assert resumption.start_notes([*before, "trainer.resume=true", "eval.samples=1"], {}) == [
         "note: eval.samples has no effect without data.eval [override]"
     ]

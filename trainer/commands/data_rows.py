@@ -1,18 +1,26 @@
-"""`python -m penstock.trainer data-rows FILE`: rows as the input of a reward, one JSON object each; used by `penstock reward test`."""
+"""`python -m penstock.trainer data-rows FILE | --run-file RUN.TOML`: rows as the input of a reward, for `penstock reward test`.
+
+One JSON object each.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from penstock.trainer.data.row_files import open_rows
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, prompt_row, rename
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import COLUMNS, DataSettings, Format
+from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,20 +28,36 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m penstock.trainer data-rows", description="Print rows of a data file as the input of a reward."
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
+    parser.add_argument("file", type=Path, metavar="FILE", nargs="?", help="JSONL, JSON, CSV or Parquet")
+    parser.add_argument(
+        "--run-file", type=Path, metavar="RUN.TOML", help="rows of its data.train instead, read as it says"
+    )
     parser.add_argument("--number", type=int, default=20, help="how many rows, spread over the file (default: 20)")
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
     parser.add_argument(
         "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
     )
     options = parser.parse_args(arguments)
+    if (options.file is None) == (options.run_file is None):
+        parser.error("name a data file, or a run file with --run-file")
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     if unknown := sorted(set(mapping) - set(COLUMNS)):
         parser.error(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
-    data = DataSettings(format=options.format, map=mapping)
-    rows = open_rows(options.file)
-    step = max(1, len(rows) // max(1, options.number))
-    for number in range(0, len(rows), step)[: options.number]:
+    if options.run_file is None:
+        files, data = [options.file], DataSettings(format=options.format, map=mapping)
+    else:
+        settings = resolve_inputs(load(TrainerSettings, files=[options.run_file], environ=os.environ).settings)
+        files, data = settings.data.train_files, settings.data
+        if not files:
+            raise ConfigError(f"{options.run_file}: data.train names no file; set it")
+    for file in files:
+        _print_rows(open_rows(file), data, math.ceil(options.number / len(files)))
+    return 0
+
+
+def _print_rows(rows: RowFile, data: DataSettings, most: int) -> None:
+    step = max(1, len(rows) // max(1, most))
+    for number in range(0, len(rows), step)[:most]:
         try:
             row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
             prompt = prompt_row(row, data)
@@ -41,7 +65,6 @@ def main(arguments: Sequence[str]) -> int:
             raise MalformedData(f"{rows.place(number)}: {err}") from None
         given = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)
         sys.stdout.write(json.dumps({**as_reward_input(rows.place(number), prompt), "completion": given}) + "\n")
-    return 0
 
 
 def as_reward_input(place: str, prompt: PromptRow) -> dict[str, Any]:

@@ -91,7 +91,13 @@ def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) ->
 
 def _differing(one: Flat, other: Flat, ignoring: Iterable[str] = ()) -> list[str]:
     keys = sorted((one.keys() | other.keys()) - set(ignoring))
-    return [key for key in keys if one.get(key) != other.get(key)]
+    return [key for key in keys if _value(one, key) != _value(other, key)]
+
+
+def _value(settings: Flat, key: str) -> Any:
+    """Return a setting; an empty table is none, since one with entries has a key for each."""
+    value = settings.get(key)
+    return None if value == {} else value
 
 
 def changed_settings(recorded: Path, config: bytes) -> list[str]:

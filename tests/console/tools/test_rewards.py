@@ -97,6 +97,34 @@ def test_a_reward_is_tested_on_rows_of_a_data_file(service: Service, tmp_path: P
     assert found["spread"]["num_distinct"] == 2
 
 
+def test_the_rows_of_a_run_file_are_read_as_the_run_reads_them(service: Service, tmp_path: Path):
+    """Its data.train with its columns; a second place for the same is refused."""
+    rows_file(tmp_path, *({"q": f"{n} + {n}", "a": str(2 * n)} for n in range(4)))
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "m"\n[data]\ntrain = "rows.jsonl"\n[data.map]\nprompt = "q"\nground_truth = "a"\n'
+    )
+    asked = ("reward", "test", "gsm8k", "--run-file", "run.toml", "--url", service.url)
+    found = json.loads(penstock(*asked, "--json", cwd=tmp_path).stdout)
+    assert found["by_answer"]["right answer after ####"] == [1.0] * 4
+    for more, reply in (
+        ("--data", "--data rows.jsonl and --run-file run.toml: leave one out"),
+        ("--map", "[data.map]"),
+    ):
+        refused = penstock(*asked, more, "rows.jsonl", cwd=tmp_path)
+        assert refused.returncode == 1
+        assert reply in refused.stderr
+
+
+@pytest.mark.parametrize(("text", "reply"), [("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")])
+def test_extra_info_is_a_json_object(service: Service, tmp_path: Path, text: str, reply: str):
+    """What a row's column of that name would hold; anything else is refused before a service is asked."""
+    refused = penstock("reward", "test", "gsm8k", "--extra-info", text, "--url", service.url, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert f"--extra-info: {reply}" in refused.stderr
+    taken = penstock("reward", "test", "gsm8k", "--extra-info", '{"a": 1}', "--url", service.url, cwd=tmp_path)
+    assert taken.returncode == 0, taken.stderr
+
+
 def test_equal_scores_give_a_warning(service: Service, tmp_path: Path):
     """A reward with the same score for right and wrong answers gives a warning."""
     data = rows_file(tmp_path, *({"prompt": "say", "ground_truth": text} for text in ("a", "b", "c")))

@@ -34,6 +34,16 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def test_the_tail_of_a_log_is_of_the_last_process(tmp_path: Path) -> None:
+    """What an earlier session or process wrote to the same file explains nothing."""
+    log = tmp_path / "log"
+    log.write_text("an error of yesterday\n")
+    child = Child("short", [sys.executable, "-c", "print('today')"], log=log)
+    child.start()
+    assert child.wait(20) == 0
+    assert child.log_tail() == "    today"
+
+
 def test_a_stopped_child_has_exited(sleeper: Child) -> None:
     """Stopping sends SIGTERM and leaves no process."""
     sleeper.stop()

@@ -235,7 +235,7 @@ async def test_a_column_that_the_row_lacks_is_named(tmp_path: Path) -> None:
     assert {score.score for score in scores} == {None}
     assert scores[0].error is not None
     assert scores[0].error.startswith("f reads answer, unit, and the row has only completions, data_source,")
-    assert scores[0].error.endswith("In `penstock reward test`: --column answer=VALUE --column unit=VALUE")
+    assert scores[0].error.endswith("""In `penstock reward test`: --extra-info '{"answer": VALUE, "unit": VALUE}'""")
 
 
 async def test_functions_for_conversations_get_messages(tmp_path: Path) -> None:
