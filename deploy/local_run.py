@@ -42,7 +42,7 @@ from penstock.deploy.processes.child import (
     wait_until,
 )
 from penstock.deploy.processes.servers import port_is_free
-from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
+from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, log_event, stop_all
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
@@ -276,11 +276,11 @@ class LocalRun:
         return pid
 
     def listen(self, listener: Callable[[ProcessEvent], object]) -> None:
-        """Call ``listener`` for every event from now on, on the supervisor's thread."""
+        """Call ``listener`` for every event from now on, on the supervisor's thread; without one, events are logged."""
         self._listeners.append(listener)
 
     def _on_event(self, event: ProcessEvent) -> None:
-        for listener in self._listeners:
+        for listener in self._listeners or [log_event]:
             listener(event)
 
     @property

@@ -7,6 +7,7 @@ takes again replaces the first instead of being counted twice.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import statistics
 from collections import Counter, deque
@@ -15,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.console.durations import clock
+from penstock.console.live.absent_services import AbsentServices
 from penstock.console.live.fleet import Fleet
 from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint
 from penstock.console.live.watched_totals import NotedIncident, WatchedTotals
@@ -68,6 +70,7 @@ class RunView:
         self.disconnected_s = 0.0
         self.finished = False
         self._fleet = Fleet()
+        self._absent = AbsentServices()
         self._groups = GroupFields()
         self._unreadable: Counter[str] = Counter()  # messages by kind
         self._num_eval_groups = 0
@@ -82,6 +85,10 @@ class RunView:
         self._last_at = 0.0
         self._restored: WatchedTotals | None = None
         self._paused_s = 0.0  # between sessions
+        self._pauses: list[tuple[float, float]] = []  # ends and lengths, seconds; inf for one of an earlier session
+        self._rolled_back: dict[
+            int, StepPoint
+        ] = {}  # the last step that was rolled back, by the step that was then taken
         self._noted: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)  # incidents that no stored event repeats
 
     # ── earlier sessions ──────────────────────────────────────────────────────────────────────
@@ -170,6 +177,7 @@ class RunView:
             for beat in beats:
                 self._saw(beat.at)
         self._note(self._fleet.fold(beats, now))
+        self._absent.fold(self._fleet.lines(now), now)
 
     def fold_published(self, fact: WeightsPublished) -> None:
         """Take the announcement of a version."""
@@ -243,7 +251,7 @@ class RunView:
             groups_trained=self._groups.trained,
             no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
             learning=points[-1].learning if points else {},
-            diagnoses=self._diagnoses(points),
+            diagnoses=(*(() if self.finished else self._absent.diagnoses(self.queues, now)), *self._diagnoses(points)),
             incidents=tuple(self.incidents),
             num_incidents=self._num_incidents,
             disconnected_s=self.disconnected_s,
@@ -296,7 +304,7 @@ class RunView:
             packs_given_back=self._fleet.count("packs_given_back"),
             incidents=tuple(
                 f"{clock(i.at - (self._first_at or i.at))} {i.text}"
-                for i in sorted([*self.incidents, *_stalls(points)], key=lambda one: one.at)
+                for i in sorted([*self.incidents, *self._stalls(points)], key=lambda one: one.at)
             ),
             wall_s=max(self._last_at - self._first_at - self._paused_s, 0.0) if self._first_at is not None else 0.0,
             cpu_s=sum(cpu.values()),
@@ -317,6 +325,7 @@ class RunView:
         fields = event_fields.read(StepFields, data)
         step = len(self.steps) + 1 if fields.step is None else fields.step
         if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these steps are repeated
+            self._rolled_back[step] = self.steps[next(reversed(self.steps))]
             for later in [s for s in self.steps if s >= step]:
                 self._staleness.subtract(self.steps.pop(later).staleness_tokens)
         histogram = fields.staleness_tokens
@@ -372,9 +381,12 @@ class RunView:
     def _fold_state(self, at: float, source: str, data: Mapping[str, Any]) -> None:
         fields = event_fields.read(StateFields, data)
         text = fields.text or fields.state
-        if text == _SESSION_STARTS and self._restored is not None and at > self._restored.until:
-            self._paused_s += at - self._restored.until
-            self._restored = None  # once: later starts of the trainer are in this session
+        if text == _SESSION_STARTS and self._restored is not None:
+            is_old = at <= self._restored.until
+            self._pauses.append((at, math.inf if is_old else at - self._restored.until))
+            if not is_old:
+                self._paused_s += at - self._restored.until
+                self._restored = None  # once: later starts of the trainer are in this session
         if text and source.startswith("trainer"):
             self.state = text
         if fields.total_steps:
@@ -382,6 +394,21 @@ class RunView:
         if fields.finished:
             self.finished = True
             self._fleet.close_window()
+
+    def _stalls(self, points: Sequence[StepPoint]) -> list[Incident]:
+        """Return the longest times without a step, whatever the reason was; a pause between two sessions is none."""
+        gaps: list[tuple[float, StepPoint]] = []
+        for earlier, after in pairwise(points):
+            before = self._rolled_back.get(after.step, earlier)
+            paused_s = sum(length for end, length in self._pauses if before.at < end <= after.at)
+            gaps.append((after.at - before.at - paused_s, before))
+        if len(gaps) < _STEPS_BEFORE_STALLS:
+            return []
+        limit = max(_STALL_S, 10 * statistics.median(gap for gap, _ in gaps))
+        longest = sorted((one for one in gaps if one[0] > limit), key=lambda one: one[0])[-_NUM_STALLS:]
+        return [
+            Incident(point.at, f"no step for {clock(gap)} after step {point.step}", "note") for gap, point in longest
+        ]
 
     def _overlap(self, points: list[StepPoint], staleness: Mapping[int, int]) -> Overlap:
         tokens = sum(staleness.values())
@@ -450,16 +477,6 @@ class RunView:
         for incident in incidents:
             self.incidents.append(incident)
             self._num_incidents += 1
-
-
-def _stalls(points: Sequence[StepPoint]) -> list[Incident]:
-    """Return the longest times without a step: whatever the reason was, nobody should have to look for them in a curve."""
-    gaps = [(after.at - before.at, before) for before, after in pairwise(points)]
-    if len(gaps) < _STEPS_BEFORE_STALLS:
-        return []
-    limit = max(_STALL_S, 10 * statistics.median(gap for gap, _ in gaps))
-    longest = sorted((one for one in gaps if one[0] > limit), key=lambda one: one[0])[-_NUM_STALLS:]
-    return [Incident(point.at, f"no step for {clock(gap)} after step {point.step}", "note") for gap, point in longest]
 
 
 def _trained_per_s(points: list[StepPoint]) -> float:

@@ -57,11 +57,7 @@ def ensure_servers(run: str, arguments: Sequence[str], environ: Mapping[str, str
     Raises ConfigError for an unknown run.
     """
     check_run_id(run)
-    store = _own_store(run, arguments, environ)
-    if store is not None and not run_lock.is_locked(store / "lock"):
-        launch.replace_process(
-            launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))
-        )
+    _start_again(_own_store(run, arguments, environ), typed)
 
 
 def ensure_local_servers(
@@ -70,15 +66,26 @@ def ensure_local_servers(
     """Call `ensure_servers` for a run that has a folder here; one without may be on NATS.
 
     ``finished_only`` is for commands that keep running: with the servers of a stopped, unfinished run they would
-    prevent it from being resumed. Raises ConfigError for a run that is neither here nor on NATS.
+    prevent it from being resumed. Raises ConfigError for a run that is neither here nor on NATS, and for one whose servers
+    are not known here.
     """
     check_run_id(run)
     loaded = connections.find(arguments, environ)
     folder = loaded.settings.run.dir / run
     if not folder.is_dir():
         _require_on_nats(run, loaded)
-    elif not (finished_only and not (folder / "report.json").exists()):
-        ensure_servers(run, arguments, environ, typed)
+        return
+    store = _own_store(run, arguments, environ)
+    if not finished_only or (folder / "report.json").exists():
+        _start_again(store, typed)
+
+
+def _start_again(store: Path | None, typed: Sequence[str]) -> None:
+    """Restart the ``typed`` command together with the servers of a store, unless they run."""
+    if store is not None and not run_lock.is_locked(store / "lock"):
+        launch.replace_process(
+            launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))
+        )
 
 
 def _require_on_nats(run: str, loaded: Loaded[connections.ConsoleSettings]) -> None:
@@ -98,7 +105,10 @@ def _require_on_nats(run: str, loaded: Loaded[connections.ConsoleSettings]) -> N
 
 
 def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path | None:
-    """Return the data folder of a run's own servers; None when it has none or other servers were configured."""
+    """Return the data folder of a run's own servers; None when it has none or other servers were configured.
+
+    Raises ConfigError for a run that is not here, and for one whose servers are neither its own nor configured.
+    """
     loaded = connections.find(arguments, environ)
     if connections.is_configured(loaded):
         return None
@@ -106,4 +116,11 @@ def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -
     if not folder.is_dir():
         raise unknown_run(run, folder.parent, more=_SET_SERVERS)
     store = folder / connections.STORE
-    return store if store.is_dir() else None
+    if store.is_dir():
+        return store
+    if loaded.origins["s3.endpoint"] == "default" and not connections.answers(loaded.settings.nats.url):
+        raise ConfigError(
+            f"run {run} keeps its messages and weights on servers of their own, and nats.url and s3.endpoint are not set here; load "
+            "their settings (after `penstock up`: . data/environment), or set both"
+        )
+    return None

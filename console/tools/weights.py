@@ -16,7 +16,7 @@ from penstock.console.live.watcher import Watcher
 from penstock.console.printable import printable
 from penstock.console.tables import console
 from penstock.console.tools import kept_reasons
-from penstock.protocol import blob_keys, streams
+from penstock.protocol import blob_keys, logs, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
 from penstock.protocol.subjects import check_run_id
@@ -49,6 +49,7 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
 
 def stored_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Row]:
     """Return the stored versions of a run as `list_versions` describes them. Raises PenstockError."""
+    logs.configure("weights", level="error")
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         view = RunView(run)
@@ -74,6 +75,7 @@ def export(
     Without a ``version`` the one with the best evaluation. Raises PenstockError.
     """
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    logs.configure("weights", level="error")
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         head, kept = _head(bus, run), _kept(bus, run)

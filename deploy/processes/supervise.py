@@ -82,11 +82,11 @@ class Supervisor:
     def __init__(
         self, *, rule: RestartRule | None = None, on_event: Callable[[ProcessEvent], None] | None = None
     ) -> None:
-        """``on_event`` is called on the supervisor's thread."""
+        """``on_event`` is called on the supervisor's thread; without it, crashes and restarts are logged."""
         self.events: list[ProcessEvent] = []
         self.failure: DeployError | None = None
         self._rule = rule or RestartRule()
-        self._on_event = on_event
+        self._on_event = on_event or log_event
         self._watched: dict[str, _Watched] = {}
         self._due: list[tuple[float, int, str]] = []  # heap of restarts: when, tie-breaker, name
         self._ties = itertools.count()
@@ -175,7 +175,6 @@ class Supervisor:
         if watched.restart is None or (code is not None and not watched.is_crash(code)):
             self._note(ProcessEvent(time.time(), child.name, "exited", how))
             return
-        log.warning("a process exited", process=child.name, exit=how, log=str(child.log))
         self._note(ProcessEvent(time.time(), child.name, "crashed", how, child.reason()))
         self._schedule(watched)
 
@@ -215,9 +214,14 @@ class Supervisor:
 
     def _note(self, event: ProcessEvent) -> None:
         self.events.append(event)
-        if self._on_event is not None:
-            self._on_event(event)
+        self._on_event(event)
         self._changed.notify_all()
+
+
+def log_event(event: ProcessEvent) -> None:
+    """Log an event that people should see; events of every run are not logged."""
+    if event.as_incident:
+        log.warning(event.as_incident, process=event.name)
 
 
 def stop_all(children: Sequence[Child], grace_s: float = 10.0) -> None:

@@ -44,15 +44,15 @@ def describe(found: RolledBack, *, resumed_step: int | None) -> str:
     if resumed_step is None and not found.steps:
         return ""
     start = (
-        f"resumed from the checkpoint of step {resumed_step}"
+        f"resumed at step {resumed_step}"
         if resumed_step is not None
         else "no checkpoint was made yet: training starts again at step 0"
     )
     if not found.steps:
         return f"{start}; no step was lost"
     return (
-        f"{start}; steps rolled back: {found.steps}, groups to train again: {found.groups} ({found.seconds:.0f} s of "
-        "training); trainer.checkpoint_every_s limits this"
+        f"{start}: rolled back {found.steps} steps, {found.groups} groups ({found.seconds:.0f} s of training) since the last "
+        "checkpoint; trainer.checkpoint_every_s limits this"
     )
 
 

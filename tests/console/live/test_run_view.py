@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
 
+from penstock.console.live.run_snapshot import QueueDepths
 from penstock.console.live.run_view import RunView
 
 
@@ -215,6 +216,45 @@ def test_a_time_without_steps_and_an_outage_of_nats_are_in_the_report():
         "no step for 1:43 after step 8",
         "NATS answers again, after 42 s",
     ]
+
+
+def test_steps_that_were_rolled_back_are_no_time_without_steps():
+    """The time since the last of them counts, not since the step of the checkpoint."""
+    view = RunView(recorded.RUN)
+    for number in range(1, 41):
+        view.fold_event(recorded.step(number, recorded.START + number))
+    for number in range(11, 31):  # killed at step 40, resumed at step 10
+        view.fold_event(recorded.step(number, recorded.START + 35 + number))
+    assert view.summary().incidents == ()
+    view.fold_event(recorded.step(21, recorded.START + 65 + 25))
+    assert [text.split(" ", 1)[1] for text in view.summary().incidents] == ["no step for 0:25 after step 30"]
+
+
+@pytest.mark.parametrize(
+    ("role", "queue", "command"),
+    [("rollout", "tasks", "penstock rollout"), ("reward", "generated", "penstock reward service")],
+)
+def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queue: str, command: str):
+    """After 15 s, with the command that starts one; nothing is said without work, nor of a service that only restarts."""
+    view = RunView(recorded.RUN)
+    begin = recorded.START
+
+    def keys_at(at: float, *present: str) -> list[str]:
+        beats = [recorded.beat(one, "x", at, busy_s=1, idle_s=0, cpu_s=1) for one in present]
+        view.fold_heartbeats(beats, at)
+        return [one.key for one in view.snapshot(at).diagnoses]
+
+    other = {"rollout": "reward", "reward": "rollout"}[role]
+    assert keys_at(begin, other) == keys_at(begin + 14.0, other) == []
+    assert keys_at(begin + 16.0, other) == []  # no work waits
+    view.fold_queues(QueueDepths(waiting={queue: 13}))
+    assert keys_at(begin + 17.0, other) == [f"no_{role}"]
+    found = view.snapshot(begin + 17.0).diagnoses[0]
+    assert "13 messages wait" in found.what
+    assert command in found.cure
+    assert keys_at(begin + 18.0, other, role) == keys_at(begin + 19.0, other) == []
+    view.fold_event(recorded.event("state", begin + 20, text="finished", finished=True))
+    assert keys_at(begin + 60.0) == []
 
 
 def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():

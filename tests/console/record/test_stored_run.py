@@ -37,6 +37,21 @@ def test_a_misspelt_run_on_nats_is_refused_with_the_runs_there(
 
 
 @pytest.mark.parametrize(
+    "command", ["audit far", "weights far", "weights export far --best --to b", "watch far", "dead-letters list far"]
+)
+def test_a_run_on_servers_that_are_not_set_here_is_refused_at_once(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is here, its NATS and S3 are elsewhere: the settings to load are named, no default address is waited for."""
+    (tmp_path / "far").mkdir()
+    monkeypatch.setattr(connections, "answers", lambda _: False)
+    with pytest.raises(
+        ConfigError, match=r"run far keeps .* nats.url and s3.endpoint are not set here; .*data/environment"
+    ):
+        app([*command.split(), f"run.dir={tmp_path}"])
+
+
+@pytest.mark.parametrize(
     "command",
     [
         *("audit first", "lineage first", "replay first", "watch first", "weights first", "reward errors first"),

@@ -158,6 +158,24 @@ def test_the_listener_gets_every_event(tmp_path: Path) -> None:
     supervisor.close()
 
 
+@pytest.mark.parametrize("has_listener", [True, False])
+def test_a_crash_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], has_listener: bool) -> None:
+    """To the listener, which shows it, or to the log where there is none."""
+    told: list[str] = []
+    supervisor = Supervisor(
+        rule=QUICK, on_event=(lambda event: told.append(event.as_incident)) if has_listener else None
+    )
+    child = Child("worker", [sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log")
+    child.start()
+    supervisor.watch(child, child.relaunch)
+    child.crash()
+    wait_for(lambda: kinds(supervisor, "worker")[-1] == "restarted", "the restart")
+    supervisor.close()
+    supervisor.child("worker").kill()
+    logged = "worker exited (SIGKILL" in "".join(capsys.readouterr())
+    assert (logged, [text for text in told if "exited (SIGKILL" in text] != []) == (not has_listener, has_listener)
+
+
 @given(st.lists(st.floats(0, 1000)), st.floats(0, 1000))
 def test_pauses_grow_to_their_bound_and_end(crashes: list[float], now: float) -> None:
     """A pause is between the first and the longest one; beyond the allowed crashes there is none."""
