@@ -125,8 +125,8 @@ class AsyncFineTuning:
         return self.training.id
 
     @property
-    def folder(self) -> Path:
-        """The folder with its logs and metrics."""
+    def folder(self) -> Path | None:
+        """See `FineTuning.folder`."""
         return self.training.folder
 
     async def state(self) -> State:

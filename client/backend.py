@@ -1,4 +1,4 @@
-"""What a handle of a run needs of the place where the run is."""
+"""What the handle of a run or a training needs of the place where that is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,50 @@ from typing import Any, Protocol
 from penstock.client.errors import RunFailed
 from penstock.client.events import Event
 from penstock.client.processes import State
+
+
+class TrainingBackend(Protocol):
+    """One training on given answers, on this machine or behind a Runs API."""
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run whose folder it has."""
+        ...
+
+    @property
+    def state(self) -> State:
+        """How it is now."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """Its folder, if it is on this machine."""
+        ...
+
+    @property
+    def output(self) -> Path:
+        """The model folder that it writes at its end."""
+        ...
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it is over; returns False when ``timeout_s`` passed first."""
+        ...
+
+    def failure(self) -> RunFailed:
+        """Return why it failed."""
+        ...
+
+    def rows(self) -> Iterable[Mapping[str, Any]]:
+        """Return the rows of its metrics: ``kind`` is "step" or "eval"."""
+        ...
+
+    def stop(self) -> None:
+        """Stop it after a checkpoint."""
+        ...
+
+    def close(self) -> None:
+        """Release what this process holds for it."""
+        ...
 
 
 class RunBackend(Protocol):

@@ -199,13 +199,15 @@ class Client:
         self.close()
 
     def _fine_tune(self, verb: str, model: Model, data: Any, run_id: str | None, settings: Settings) -> FineTuning:
-        if self._api is not None:
-            raise ConfigError(f"the Runs API has no {verb}: use penstock.Client(), on the machine with the model")
-        from penstock.client import local_start  # noqa: PLC0415 - as above
-
         given = run_settings.section(verb, data, "data")
         values = self._values(run_id, run_settings.section("model", model, "path"), given, run_settings.flat(settings))
-        return self._kept(local_start.fine_tune(verb, values, self._runs))
+        if self._api is not None:
+            from penstock.client.remote import remote_start  # noqa: PLC0415 - as above
+
+            return self._kept(FineTuning(verb, remote_start.fine_tune(self._api, verb, values, self._runs)))
+        from penstock.client import local_start  # noqa: PLC0415 - as above
+
+        return self._kept(FineTuning(verb, local_start.fine_tune(verb, values, self._runs)))
 
     def _kept(self, handle: Handle) -> Handle:
         self._started.append(handle)

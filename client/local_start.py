@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from penstock.client import data_files, run_settings
 from penstock.client.events import RUN_FILE
-from penstock.client.fine_tuning import FineTuning
 from penstock.client.local_backend import LocalBackend
+from penstock.client.local_training import LocalTraining
 from penstock.client.processes import LocalProcess
 from penstock.client.registered_reward import RegisteredReward
 from penstock.client.run_settings import DATA, MODEL, REWARD, Values
@@ -75,7 +75,7 @@ def existing(run_id: str, runs: Path) -> LocalBackend:
     return LocalBackend(run_id, folder, workers=2)
 
 
-def fine_tune(verb: str, values: Values, runs: Path) -> FineTuning:
+def fine_tune(verb: str, values: Values, runs: Path) -> LocalTraining:
     """Start `penstock sft` or `penstock dpo`; raises ConfigError, and starts nothing then."""
     command = _COMMANDS[verb]
     overrides = run_settings.overrides(_stand_ins(values, runs))
@@ -87,7 +87,7 @@ def fine_tune(verb: str, values: Values, runs: Path) -> FineTuning:
         _check_files(verb, settings)
     started = launch.trainer(settings.trainer.num_ranks, verb, *overrides)
     process = LocalProcess(f"{verb} {folder.name}", started, folder / "logs" / f"{verb}.log")
-    return FineTuning(verb, folder, (getattr(settings, verb).output or folder / verb).absolute(), process)
+    return LocalTraining(verb, folder, (getattr(settings, verb).output or folder / verb).absolute(), process)
 
 
 def _check_files(verb: str, settings: TrainerSettings) -> None:

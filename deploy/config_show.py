@@ -1,6 +1,8 @@
 """`penstock config show run.toml`: every setting of trainer, rollout worker, reward service and trackers, with its origin.
 
-python -m penstock.deploy.config_show [RUN.TOML] [SECTION.KEY=VALUE ...] [--json]
+python -m penstock.deploy.config_show [RUN.TOML] [SECTION.KEY=VALUE ...] [--command sft|dpo|rm] [--json]
+
+With ``--command`` the settings are those that `penstock sft`, `dpo` or `rm` would train with, and what it does not read is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +23,16 @@ from penstock.protocol.config.run_file import Loaded, config_document, format_co
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.commands.dpo import DPO
+from penstock.trainer.commands.own_section import OwnSection
+from penstock.trainer.commands.rm import RM
+from penstock.trainer.commands.sft_settings import SFT
 from penstock.trainer.settings import TrainerSettings
 
 SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings, TrackSettings)
+TRAIN = "train"
+FINE_TUNING: dict[str, OwnSection] = {one.section: one for one in (SFT, DPO, RM)}
+_COMMAND = "--command"
 _ERROR = 2  # exit code of settings that are refused
 
 
@@ -38,6 +47,22 @@ def load_all(files: Sequence[Path], overrides: Sequence[str], environ: Mapping[s
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return loaded
+
+
+def load_for(
+    command: str, files: Sequence[Path], overrides: Sequence[str], environ: Mapping[str, str]
+) -> tuple[list[Loaded[Any]], list[str]]:
+    """Return the settings of a command, and the keys of its run files that it does not read.
+
+    Raises ConfigError for those that it refuses, and for an unknown command.
+    """
+    if command == TRAIN:
+        return load_all(files, overrides, environ), []
+    if command not in FINE_TUNING:
+        raise ConfigError(f"{_COMMAND} {command}: expected {', '.join((TRAIN, *FINE_TUNING))}")
+    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=environ)
+    settings, unread = FINE_TUNING[command].chosen_settings(loaded, overrides)
+    return [Loaded(settings, loaded.origins)], unread
 
 
 def as_text(services: Sequence[Loaded[Any]]) -> str:
@@ -65,17 +90,33 @@ def as_document(services: Sequence[Loaded[Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the settings; returns 2 for settings that a service refuses, after the reason on stderr."""
-    files, overrides = split_arguments([argument for argument in arguments if argument != "--json"])
+    command, rest = _split_command(arguments)
+    files, overrides = split_arguments([argument for argument in rest if argument != "--json"])
     try:
-        services = load_all(files, overrides, os.environ)
+        services, unread = load_for(command, files, overrides, os.environ)
     except ConfigError as err:
         sys.stderr.write(f"{err}\n")
         return _ERROR
     if "--json" in arguments:
-        sys.stdout.write(json.dumps(as_document(services)) + "\n")
+        document = as_document(services) | ({} if command == TRAIN else {"unread": unread})
+        sys.stdout.write(json.dumps(document) + "\n")
     else:
-        sys.stdout.write(as_text(services) + "".join(f"# note: {note}\n" for note in notes(services[0])))
+        told = notes(services[0]) if command == TRAIN else [f"penstock {command} does not read {key}" for key in unread]
+        sys.stdout.write(as_text(services) + "".join(f"# note: {note}\n" for note in told))
     return 0
+
+
+def _split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command whose settings are wanted, and the other arguments."""
+    command, rest = TRAIN, []
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == _COMMAND:
+            command = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    return command, rest
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from penstock.deploy.processes.page_process import PageProcess
 from penstock.deploy.train_local import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.record import pause_request
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.settings import WorkerSettings
 
@@ -232,6 +233,9 @@ def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: 
     for kills_left in reversed(range(_SFT_STARTS)):
         code = _exit_code(child, started + _SFT_DEADLINE_S, stop_requested)
         if code is None:
+            return False
+        if code == 0 and pause_request.is_requested(options.folder):
+            show("warm-up   paused")
             return False
         if code == 0:
             show(

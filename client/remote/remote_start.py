@@ -1,4 +1,4 @@
-"""Start a run through a Runs API from the arguments of a call."""
+"""Start a run or a training through a Runs API from the arguments of a call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from penstock.client import data_files
 from penstock.client.registered_reward import RegisteredReward
 from penstock.client.remote.remote_backend import RemoteBackend
+from penstock.client.remote.remote_training import RemoteTraining
 from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.client.run_settings import DATA, MODEL, REWARD, Values, nested
 from penstock.client.served_function import ServedFunction, reward_name, reward_of
@@ -28,7 +29,7 @@ def train(api: RunsApi, values: Values, runs: Path, *, workers: int) -> RemoteBa
         name = reward_name(given)
         reward = ServedFunction(reward_of(given), name)
     try:
-        run_id = _create(api, {**_with_files(values, runs), REWARD: name}, workers)
+        run_id = _create(api, {**_with_files(values, runs), REWARD: name}, "run", workers=workers)
         return RemoteBackend(api, run_id, reward=reward)
     except BaseException:
         if reward is not None:
@@ -36,13 +37,20 @@ def train(api: RunsApi, values: Values, runs: Path, *, workers: int) -> RemoteBa
         raise
 
 
-def _create(api: RunsApi, values: Values, workers: int) -> str:
-    """Create and start a run under its name, or the first free one of run, run-2, …; return the name."""
+def fine_tune(api: RunsApi, verb: str, values: Values, runs: Path) -> RemoteTraining:
+    """Create a training and start it; raises ApiRefused or another PenstockError, and starts nothing then."""
+    if not api.is_here:
+        _refuse_what_is_here(api, values)
+    return RemoteTraining(api, _create(api, _with_files(values, runs), verb, command=verb), verb)
+
+
+def _create(api: RunsApi, values: Values, stem: str, **more: Any) -> str:
+    """Create and start a run under its name, or the first free one of stem, stem-2, …; return the name."""
     wanted = values.pop(("run", "id"), None)
     number = 1
     while True:
-        name = str(wanted) if wanted is not None else "run" if number == 1 else f"run-{number}"
-        body = {"run": name, "settings": nested(values), "workers": workers, "start": True}
+        name = str(wanted) if wanted is not None else stem if number == 1 else f"{stem}-{number}"
+        body = {"run": name, "settings": nested(values), "start": True, **more}
         try:
             return str(api.call("POST", "/v1/runs", body)["run"])
         except ApiRefused as err:

@@ -120,7 +120,16 @@ _OWN_FLAGS = {
         *_NODES,
     ),
     **dict.fromkeys(("sft", "dpo", "rm"), _NODES),
-    "config show": (CommandFlag(("--json",), "", "print one JSON object instead of TOML", (), False),),
+    "config show": (
+        CommandFlag(("--json",), "", "print one JSON object instead of TOML", (), False),
+        CommandFlag(
+            ("--command",),
+            "NAME",
+            "what this command trains with; what it does not read is refused",
+            ("train", "sft", "dpo", "rm"),
+            False,
+        ),
+    ),
 }
 _TAKES_A_RUN_FILE = ("train", "sft", "dpo", "rm", "rollout", "reward service", "bootstrap", "config show")
 _STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "plan", "quickstart", "recipe", "up", "data check", "config import", "reward serve", "reward serve-judge",

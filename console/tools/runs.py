@@ -17,7 +17,7 @@ from rich.table import Table
 
 from penstock.console import connections
 from penstock.console.printable import printable
-from penstock.console.report import curves
+from penstock.console.report import curves, fine_tuned
 from penstock.console.report.event_fields import number
 from penstock.console.tables import console
 from penstock.protocol import logs, streams
@@ -27,6 +27,7 @@ from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import RUN_ID, check_run_id
 from penstock.protocol.transport.bus import Bus
 
+PLANNED = "planned-config.json"  # in the folder of a run that the Runs API created: the settings that it checked
 _MARKS = (
     "metrics.jsonl",
     "config.json",
@@ -35,6 +36,7 @@ _MARKS = (
     "job.json",  # created by the Runs API, and perhaps not started yet
     connections.STORE,
     run_lock.RUN_LOCK,
+    *(f"{command}-training" for command in fine_tuned.COMMANDS),
 )  # a folder with any of these is a run's
 
 
@@ -50,6 +52,8 @@ class RunLine:
     when: str = ""
     folder: str = ""
     eval_reward: float | None = None  # held-out mean reward: what is shown where there is no accuracy
+    loss: float | None = None  # of a training on given answers, which has no rewards
+    eval_loss: float | None = None
 
 
 def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
@@ -155,6 +159,12 @@ def merge(folders: Sequence[RunLine], broker: Sequence[RunLine]) -> list[RunLine
 
 def describe(folder: Path) -> RunLine:
     """Describe one run folder by its files."""
+    if (trained := fine_tuned.read(folder)) is not None:
+        when = datetime.fromtimestamp(fine_tuned.metrics_file(folder).stat().st_mtime, UTC).isoformat(
+            timespec="seconds"
+        )
+        losses = {"loss": trained.loss, "eval_loss": trained.eval_loss}
+        return RunLine(folder.name, state_of(folder), trained.step, when=when, folder=str(folder), **losses)
     found = curves.read(folder)
     held_out = found.held_out
     accuracy = held_out.now if held_out.measure == "accuracy" else None
@@ -183,8 +193,10 @@ def state_of(folder: Path) -> str:
 def is_finished(folder: Path) -> bool:
     """Return True if the trainer ended with all steps of the settings it was last started with.
 
-    A run without ``trainer.json`` is finished when it has a report.
+    A run without ``trainer.json`` is finished when it has a report, a training on given answers when it has its model.
     """
+    if (command := fine_tuned.command_of(folder)) is not None:
+        return fine_tuned.is_finished(folder, command)
     ended, started = _read_object(folder / "trainer.json"), _read_object(folder / "config.json")
     if ended is None:
         return (folder / "report.json").exists()
@@ -208,6 +220,8 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 def _held_out(line: RunLine) -> str:
     if line.accuracy is not None:
         return f"{line.accuracy:.3f}"
+    if line.eval_loss is not None:
+        return f"loss {line.eval_loss:.3f}"
     return "–" if line.eval_reward is None else f"reward {line.eval_reward:.2f}"
 
 
@@ -220,7 +234,7 @@ def _table(lines: Sequence[RunLine]) -> Table:
         numbers = (
             "–" if line.step is None else str(line.step),
             _held_out(line),
-            "–" if line.reward is None else f"{line.reward:.2f}",
+            f"loss {line.loss:.3f}" if line.loss is not None else "–" if line.reward is None else f"{line.reward:.2f}",
         )
         style = {"running": "green", "stopped": "yellow"}.get(line.state, "")
         table.add_row(line.run, f"[{style}]{line.state}[/]" if style else line.state, *numbers, when)

@@ -43,8 +43,13 @@ class RunItem(BaseModel):
     accuracy: float | None = None
     reward: float | None = None
     eval_reward: float | None = None
+    loss: float | None = Field(None, description="Of the last step, for sft, dpo and rm, which have no rewards.")
+    eval_loss: float | None = None
     when: str = Field("", description="ISO 8601: when it last changed.")
-    curve: list[float] = Field([], description="The reward of at most 60 points of the run, for a small drawing.")
+    curve: list[float] = Field(
+        [],
+        description="The reward, or the loss of sft, dpo and rm, at no more than 60 points of the run, for a small drawing.",
+    )
 
 
 class TestedCompletions(BaseModel):

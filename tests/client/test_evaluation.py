@@ -14,6 +14,7 @@ from penstock.client import evaluation
 from penstock.client.client import _target_name
 from penstock.client.errors import RunFailed
 from penstock.client.fine_tuning import FineTuning
+from penstock.client.local_training import LocalTraining
 from penstock.client.processes import LocalProcess
 from penstock.console.evaluation.results import EvaluationResult
 from penstock.deploy.evaluation.evaluate import _parser
@@ -51,7 +52,7 @@ def test_what_a_version_is_of(tmp_path: Path) -> None:
     process = LocalProcess("one", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
     try:
         with pytest.raises(PenstockError, match=r"has no model: it is running; wait\(\) for its end"):
-            _target_name(FineTuning("sft", tmp_path / "sft", tmp_path / "model", process), None)
+            _target_name(FineTuning("sft", LocalTraining("sft", tmp_path / "sft", tmp_path / "model", process)), None)
     finally:
         process.stop()
 

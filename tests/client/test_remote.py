@@ -17,6 +17,7 @@ import penstock
 from penstock.client.events import Event
 from penstock.client.loop_thread import LoopThread
 from penstock.client.remote.remote_backend import RemoteBackend
+from penstock.client.remote.remote_training import RemoteTraining
 from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.console.web.access import Access, Role
 from penstock.console.web.app import create_app
@@ -34,6 +35,7 @@ from tests.json_server import JsonServer
 from tests.servers import secret_file
 
 ROWS = [{"prompt": "sort 31", "ground_truth": "13"}]
+PAIRS = [{"prompt": "sort 31", "chosen": "13", "rejected": "31"}]
 
 
 @dataclass
@@ -147,6 +149,47 @@ def test_a_run_is_created_and_its_function_registered_when_it_runs(
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("reward-calls")]
 
 
+def test_a_training_on_given_answers_is_created_and_followed(
+    console: Console, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, section and command arrive; its handle reads state, figures and the place of its model from the console."""
+    monkeypatch.setattr(queue, "advance", lambda _: None)  # no process is started
+    client = penstock.Client(console.url, token=console.token, runs=console.runs)
+    first, second = (client.dpo(model=model, data=PAIRS, dpo={"steps": 7, "beta": 0.2}) for _ in range(2))
+    assert (first.id, first.state, second.id) == ("dpo", "queued", "dpo-2")
+    assert first.folder == console.runs / "dpo"
+    text = (console.runs / "dpo" / "run.toml").read_text()
+    assert "beta = 0.2" in text
+    training = console.runs / "dpo" / "dpo-training"
+    training.mkdir()
+    lines = [
+        {"kind": "step", "at": 1.0, "step": 1, "loss": 0.5},
+        {"kind": "eval", "at": 2.0, "step": 1, "eval_loss": 0.4},
+    ]
+    (training / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert first.metrics()["loss"].tolist() == [0.5]
+    assert first.metrics("eval")["eval_loss"].tolist() == [0.4]
+    far = RemoteTraining(Elsewhere(console.url, console.token), "dpo", "dpo")
+    assert far.folder is None
+    found = [{name: row[name] for name in row if name != "at"} for row in far.rows()]
+    assert found == [
+        {"kind": "step", "step": 1, "loss": 0.5, "eval_loss": 0.4},
+        {"kind": "eval", "step": 1, "eval_loss": 0.4},
+    ]
+    with pytest.raises(PenstockError, match="dpo dpo has no model: it is queued"):
+        _ = first.model
+    first.stop()
+    assert first.state in {"stopped", "created"}
+    client.close()
+    assert second.state == "queued"
+
+
+class Elsewhere(RunsApi):
+    """A console on another machine."""
+
+    is_here = False
+
+
 def test_what_the_api_refuses_is_said_with_its_fix(console: Console, model: Path) -> None:
     """A wrong setting, an unknown run, a missing token and a server that does not answer."""
     client = penstock.Client(console.url, token=console.token, runs=console.runs)
@@ -158,8 +201,9 @@ def test_what_the_api_refuses_is_said_with_its_fix(console: Console, model: Path
         client.run("nope")
     with pytest.raises(ApiRefused, match="token"):
         penstock.Client(console.url).run("nope")
-    with pytest.raises(ConfigError, match="the Runs API has no sft"):
-        client.sft(model=model, data=ROWS)
+    with pytest.raises(ApiRefused, match=r"rollout.group_size is not read by penstock sft"):
+        client.sft(model=model, data=ROWS, rollout={"group_size": 3})
+    assert not (console.runs / "sft").exists()
     with pytest.raises(ApiRefused, match="no console answers at"):
         RunsApi("http://127.0.0.1:9", None).call("GET", "/v1/runs")
     for url in ("remote", "ftp://host", "http://"):
@@ -173,6 +217,8 @@ def test_a_console_elsewhere_gets_neither_rows_nor_functions(console: Console, m
     client = penstock.Client(console.url, token=console.token)
     with pytest.raises(ConfigError, match=r"data\.train: rows are not sent"):
         client.train(model="m", data=ROWS, reward="exact_match")
+    with pytest.raises(ConfigError, match=r"sft\.data: rows are not sent"):
+        client.sft(model="m", data=ROWS)
     with pytest.raises(ConfigError, match="cannot call a function of this process"):
         client.train(model="m", data="rows.jsonl", reward=lambda completions, **columns: [])
     assert [RunsApi(url, None).is_here for url in ("http://localhost:1", "http://[::1]:1")] == [False, False]

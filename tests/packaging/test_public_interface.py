@@ -180,7 +180,7 @@ INTERFACE: dict[str, list[str]] = {
         "switch",
     ],
     "FineTuning": [
-        "class() (verb: 'str', folder: 'Path', output: 'Path', process: 'LocalProcess') -> 'None'",
+        "class() (verb: 'str', backend: 'TrainingBackend') -> 'None'",
         "close(self) -> 'None'",
         "folder",
         "id",

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 
 import structlog
@@ -13,6 +14,7 @@ import structlog
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.record import pause_request, run_lock
 from penstock.trainer.commands.own_section import OwnSection, check_ranks
 from penstock.trainer.commands.stop_signals import stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
@@ -25,7 +27,10 @@ _ERROR = 2  # exit code of an error that is explained on stderr
 
 
 def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
-    """Train, and print the folder of the result; returns 130 or 143 after a signal. Raises PenstockError before it starts."""
+    """Train, and print the folder of the result; returns 130 or 143 after a signal. Raises PenstockError before it starts.
+
+    A request to pause (`pause_request`) ends it with a checkpoint and exit code 0; one from before the start is withdrawn.
+    """
     name = command.section
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
@@ -41,14 +46,18 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 
     ranks = Ranks()
+    if ranks.is_leader:
+        pause_request.clear(settings.run.folder)
     stop = threading.Event()
     signals = stop_on_signals(stop, is_leader=ranks.is_leader)
     try:
-        result = task.run(settings, ranks, stop)
+        with run_lock.hold(settings.run.folder) if ranks.is_leader else nullcontext():
+            result = task.run(settings, ranks, stop)
         code = 128 + signals[0] if result is None and signals else 0
         if ranks.is_leader:
             sys.stdout.write("" if result is None else f"{result.folder}\n")
-            sys.stderr.write("stopped on request; start it again to continue from its checkpoint\n" if code else "")
+            ended = "" if result is not None else "stopped on request" if code else "paused"
+            sys.stderr.write(f"{ended}; start it again to continue from its checkpoint\n" if ended else "")
     except PenstockError as err:
         log.debug("training failed", exc_info=True)
         sys.stderr.write(f"{err}\n")

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,7 +100,7 @@ class Training:
         self._schedule = CheckpointSchedule(every_steps=every, every_s=plan.checkpoint_every_s, now=time.monotonic())
 
     def run(self) -> Result | None:
-        """Train to the end and write the result; None if a stop was requested first, with everything in a checkpoint."""
+        """Train to the end and write the result; None if a stop or a pause was requested first, with everything in a checkpoint."""
         self._resume()
         is_over = self._best.ends(self._plan.settings.early_stop)
         while self._step < self._plan.length.num_steps and not is_over:
@@ -175,7 +175,8 @@ class Training:
         """Write a checkpoint when rank 0 says so; returns True if the training is to stop."""
         choice = None
         if self._folder is not None:
-            choice = [self._schedule.is_due(self._step, time.monotonic()), self._stop.is_set()]
+            stops = self._stop.is_set() or self._folder.is_pause_requested
+            choice = [self._schedule.is_due(self._step, time.monotonic()), stops]
         is_due, stops = self._dims.ranks.broadcast(choice)
         if is_due or stops:
             self._checkpoint()
@@ -264,8 +265,10 @@ class Training:
         elif best is not None:
             move_result(best, plan.output)
         step = self._best.step if uses_best and self._best.step is not None else self._step
+        result = Result(plan.output, self._step, step, self._num_tokens, self._losses[0], self._losses[-1])
         if self._folder is not None:
             log.info("written", folder=str(plan.output), weights_of_step=step)
             self._folder.keep_best(None)
+            self._folder.finish({**asdict(result), "folder": str(plan.output.absolute())})
             checkpoints.remove_all(self._folder.checkpoints)
-        return Result(plan.output, self._step, step, self._num_tokens, self._losses[0], self._losses[-1])
+        return result

@@ -3,6 +3,7 @@
 metrics.jsonl     one line for each step and each validation, as docs/metrics.md describes
 checkpoints/      removed when the result is written
 best/             model folder of the lowest validation loss, with keep_best; moved to the result
+result.json       what the training came to; written when the model folder is complete, removed when it trains again
 lock              held while a process trains
 """
 
@@ -10,13 +11,17 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.record import pause_request
 from penstock.trainer.errors import RunIsHeld
+
+RESULT = "result.json"
 
 
 class TrainingFolder:
@@ -38,8 +43,23 @@ class TrainingFolder:
         self._metrics = (path / "metrics.jsonl").open("ab")
 
     def rewind(self, num_bytes: int) -> None:
-        """Cut metrics.jsonl to its length at a checkpoint: the later steps are made again."""
+        """Cut metrics.jsonl to its length at a checkpoint: the later steps are made again. An earlier result is no longer one."""
+        (self._path / RESULT).unlink(missing_ok=True)
         self._metrics.truncate(num_bytes)
+
+    def finish(self, outcome: Mapping[str, Any]) -> None:
+        """Record that the training is over and its model folder complete."""
+        new = self._path / f"{RESULT}.new"
+        with new.open("w", encoding="utf-8") as file:
+            json.dump(outcome, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._path / RESULT)
+
+    @property
+    def is_pause_requested(self) -> bool:
+        """True while the run is asked to pause: the training writes a checkpoint and ends."""
+        return pause_request.is_requested(self._path.parent)
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl."""

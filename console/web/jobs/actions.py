@@ -6,12 +6,14 @@ import contextlib
 import shutil
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from penstock.console import connections
 from penstock.console.tools import removal
 from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import check_settings, job_file, job_state, queue
@@ -30,6 +32,9 @@ _MAX_RUNS = 10_000
 def create(web: WebContext, request: RunRequest) -> Path:
     """Create a run's folder with its job and its run file, all at once; return it. Raises Problem or ConfigError."""
     options = _options(request)
+    command = request.command_name
+    if command != job_file.TRAIN:
+        _refuse_services(request, command)
     if request.serve and not request.workers:
         fix = "serve them where the reward service runs (penstock reward serve), or set workers to 1 or more"
         raise Problem(422, "serve comes with workers = 0", expected="workers of at least 1", got="workers = 0", fix=fix)
@@ -56,14 +61,17 @@ def create(web: WebContext, request: RunRequest) -> Path:
     new = Path(mkdtemp(prefix=f".new-{run}-", dir=web.runs_dir))
     try:
         (new / job_file.RUN_FILE).write_bytes(content)
-        arguments = [*web.arguments, str(new / job_file.RUN_FILE), f"run.id={run}", f"run.dir={web.runs_dir}"]
-        document = check_settings.check(arguments, web.environ, directory, new)
+        arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
+        document = check_settings.check(arguments, web.environ, directory, new, command=command)
+        if (unread := document.pop("unread", [])) and request.run_file is None:
+            _refuse_unread(command, unread)
         job_file.write_document(new / job_file.PLANNED, document)
         job = Job(
             run=run,
             created_at=time.time(),
             launcher=request.launcher,
             options=options.model_dump(exclude_none=True),
+            command=command,
             workers=request.workers,
             serve=tuple(str(directory / file) for file in request.serve),
             num_gpus=request.num_gpus or 0,
@@ -90,7 +98,8 @@ def start(web: WebContext, folder: Path) -> RunState:
         if state.state in {"pausing", "stopping"}:
             raise _wrong_state(folder, state, "start", "a run that has ended its pause or stop", "repeat it then")
         if state.state == "finished":
-            fix = "raise trainer.steps in its run.toml and start it with penstock train, or create another run"
+            raised = "raise trainer.steps in its run.toml and start it with penstock train, or "
+            fix = f"{raised if job.command == job_file.TRAIN else ''}create another run"
             raise _wrong_state(folder, state, "start", "a run with steps left", fix)
         if state.state not in {"queued", "waiting", "running"}:
             changed = {"intent": "run", "starts": job.starts + 1, "queued_ns": time.time_ns(), "error": ""}
@@ -143,7 +152,10 @@ def _remove(web: WebContext, folder: Path, job: Job | None, *, force: bool) -> N
         raise _wrong_state(
             folder, state, "delete", "a run without a process", f"POST /v1/runs/{folder.name}/stop first"
         )
-    never_ran = job is not None and job.starts == 0 and not (folder / "metrics.jsonl").exists()
+    has_no_rollouts = job is not None and (job.starts == 0 or job.command != job_file.TRAIN)
+    never_ran = (
+        has_no_rollouts and not (folder / "metrics.jsonl").exists() and not (folder / connections.STORE).exists()
+    )
     if never_ran or (job is not None and _left_nothing(web, folder)):
         shutil.rmtree(folder)
         return
@@ -179,6 +191,30 @@ def _left_nothing(web: WebContext, folder: Path) -> bool:
     with contextlib.suppress(ConfigError):
         return web.settings_of(folder.name).origins["nats.url"] == "default"
     return False
+
+
+def _refuse_services(request: RunRequest, command: str) -> None:
+    """Refuse rollout workers and reward files for a command that has none."""
+    given = [name for name in ("workers", "serve") if name in request.model_fields_set]
+    if given:
+        raise Problem(
+            422,
+            f"{given[0]} comes with {command}",
+            expected=f"{command} without workers and reward files: it trains on given answers",
+            got=f"{given[0]} = {getattr(request, given[0])}",
+            fix=f"leave {given[0]} out",
+        )
+
+
+def _refuse_unread(command: str, unread: Sequence[str]) -> None:
+    """Refuse settings of a request that do nothing; a run_file may be shared with other commands."""
+    raise Problem(
+        422,
+        f"{unread[0]} is not read by penstock {command}",
+        expected=f"settings that penstock {command} reads, or a run_file that other commands share",
+        got=", ".join(unread),
+        fix=f"leave them out, or set what {command} has instead in the section {command}",
+    )
 
 
 def _options(request: RunRequest) -> BaseModel:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from penstock.console.tools import runs
 from penstock.console.web import context
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
@@ -24,8 +25,9 @@ from penstock.protocol.record.regular_file import read_regular
 
 JOB = "job.json"
 RUN_FILE = context.RUN_FILE
-PLANNED = "planned-config.json"
+PLANNED = runs.PLANNED
 LAUNCH = "launch.json"
+TRAIN = "train"  # the command of a run with rollouts; all others train on given answers
 _LOCK = "job.lock"
 _LOCK_S = 10.0
 _MAX_BYTES = 1024 * 1024
@@ -45,6 +47,7 @@ class Job(BaseModel):
     created_at: float
     launcher: str = "local"
     options: dict[str, Any] = Field(default={}, description="Options of the launcher.")
+    command: str = Field(default=TRAIN, description="The command of penstock that trains: train, sft, dpo or rm.")
     workers: int = 2
     serve: tuple[str, ...] = ()
     num_gpus: int = 0

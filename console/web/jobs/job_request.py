@@ -6,19 +6,22 @@ Pure.
 |---|---|
 | `name` | `run.id`, in the letters that a run's name may have |
 | `model_path`, `train_data_path`, `eval_data_path` | `model.path`, `data.train`, `data.eval` |
-| `algorithm` | `algorithm.name`; `sft` and `dpo` are commands of their own |
+| `algorithm` | `algorithm.name`; `sft`, `dpo` and `rm` are commands of their own |
 | `learning_rate`, `batch_size`, `rollout_n`, `kl_coef` | `trainer.lr`, `rollout.groups_per_step`, `rollout.group_size`, `algorithm.kl_coefficient` |
 | `num_epochs` | `trainer.epochs` |
 | `context_length` | `data.max_prompt_tokens`: what `rollout.max_new_tokens` leaves of it |
 | `num_gpus` | GPUs that the launcher asks for; `trainer.num_ranks` stays a setting |
 | `model_size`, `description` | kept as text |
+
+For `sft`, `dpo` and `rm` data, learning rate, batch size and epochs are keys of the section of that name; `rollout_n`, `kl_coef` and
+`context_length` are refused.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,7 +33,8 @@ from penstock.protocol.subjects import check_run_id
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _PATH = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
-_OWN_COMMANDS = {"sft": "penstock sft run.toml", "dpo": "penstock dpo run.toml"}
+Command = Literal["train", "sft", "dpo", "rm"]
+_FINE_TUNING: dict[str, Command] = {"sft": "sft", "dpo": "dpo", "rm": "rm"}
 
 
 class RunRequest(BaseModel):
@@ -51,6 +55,11 @@ class RunRequest(BaseModel):
     run_file: str | None = Field(None, max_length=512 * 1024, description="A run file: TOML, as for penstock train.")
     settings: dict[str, Any] | None = Field(None, description="The sections of a run file as an object.")
     start: bool = Field(False, description="Start it too, as POST /v1/runs/{run}/start.")
+    command: Command | None = Field(
+        None,
+        description="What trains: train (rollouts and rewards), or sft, dpo or rm (given answers, without services). "
+        "Default: the job field algorithm where it names one of them, else train.",
+    )
     launcher: LauncherName = Field("local", description="Where it runs.")
     launcher_options: dict[str, Any] = Field({}, description="Options of the launcher.")
     workers: int = Field(
@@ -64,7 +73,9 @@ class RunRequest(BaseModel):
     name: str | None = Field(None, min_length=1, max_length=200, description="Job field: becomes the run's name.")
     model_path: _PATH | None = Field(None, description="Job field: model.path.")
     model_size: str | None = Field(None, max_length=100, description="Job field: kept as text.")
-    algorithm: str | None = Field(None, max_length=100, description="Job field: algorithm.name.")
+    algorithm: str | None = Field(
+        None, max_length=100, description="Job field: algorithm.name, or sft, dpo or rm: the command."
+    )
     train_data_path: _PATH | None = Field(None, description="Job field: data.train.")
     eval_data_path: _PATH | None = Field(None, description="Job field: data.eval.")
     num_gpus: int | None = Field(None, ge=0, le=100_000, description="Job field: GPUs that the launcher asks for.")
@@ -74,6 +85,21 @@ class RunRequest(BaseModel):
     context_length: int | None = Field(None, ge=2, le=10**9, description="Job field: prompt and completion together.")
     rollout_n: int | None = Field(None, ge=1, le=10**6, description="Job field: rollout.group_size.")
     kl_coef: float | None = Field(None, ge=0, le=10**6, description="Job field: algorithm.kl_coefficient.")
+
+    @property
+    def command_name(self) -> Command:
+        """The command that trains. Raises Problem when ``command`` and ``algorithm`` name different ones."""
+        named = (self.algorithm or "").strip().lower()
+        by_algorithm = _FINE_TUNING.get(named)
+        if self.command is not None and self.algorithm is not None and self.command != (by_algorithm or "train"):
+            raise Problem(
+                422,
+                f"command = {self.command} comes with algorithm = {self.algorithm}",
+                expected="one of them, or both of the same training",
+                got=f"command = {self.command}, algorithm = {self.algorithm}",
+                fix="leave one out",
+            )
+        return self.command or by_algorithm or "train"
 
 
 _DIRECT = {
@@ -85,6 +111,18 @@ _DIRECT = {
     "rollout_n": ("rollout", "group_size"),
     "kl_coef": ("algorithm", "kl_coefficient"),
     "num_epochs": ("trainer", "epochs"),
+}
+_OF_SECTION = {
+    "train_data_path": "data",
+    "eval_data_path": "eval_data",
+    "learning_rate": "lr",
+    "batch_size": "batch_size",
+    "num_epochs": "epochs",
+}  # of [sft], [dpo] and [rm]
+_WITH_ROLLOUTS = {
+    "rollout_n": "it trains on given answers",
+    "kl_coef": "dpo.beta is the weight of its reference",
+    "context_length": "rows have at most trainer.micro_batch_tokens tokens, pairs half of it",
 }
 _COMPUTED = ("name", "algorithm", "context_length", "model_size", "num_gpus")
 
@@ -110,14 +148,39 @@ def run_file_text(request: RunRequest) -> str:
             fix="send one of them",
         )
     sections: dict[str, Any] = {}
-    for name, (section, key) in _DIRECT.items():
+    command = request.command_name
+    for name, (section, key) in _keys(command).items():
         if (value := getattr(request, name)) is not None:
             sections.setdefault(section, {})[key] = value
-    _algorithm(request, sections)
+    if command == "train":
+        _algorithm(request, sections)
+    else:
+        _refuse_rollouts(request, command)
     _merge(sections, request.settings or {})
-    _length(sections)
-    _lengths(request, sections)
+    _length(sections, "trainer" if command == "train" else command)
+    if command == "train":
+        _lengths(request, sections)
     return as_toml(sections)
+
+
+def _keys(command: Command) -> dict[str, tuple[str, str]]:
+    """Return the section and key that each job field of one value becomes."""
+    if command == "train":
+        return _DIRECT
+    own = {name: (command, key) for name, key in _OF_SECTION.items()}
+    return {"model_path": _DIRECT["model_path"], **own}
+
+
+def _refuse_rollouts(request: RunRequest, command: Command) -> None:
+    for name, reason in _WITH_ROLLOUTS.items():
+        if getattr(request, name) is not None:
+            raise Problem(
+                422,
+                f"{name} comes with {command}",
+                expected=f"job fields of {command}, which has no rollouts",
+                got=f"{name} = {getattr(request, name)}",
+                fix=f"leave {name} out: {reason}",
+            )
 
 
 def run_name(request: RunRequest, settings: Mapping[str, Any]) -> str:
@@ -162,26 +225,17 @@ def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
 def _algorithm(request: RunRequest, sections: dict[str, Any]) -> None:
     if request.algorithm is None:
         return
-    name = request.algorithm.strip().lower()
-    if name in _OWN_COMMANDS:
-        raise Problem(
-            422,
-            f"algorithm {name} is not trained with rollouts",
-            expected="an algorithm with rollouts, such as grpo, ppo, gspo or dapo",
-            got=name,
-            fix=f"run it with: {_OWN_COMMANDS[name]}",
-        )
-    sections.setdefault("algorithm", {})["name"] = name
+    sections.setdefault("algorithm", {})["name"] = request.algorithm.strip().lower()
 
 
-def _length(sections: dict[str, Any]) -> None:
-    trainer = sections.get("trainer")
-    if isinstance(trainer, dict) and {"steps", "epochs"} <= trainer.keys():
+def _length(sections: dict[str, Any], section: str) -> None:
+    own = sections.get(section)
+    if isinstance(own, dict) and {"steps", "epochs"} <= own.keys():
         raise Problem(
             422,
             "the request has steps and epochs",
-            expected="the length of the run once: trainer.steps, or trainer.epochs or the job field num_epochs",
-            got=f"trainer.steps = {trainer['steps']}, trainer.epochs = {trainer['epochs']}",
+            expected=f"the length of the run once: {section}.steps, or {section}.epochs or the job field num_epochs",
+            got=f"{section}.steps = {own['steps']}, {section}.epochs = {own['epochs']}",
             fix="leave one out",
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from penstock.console.report import fine_tuned
 from penstock.console.tools import runs
 from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job, Launch
@@ -48,7 +49,9 @@ def of_folder(folder: Path, job: Job | None, *, ask: bool = True) -> RunState:
         found = Found("running")
     if held and not found.is_alive:
         found = Found("running", "started outside of this API")
-    return decide(job, launch, found, is_finished=runs.is_finished(folder))
+    is_run = job.command == job_file.TRAIN
+    is_finished = runs.is_finished(folder) if is_run else fine_tuned.is_finished(folder, job.command)
+    return decide(job, launch, found, is_finished=is_finished)
 
 
 def is_launched(job: Job, launch: Launch | None) -> bool:

@@ -23,6 +23,7 @@ from penstock.console.web.launchers.launcher import Start, scheduler_options
 from penstock.console.web.launchers.registry import LAUNCHERS
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
+from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request, run_lock
 from penstock.protocol.subjects import RUN_ID
@@ -106,7 +107,9 @@ def _has_process(folder: Path) -> bool:
 
 def command(machine: Machine, folder: Path, job: Job) -> list[str]:
     """Return the command that trains a run, as a person would type it; without workers the trainer alone."""
-    words = run_arguments(machine.arguments, folder)
+    words = run_arguments(machine.arguments, folder / job_file.RUN_FILE, folder.name, folder.parent, job.command)
+    if job.command != job_file.TRAIN:
+        return command_line.trainer_command(words, machine.environ, job.command)
     if job.workers:
         words += [command_line.LOCAL, "--workers", str(job.workers)]
     for file in job.serve:
@@ -114,10 +117,14 @@ def command(machine: Machine, folder: Path, job: Job) -> list[str]:
     return command_line.train_command(words, machine.environ)
 
 
-def run_arguments(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return run files and overrides of a run: those of the console, its run file, and its name and folder."""
-    own = [str(folder / job_file.RUN_FILE), f"run.id={folder.name}", f"run.dir={folder.parent}"]
-    return [*arguments, *own]
+def run_arguments(arguments: Sequence[str], run_file: Path, run: str, runs_dir: Path, command: str) -> list[str]:
+    """Return run files and overrides of a run: those of the console, its run file, and its name and folder.
+
+    A training on given answers takes the run files of the console alone: overrides such as nats.url are for services, and
+    its command refuses what it does not read.
+    """
+    given = arguments if command == job_file.TRAIN else [str(file) for file in split_arguments(arguments)[0]]
+    return [*given, str(run_file), f"run.id={run}", f"run.dir={runs_dir}"]
 
 
 def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:

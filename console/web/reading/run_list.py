@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console import connections
-from penstock.console.report import curves
+from penstock.console.report import curves, fine_tuned
 from penstock.console.tools import runs
 from penstock.console.tools.runs import RunLine
 from penstock.console.web.reading.step_series import bucket_size
@@ -19,7 +19,7 @@ from penstock.protocol.transport.bus import Bus
 _POINTS = 60  # of a curve
 _MAX_RUNS = 500
 _BROKER_S = 2.0
-_FIELDS = ("run", "state", "step", "accuracy", "reward", "eval_reward", "when")
+_FIELDS = ("run", "state", "step", "accuracy", "reward", "eval_reward", "loss", "eval_loss", "when")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def rows(arguments: Sequence[str], environ: Mapping[str, str]) -> list[dict[str,
 
 def _describe(path: Path) -> _Known:
     try:
-        stat = (path / "metrics.jsonl").stat()
+        stat = fine_tuned.metrics_file(path).stat()
         seen = (stat.st_size, stat.st_mtime_ns)
     except OSError:
         seen = (0, 0)
@@ -66,7 +66,9 @@ def _describe(path: Path) -> _Known:
     if known is not None and known.seen == seen:
         return replace(known, line=replace(known.line, state=runs.state_of(path)))
     line = runs.describe(path)
-    found = _Known(seen, line, _curve([value for _, value in curves.read(path).rewards]))
+    trained = fine_tuned.read(path)
+    values = trained.losses if trained is not None else [value for _, value in curves.read(path).rewards]
+    found = _Known(seen, line, _curve(values))
     with _lock:
         if len(_known) > 2 * _MAX_RUNS:
             _known.clear()

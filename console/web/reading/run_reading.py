@@ -13,7 +13,7 @@ from penstock.console import connections
 from penstock.console.live import watched_totals
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.watcher import Watcher
-from penstock.console.report import curves
+from penstock.console.report import fine_tuned
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
 from penstock.console.web.reading.page_view import PageView
@@ -134,10 +134,14 @@ class RunReading:
             return documents.rewards(self._view, self._snapshot(), recent, num_steps) | {"problem": problem}
 
     def config(self) -> dict[str, Any]:
-        """Return the settings with their origins: of the folder, else of the record. Raises ConfigError."""
+        """Return the settings with their origins: of the folder, else of the record. Raises ConfigError.
+
+        A training on given answers has those that the API checked when it was created.
+        """
         text: bytes | None
+        name = "config.json" if fine_tuned.command_of(self.folder) is None else runs.PLANNED
         try:
-            text = read_regular(self.folder / "config.json")
+            text = read_regular(self.folder / name)
         except OSError:
             with self.groups() as groups:
                 text = groups.config()
@@ -212,7 +216,7 @@ class RunReading:
         if time.monotonic() < self._read_again_at:
             return
         try:
-            stat = (self.folder / "metrics.jsonl").stat()
+            stat = fine_tuned.metrics_file(self.folder).stat()
         except OSError:
             return
         seen = (stat.st_size, stat.st_mtime_ns)
@@ -220,7 +224,7 @@ class RunReading:
             self._metrics_seen = seen
             started = time.monotonic()
             view = self._new_view()
-            view.add_recorded(curves.rows(self.folder))
+            view.add_recorded(fine_tuned.rows_of(self.folder))
             self._view = view
             self._read_again_at = time.monotonic() + max(_REREAD_S, 20 * (time.monotonic() - started))
 
@@ -229,20 +233,20 @@ class RunReading:
         try:
             loaded = connections.find(self._arguments, self._environ, run_id=self.run_id)
             if not connections.may_answer(loaded.settings.nats.url):
-                self.problem = (
+                self._say(
                     f"no NATS server answers at {loaded.settings.nats.url}: figures are those of the run's folder"
                 )
                 return
             self.settings, self._groups = loaded.settings, None
             bus = Bus.connect(loaded.settings.nats, name="console-page", deadline_s=_CONNECT_S)
         except (BusError, ConfigError) as err:
-            self.problem = str(err)
+            self._say(str(err))
             return
         try:
             view = self._new_view()
             watcher = Watcher(bus, view, clock=self._clock)
         except BusError as err:
-            self.problem = str(err)
+            self._say(str(err))
             bus.close()
             return
         # A long run has a hundred thousand messages: until they are read the page shows the run's folder.
@@ -254,11 +258,15 @@ class RunReading:
         self._catching_up.join(_FIRST_S)
         self._take_over()
 
+    def _say(self, problem: str) -> None:
+        """Say why there is no connection; a training on given answers has its files alone, and misses nothing."""
+        self.problem = "" if fine_tuned.command_of(self.folder) else problem
+
     def _catch_up(self, bus: Bus, watcher: Watcher, view: PageView) -> None:
         """Read what the streams hold, without the lock: no request uses this view yet."""
         try:
             watcher.catch_up(_CATCH_UP_S)
-            view.add_recorded(curves.rows(self.folder))
+            view.add_recorded(fine_tuned.rows_of(self.folder))
         finally:
             self._caught_up = bus, watcher, view
 

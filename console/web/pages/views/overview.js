@@ -21,6 +21,8 @@ const CHARTS = [
   ["Truncated completions", [["truncated_share", "share"]], { zero: true, band: "truncated_share" }],
   ["Difference of engine and trainer", [["engine_gap", "mean"]], { zero: true, band: "engine_gap" }],
   ["Loss and gradient", [["loss", "loss"], ["grad_norm", "gradient norm"]], {}],
+  ["Held-out loss", [["eval_loss", "loss"]], {}],
+  ["Preferences", [["rewards/accuracies", "share with the chosen answer above"], ["rewards/margins", "margin"]], {}],
   ["Learning rate", [["lr", "used"], ["lr_set", "set"]], { zero: true }],
 ];
 

@@ -4,6 +4,9 @@ import { get, path } from "../api.js";
 import { sparkline } from "../charts.js";
 import { age, el, number, replaceIfChanged, table } from "../dom.js";
 
+// Of a training on given answers, which has no rewards.
+const loss = (value) => (value !== null && value !== undefined ? `loss ${number(value, 3)}` : "–");
+
 const KINDS = { running: "good", failed: "bad", stopped: "warn", paused: "warn" };
 
 export function open(holder) {
@@ -30,8 +33,8 @@ export function open(holder) {
         ["run", (row) => el("a", { href: `#/run/${encodeURIComponent(row.run)}/overview` }, row.run)],
         ["state", (row) => el("span", { class: KINDS[row.state] || "" }, row.state)],
         ["step", (row) => number(row.step), "num"],
-        ["held-out", (row) => (row.accuracy !== null && row.accuracy !== undefined ? number(row.accuracy) : row.eval_reward !== null && row.eval_reward !== undefined ? `reward ${number(row.eval_reward, 2)}` : "–"), "num"],
-        ["reward", (row) => number(row.reward, 2), "num"],
+        ["held-out", (row) => (row.accuracy !== null && row.accuracy !== undefined ? number(row.accuracy) : row.eval_reward !== null && row.eval_reward !== undefined ? `reward ${number(row.eval_reward, 2)}` : loss(row.eval_loss)), "num"],
+        ["reward", (row) => (row.loss !== null && row.loss !== undefined ? loss(row.loss) : number(row.reward, 2)), "num"],
         ["curve", (row) => sparkline(row.curve)],
         ["changed", (row) => age(row.when)],
       ], runs, "no runs yet; start one with: penstock quickstart"));

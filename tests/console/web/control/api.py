@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from penstock.console.web.access import Access, Role
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
-from penstock.console.web.jobs import job_file
+from penstock.console.web.jobs import check_settings, job_file
 from penstock.console.web.launchers.launcher import Found, Start
 from penstock.console.web.launchers.local import LocalOptions
 from penstock.console.web.launchers.run_process import LOCK
@@ -93,13 +93,14 @@ class FakeLauncher:
 
 
 def check_in_process(
-    arguments: Sequence[str], environ: Mapping[str, str], directory: Path, hide: Path
+    arguments: Sequence[str], environ: Mapping[str, str], directory: Path, hide: Path, *, command: str
 ) -> dict[str, Any]:
     """The check of settings without a process of its own: the same code, without the second that a process takes."""
     files, overrides = config_show.split_arguments(arguments)
     try:
-        document = config_show.as_document(config_show.load_all(files, overrides, environ))
-        return json.loads(json.dumps(document).replace(f"{hide}/", ""))
+        services, unread = config_show.load_for(command, files, overrides, environ)
+        document = config_show.as_document(services) | {"unread": unread}
+        return check_settings.hidden(json.loads(json.dumps(document)), hide)
     except ConfigError as err:
         lines = [line.replace(f"{hide}/", "") for line in str(err).splitlines()]
         raise Problem(422, lines[0], errors=lines) from None

@@ -86,6 +86,42 @@ def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher
     assert (stored.num_gpus, stored.description) == (8, "7B on GSM8K")
 
 
+def test_job_fields_of_given_answers_become_keys_of_their_section(api: Api, launcher: FakeLauncher, tmp_path: Path):
+    """The guide's example with another algorithm; the command is the one that a person types, without the console's overrides."""
+    job = {
+        "name": "Warm up", "model_path": "/m", "algorithm": "dpo", "train_data_path": "/d.jsonl", "eval_data_path": "/e.jsonl",
+        "learning_rate": 1e-6, "batch_size": 8, "num_epochs": 2,
+    }  # fmt: skip
+    console = Api(api.folder, "nats.url=nats://127.0.0.1:9")
+    answer = console.client().post("/v1/runs", json={**job, "start": True})
+    assert answer.status_code == 201, answer.text
+    folder = api.folder / "warm-up"
+    assert tomllib.loads((folder / "run.toml").read_text()) == {
+        "model": {"path": "/m"},
+        "dpo": {"data": "/d.jsonl", "eval_data": "/e.jsonl", "lr": 1e-6, "batch_size": 8, "epochs": 2.0},
+    }
+    (started,) = launcher.started
+    assert started.command[2:] == (
+        "-m", "penstock.trainer", "dpo", str(folder / "run.toml"), "run.id=warm-up", f"run.dir={api.folder}",
+    )  # fmt: skip
+    assert (
+        console.client()
+        .post("/v1/runs", json={**job, "name": "Two", "settings": {"trainer": {"num_ranks": 2}}})
+        .is_success
+    )
+    assert api.client().post("/v1/runs/two/start").json()["state"] == "queued"
+    launcher.end(folder, 0)
+    assert state(api, "warm-up") == "stopped"  # no result yet: it was asked to pause by hand
+    (folder / "dpo-training").mkdir()
+    (folder / "dpo-training" / "result.json").write_text("{}")
+    assert state(api, "warm-up") == "finished"
+    assert queue.advance(actions.machine(console.context)) == 1
+    assert launcher.started[1].command[2:4] == ("-m", "torch.distributed.run")
+    assert "create another run" in post(api, "warm-up", "start", 409)["fix"]
+    assert api.client().delete("/v1/runs/warm-up").status_code == 204
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -103,7 +139,18 @@ def test_the_guide_s_job_fields_become_settings(api: Api, launcher: FakeLauncher
         ({"run": "a", "settings": settings(), "launcher": "ray"}, "body.launcher"),
         ({"run": "a", "settings": settings(), "launcher_options": {"x": 1}}, "launcher_options.x"),
         ({"run": "a", "settings": settings(), "serve": ["a\x00b"]}, "body.serve.0"),
-        ({"run": "a", "algorithm": "sft", "settings": settings()}, "algorithm sft is not trained with rollouts"),
+        ({"run": "a", "algorithm": "sft", "command": "dpo", "settings": settings()}, "command = dpo comes with algorithm = sft"),
+        ({"run": "a", "algorithm": "grpo", "command": "rm", "settings": settings()}, "command = rm comes with algorithm = grpo"),
+        ({"run": "a", "command": "ppo", "settings": settings()}, "body.command"),
+        ({"run": "a", "command": "sft", "workers": 3, "settings": settings()}, "workers comes with sft"),
+        ({"run": "a", "command": "sft", "serve": ["r.py"], "settings": settings()}, "serve comes with sft"),
+        ({"run": "a", "command": "rm", "context_length": 300, "settings": settings()}, "context_length comes with rm"),
+        ({"run": "a", "command": "sft", "settings": settings(sft={"steps": 3}, trainer={"lr": 0.1})}, "trainer.lr is not read by penstock sft"),
+        ({"run": "a", "command": "sft", "rollout_n": 3, "settings": settings()}, "rollout_n comes with sft"),
+        ({"run": "a", "algorithm": "DPO", "kl_coef": 0.1, "settings": settings()}, "leave kl_coef out: dpo.beta"),
+        ({"run": "a", "command": "sft", "settings": settings(sft={"stepz": 3})}, "did you mean sft.steps?"),
+        ({"run": "a", "command": "sft", "settings": settings(rollout={"group_size": 4})}, "is not read by `penstock sft`; remove it"),
+        ({"run": "a", "command": "dpo", "num_epochs": 1, "settings": settings(dpo={"steps": 3})}, "the request has steps and epochs"),
         ({"run": "a", "num_epochs": 1, "settings": settings(trainer={"steps": 3})}, "the request has steps and epochs"),
         ({"run": "a", "context_length": 9, "settings": settings(rollout={"max_new_tokens": 9})}, "context_length leaves nothing"),
         ({"run": "a", "learning_rate": 2}, "body.learning_rate"),
