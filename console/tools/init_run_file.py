@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.console.tools import explain_settings, reference
+from penstock.console.tools import data_sample, explain_settings, reference
+from penstock.console.tools.data_sample import DataSample
 from penstock.protocol.config.setting_description import MADE_AT_START, REQUIRED
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
 SCHEMA_NAME = "run.schema.json"
 BY_DATA_SOURCE = "none"
+_MAX_PROMPT, _MAX_NEW = 1024, 256  # tokens
 
 Ask = Callable[[str], str]
 
@@ -66,7 +68,8 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
     if file.exists():
         raise ConfigError(f"{file} exists and is not overwritten; name another file: penstock init other.toml")
     answers = check(complete(answers, file, ask))
-    texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, schema=schema))}
+    sample = data_sample.read(str(answers.data), answers.model)
+    texts = {file: "".join(f"{line}\n" for line in run_file(answers, file, sample or DataSample(), schema=schema))}
     if schema and not file.with_name(SCHEMA_NAME).exists():
         texts[file.with_name(SCHEMA_NAME)] = json.dumps(explain_settings.run_file_schema(), ensure_ascii=False) + "\n"
     try:
@@ -76,10 +79,10 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
     except OSError as err:
         raise ConfigError(f"{err.filename} cannot be written ({err.strerror}); choose another folder") from None
     print(f"wrote {' and '.join(map(str, texts))}")
-    for note in notes(answers):
+    for note in [*notes(answers), *(sample_notes(sample) if sample else ())]:
         print(f"note: {note}", file=sys.stderr)
-    print(f"next: {_line('penstock', 'config', 'show', str(file))}")
-    print(f"      {_train(answers, file)}")
+    print(f"next: {_check(file)}")
+    print(f"then: {_train(answers, file)}")
     return 0
 
 
@@ -138,17 +141,18 @@ def check(answers: Answers) -> Answers:
     return answers
 
 
-def run_file(answers: Answers, file: Path, *, schema: bool) -> Iterator[str]:
-    """Yield the lines of the run file."""
+def run_file(answers: Answers, file: Path, sample: DataSample, *, schema: bool) -> Iterator[str]:
+    """Yield the lines of the run file; columns and lengths are those of the data's first rows."""
     if schema:
         yield f"#:schema ./{SCHEMA_NAME}"
     yield f"# Train:    {_train(answers, file)}"
     if int(answers.gpus or 0) > 1:
         yield from _two_kinds_of_gpus(answers, file)
-    yield f"# Check:    {_line('penstock', 'config', 'show', str(file))}"
+    yield f"# Check:    {_check(file)}"
+    yield f"# Show:     {_line('penstock', 'config', 'show', str(file))}"
     yield "# Explain:  penstock settings SECTION.KEY"
     section = ""
-    for key, value in _values(answers):
+    for key, value in _values(answers, sample):
         if key.rpartition(".")[0] != section:
             section = key.rpartition(".")[0]
             yield ""
@@ -156,17 +160,21 @@ def run_file(answers: Answers, file: Path, *, schema: bool) -> Iterator[str]:
         yield from _entry(key, value)
 
 
-def _values(answers: Answers) -> Iterator[tuple[str, object]]:
+def _values(answers: Answers, sample: DataSample) -> Iterator[tuple[str, object]]:
     """Yield keys and values; None: the default, written as a comment."""
     gpus = int(answers.gpus or 0)
     steps = int(answers.steps or 1)
     yield from (("run.id", answers.run_id), ("run.seed", None))
     yield from (("model.path", answers.model), ("model.dtype", "bfloat16" if gpus else "float32"))
-    yield from (("data.train", answers.data), ("data.eval", answers.eval or None), ("data.max_prompt_tokens", 1024))
+    yield from (("data.train", answers.data), ("data.eval", answers.eval or None))
+    if sample.mapping:
+        yield ("data.map", dict(sample.mapping))
+    max_prompt, max_new = lengths(sample)
+    yield ("data.max_prompt_tokens", max_prompt)
     yield ("data.system_prompt", None)
     yield ("reward.name", None if answers.reward == BY_DATA_SOURCE else answers.reward_name)
     yield ("algorithm.name", answers.algorithm)
-    yield from (("rollout.group_size", 8), ("rollout.groups_per_step", 32), ("rollout.max_new_tokens", 256))
+    yield from (("rollout.group_size", 8), ("rollout.groups_per_step", 32), ("rollout.max_new_tokens", max_new))
     yield from (("rollout.max_staleness", None), ("rollout.temperature", None))
     yield from (("trainer.steps", steps), ("trainer.lr", 1e-6), ("trainer.warmup_steps", None))
     yield ("trainer.num_ranks", answers.num_ranks if gpus > 1 else None)
@@ -186,8 +194,32 @@ def _entry(key: str, value: object) -> Iterator[str]:
     if value is None:
         example = one.default if one.default not in (REQUIRED, MADE_AT_START, '"none"', "[]") else '"..."'
         yield f"# {name} = {example}"
+    elif isinstance(value, dict):
+        yield f"{name} = {{ {', '.join(f'{key} = {json.dumps(text)}' for key, text in value.items())} }}"
     else:
         yield f"{name} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def lengths(sample: DataSample) -> tuple[int, int]:
+    """Return the limits of prompt and completion in tokens: the usual ones, or what prompts need and the model's context has."""
+    longest, context = sample.longest_prompt or 0, sample.context_tokens
+    max_prompt = max(_MAX_PROMPT, -(-longest // 64) * 64)
+    if context is None or max_prompt + _MAX_NEW <= context:
+        return max_prompt, _MAX_NEW
+    max_prompt = min(max_prompt, max(longest, context // 2))
+    return max_prompt, max(1, min(_MAX_NEW, context - max_prompt))
+
+
+def sample_notes(sample: DataSample) -> Iterator[str]:
+    """Yield what was found in the first rows of the data, and what is wrong with them."""
+    if sample.num_prompts:
+        read_as = "".join(f", {column} from {name}" for column, name in sample.mapping.items())
+        longest = "" if sample.longest_prompt is None else f", longest prompt {sample.longest_prompt} tokens"
+        context = "" if sample.context_tokens is None else f" of the model's {sample.context_tokens}"
+        truths = "" if sample.num_truths else ", no ground truth"
+        yield f"data: {sample.num_rows} rows read, format {', '.join(sample.formats)}{read_as}{truths}{longest}{context}"
+    if sample.problem:
+        yield f"data: {sample.problem}"
 
 
 def _two_kinds_of_gpus(answers: Answers, file: Path) -> Iterator[str]:
@@ -207,6 +239,10 @@ def notes(answers: Answers) -> Iterator[str]:
         yield f"reward: there is no {answers.served_file} yet"
     if int(answers.gpus or 0) > 1:
         yield "the engines are SGLang servers: set sglang.python to the Python that has it (docs/sglang.md)"
+
+
+def _check(file: Path) -> str:
+    return _line("penstock", "data", "check", "--run", str(file))
 
 
 def _train(answers: Answers, file: Path) -> str:

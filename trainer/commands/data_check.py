@@ -25,6 +25,7 @@ from penstock.trainer.data.inputs import data_files, model_folder, resolve_input
 from penstock.trainer.data.row_checks import Problems
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
+from penstock.trainer.data.suggested_map import suggest
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
 from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
@@ -50,6 +51,8 @@ class FileReport:
     tests: TestReport | None = None  # None if no row may hold tests, or they were not to be run
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
     notes: list[FileNotes] = field(default_factory=list)  # what GRPO reads, and what SFT reads
+    suggested_map: dict[str, str] = field(default_factory=dict)  # of a row whose columns are not recognised
+    context_tokens: int | None = None  # of the model
     num_overlong: int = 0
     overlong: str = ""  # the limit of the rows that training would drop
 
@@ -76,6 +79,8 @@ class FileReport:
             "first_bad_rows": self.problems.lines(),
             "columns": {notes.purpose: _uses_document(notes) for notes in self.notes if notes.num_rows},
             "hints": self.hints(),
+            "suggested_map": self.suggested_map or next((n.suggested_map for n in self.notes if n.num_rows), {}),
+            "context_tokens": self.context_tokens,
             "overlong": self.num_overlong,
             **({} if self.tests is None else {"tests": _tests_document(self.tests)}),
         }
@@ -102,6 +107,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
     )
+    parser.add_argument(
+        "--first", type=int, metavar="N", help="check only the first N rows of each file (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each file")
     parser.add_argument(
         "--no-tests", action="store_true", help="do not run the rows' test programs (they run in the sandbox)"
@@ -126,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
             needs_template=data.text_prompts == "chat",
         )
     max_new_tokens = settings.rollout.max_new_tokens if options.run else 1
-    reports = [check_file(path, data, tokenizer, max_new_tokens=max_new_tokens) for path in files]
+    reports = [check_file(path, data, tokenizer, max_new_tokens=max_new_tokens, most=options.first) for path in files]
     if not options.no_tests:
         for report in reports:
             _run_tests(report)
@@ -160,7 +168,12 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> t
 
 
 def check_file(
-    path: Path, data: DataSettings, tokenizer: ChatTokenizer | None, *, max_new_tokens: int = 1
+    path: Path,
+    data: DataSettings,
+    tokenizer: ChatTokenizer | None,
+    *,
+    max_new_tokens: int = 1,
+    most: int | None = None,
 ) -> FileReport:
     """Read every row of a file as training does, and return the report.
 
@@ -169,8 +182,10 @@ def check_file(
         data: Format and column names to use.
         tokenizer: Counts tokens through the chat template; None counts characters.
         max_new_tokens: Tokens of a completion, which have to fit into the model's context after every prompt.
+        most: Rows to read; None reads all.
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
+    report.context_tokens = tokenizer.context_tokens if tokenizer else None
     try:
         rows = open_rows(path)
     except MalformedData as err:
@@ -179,7 +194,7 @@ def check_file(
     report.notes = [FileNotes(path, "grpo"), FileNotes(path, "sft")]
     limit = None if tokenizer is None else prompt_limit(data, tokenizer, max_new_tokens)
     seen: set[int] = set()
-    for number in range(len(rows)):
+    for number in range(len(rows) if most is None else min(len(rows), most)):
         report.num_rows += 1
         try:
             _check_row(rows, number, data, tokenizer, report, seen)
@@ -228,7 +243,11 @@ def _check_row(
     seen: set[int],
 ) -> None:
     row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
-    form = form_of(row, data)
+    try:
+        form = form_of(row, data)
+    except MalformedData:
+        report.suggested_map = report.suggested_map or suggest(row)
+        raise
     turns = turn_rows(row, data) if can_imitate(row, form) else []
     try:
         prompt = prompt_row(row, data)

@@ -12,6 +12,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.messages import chat_in_text, unread_keys
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.data.row_formats import PROMPT_COLUMN, KnownFormat, PromptRow, TurnRow, answer_column, reads
+from penstock.trainer.data.suggested_map import as_setting, suggest
 from penstock.trainer.settings import DataSettings
 
 Use = Literal["prompt", "answer", "ground truth", "data source", "reward only", "unused"]
@@ -138,6 +139,13 @@ class FileNotes:
         """Return a column as the file names it, with the setting that says how it is read."""
         return f"{self.mapped[column]} (data.map.{column})" if column in self.mapped else column
 
+    @property
+    def suggested_map(self) -> dict[str, str]:
+        """The column that may hold the ground truth, where none is read as it; empty if none has a likely name."""
+        if self.purpose != "grpo" or "ground truth" in self.uses:
+            return {}
+        return suggest(["prompt", *self.columns("reward only")])
+
     def hints(self) -> list[str]:
         """Return one line for everything that is lost, or that another setting would read otherwise."""
         return list(self._hints())
@@ -149,13 +157,7 @@ class FileNotes:
                 f"the model's tokenizer has no token for these characters, which vanish from prompts: {shown} (the first in "
                 f"{max(self.lost.values())} rows)"
             )
-        if self.answers_unused:
-            yield (
-                f"the last answer of {self.answers_unused} rows is not used: {self.purpose} writes its own; "
-                "data.answer_is_ground_truth = true makes it the ground truth"
-            )
-        elif self.purpose == "grpo" and (lost := {"completion", "response", "output"} & set(self.columns("unused"))):
-            yield f"{', '.join(sorted(lost))}: not used; data.answer_is_ground_truth = true makes it the ground truth"
+        yield from self._answer_hints()
         if self.templated_texts:
             yield (
                 f"{self.templated_texts} prompts are texts, each a user message in the chat template; "
@@ -174,3 +176,17 @@ class FileNotes:
             yield f"the model's chat template leaves out the {role} message of {count} rows, or changes its text"
         if self.message_keys:
             yield f"keys of messages that only the chat template may read: {', '.join(sorted(self.message_keys))}"
+
+    def _answer_hints(self) -> Iterator[str]:
+        if self.answers_unused:
+            yield (
+                f"the last answer of {self.answers_unused} rows is not used: {self.purpose} writes its own; "
+                "data.answer_is_ground_truth = true makes it the ground truth"
+            )
+        elif self.purpose == "grpo" and (lost := {"completion", "response", "output"} & set(self.columns("unused"))):
+            yield f"{', '.join(sorted(lost))}: not used; data.answer_is_ground_truth = true makes it the ground truth"
+        elif self.suggested_map:
+            yield (
+                f"no column is read as the ground truth; if {', '.join(self.suggested_map.values())} holds it, set "
+                f"{as_setting(self.suggested_map)}"
+            )

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
 from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.suggested_map import as_setting, suggest
 from penstock.trainer.data.unread_columns import refuse_unread
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -107,10 +108,15 @@ def detect(row: Row) -> KnownFormat:
     for form in ("sharegpt", "alpaca", "openrlhf"):
         if PROMPT_COLUMN[form] in row:
             return form
+    guess = suggest(row)
+    other = (
+        f"if they hold them, set {as_setting(guess)}"
+        if "prompt" in guess
+        else ('name other columns as data.map.prompt = "NAME"')
+    )
     raise MalformedData(
         f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "
-        "question and answer, or else conversations, instruction or input; "
-        'name other columns as data.map.prompt = "NAME"'
+        f"question and answer, or else conversations, instruction or input; {other}"
     )
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.console.tools.init_run_file import SCHEMA_NAME, Answers, init
+from penstock.console.tools.data_sample import DataSample
+from penstock.console.tools.init_run_file import SCHEMA_NAME, Answers, init, lengths
 from penstock.deploy.config_show import load_all
+from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
+from penstock.trainer.__main__ import main as check_data
 
 GIVEN = Answers(model="models/Qwen", data='d "1".jsonl', reward="gsm8k")
 
@@ -57,6 +60,47 @@ def test_settings_have_comments_and_other_keys_are_there_to_uncomment(tmp_path: 
                   for line in text.splitlines()),
     )  # fmt: skip
     load_all([file.with_name("all.toml")], [], {})
+
+
+def sampled(**more: object) -> DataSample:
+    return DataSample(num_rows=9, formats=("flat",), num_prompts=9, num_truths=9, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("longest", "context", "expected"),
+    [(None, None, (1024, 256)), (21, 32_768, (1024, 256)), (3000, 32_768, (3008, 256)), (21, 128, (64, 64)), (120, 128, (120, 8)),
+     (21, 1200, (600, 256)), (500, 128, (500, 1))],
+)  # fmt: skip
+def test_the_limits_fit_prompts_and_the_models_context(
+    longest: int | None, context: int | None, expected: tuple[int, int]
+):
+    """The usual ones where they fit, else half of the context for each, or what the longest prompt leaves."""
+    assert lengths(sampled(longest_prompt=longest, context_tokens=context)) == expected
+
+
+def test_the_data_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Columns with likely names are mapped, the model's context is counted, the check comes before the training."""
+    write_model(tmp_path / "m", seed=0)
+    data = tmp_path / "odd.jsonl"
+    data.write_text('{"problem": "sort 31", "solution": "13", "level": 2}\n' * 3)
+    file = tmp_path / "run.toml"
+    init(file, Answers(str(tmp_path / "m"), str(data), None, "exact_match"), schema=False, ask=None)
+    trainer = load_all([file], [], {})[0].settings
+    assert trainer.data.map == {"prompt": "problem", "ground_truth": "solution"}
+    assert trainer.data.max_prompt_tokens + trainer.rollout.max_new_tokens <= 128
+    out, err = capsys.readouterr()
+    assert out.index(f"penstock data check --run {file}") < out.index(f"penstock train {file}")
+    assert "3 rows read, format flat, prompt from problem, ground_truth from solution, longest prompt" in err
+    assert check_data(["data-check", "--run", str(file)]) == 0
+
+
+def test_data_that_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The run file is written all the same, without a map; the first problem is named."""
+    data = tmp_path / "x.jsonl"
+    data.write_text('{"aa": 1}\n')
+    init(tmp_path / "run.toml", Answers("m", str(data), None, "exact_match"), schema=False, ask=None)
+    assert "map = " not in (tmp_path / "run.toml").read_text()
+    assert "x.jsonl:1: no format recognised from the columns aa" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten(tmp_path: Path):

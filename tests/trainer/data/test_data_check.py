@@ -111,6 +111,24 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
             main(["data-check", str(path), *wrong])
 
 
+def test_a_likely_map_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """For columns that no form has, and for a ground truth that no column is read as; what it suggests works."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"Problem": "a", "solution": "b", "level": 1}\n' * 4)
+    assert main(["data-check", str(path), "--first", "3"]) == 1
+    wanted = (
+        'if they hold them, set data.map.prompt = "Problem" and data.map.ground_truth = "solution" (and 2 more rows)'
+    )
+    assert wanted in capsys.readouterr().out
+    assert main(["data-check", str(path), "--map", "prompt=Problem"]) == 0
+    assert 'if solution holds it, set data.map.ground_truth = "solution"' in capsys.readouterr().out
+    both = ["--map", "prompt=Problem", "--map", "ground_truth=solution"]
+    assert main(["data-check", str(path), *both, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rows"], report["suggested_map"]) == (4, {})
+    assert report["data_sources"][""]["with_ground_truth"] == 4
+
+
 def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A row without a prompt to answer is usable for SFT; the report gives the reason why GRPO cannot use it."""
     path = tmp_path / "x.jsonl"
