@@ -342,7 +342,7 @@ def version() -> None:
 
     Example:  penstock version
     """
-    from penstock.console.tools.doctor import versions
+    from penstock.console.tools.versions import versions
 
     print("\n".join(f"{name} {value}" for name, value in versions()))
 

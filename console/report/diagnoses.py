@@ -176,6 +176,11 @@ _engine_gap = _Bound(
 )
 
 
+_DROPPED_CURES = {
+    "future": "The trainer was killed, and resumed from an older checkpoint: a smaller trainer.checkpoint_every_s costs fewer groups."
+}
+
+
 def _dropped(run: RunFigures) -> Iterator[Diagnosis]:
     total = sum(run.dropped.values())
     if run.issued and total >= run.issued * _MANY_DROPPED:
@@ -184,7 +189,7 @@ def _dropped(run: RunFigures) -> Iterator[Diagnosis]:
             key="dropped",
             what=f"{total} of {run.issued} groups were dropped, {number} of them as {reason}.",
             cause=f"{reason}: {MEANINGS.get(reason, 'a reason of another build')}.",
-            cure="See the groups by reason in the report: penstock runs show RUN.",
+            cure=_DROPPED_CURES.get(reason, "See the groups by reason in the report: penstock runs show RUN."),
         )
 
 

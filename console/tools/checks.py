@@ -6,7 +6,6 @@ a program with --version.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.console import connections, launch
+from penstock.console.tools.versions import package_version
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
@@ -121,14 +121,6 @@ def installed(extra: str, packages: tuple[str, ...]) -> Finding:
     if missing:
         return Finding(extra, "warn", f"missing: {', '.join(missing)}", f"pip install 'penstock[{extra}]'")
     return Finding(extra, "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
-
-
-def package_version(name: str) -> str | None:
-    """Return the version of an installed package, None when it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def runnable(program: str, purpose: str) -> Finding:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich.table import Table
@@ -36,15 +35,6 @@ def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: boo
 def _next(arguments: Sequence[str]) -> str:
     files, _ = split_arguments(arguments)
     return f"penstock train {files[0]} --local" if files else "penstock quickstart"
-
-
-def versions() -> Iterator[tuple[str, str]]:
-    """Yield the names and versions that a bug report needs."""
-    yield "penstock", checks.package_version("penstock") or "(not installed: run from its folder)"
-    yield "python", platform.python_version()
-    yield "platform", platform.platform()
-    for name in ("torch", "deepspeed", "transformers", "nats-py", "minio", "pydantic"):
-        yield name, checks.package_version(name) or "(not installed)"
 
 
 def _table(findings: Sequence[checks.Finding]) -> Table:

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.table import Table
 
 from penstock.console import connections
@@ -20,12 +19,14 @@ from penstock.console.printable import printable
 from penstock.console.report import curves, fine_tuned
 from penstock.console.report.event_fields import number
 from penstock.console.tables import console
-from penstock.protocol import logs, streams
+from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.record import run_lock
 from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import RUN_ID, check_run_id
-from penstock.protocol.transport.bus import Bus
+
+if TYPE_CHECKING:
+    from penstock.protocol.transport.bus import Bus
 
 PLANNED = "planned-config.json"  # in the folder of a run that the Runs API created: the settings that it checked
 _MARKS = (
@@ -64,6 +65,10 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
         if skipped := curves.num_unreadable(Path(line.folder)):
             print(f"penstock: run {line.run}: {skipped} lines of metrics.jsonl cannot be read", file=sys.stderr)
     if connections.is_configured(loaded):
+        # imported here: a list of folders needs no NATS client
+        from penstock.protocol import logs  # noqa: PLC0415
+        from penstock.protocol.transport.bus import Bus  # noqa: PLC0415
+
         logs.configure("runs", level="error")
         try:
             with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
@@ -98,6 +103,8 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
     except OSError as err:
         raise ConfigError(f"{folder / 'report.md'} cannot be read ({err}); remove it") from None
     if sys.stdout.isatty():
+        from rich.markdown import Markdown  # noqa: PLC0415 as slow to import as all else of this command
+
         Console().print(Markdown(text))
     else:
         print(text)

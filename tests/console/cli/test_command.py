@@ -122,6 +122,20 @@ def test_help_is_fast():
     assert float(answer.stdout) < 0.4
 
 
+@pytest.mark.parametrize("command", ["version", "runs", "settings trainer.lr", "train --help"])
+def test_commands_without_servers_import_no_client(command: str, tmp_path: Path):
+    """They answer at once: the clients of NATS and S3 are most of the time that a command takes to start."""
+    code = (
+        "import sys, atexit; from penstock.console.cli.main import main;"
+        "atexit.register(lambda: print(sorted({'nats', 'minio', 'structlog', 'httpx'} & set(sys.modules)), file=sys.stderr));"
+        f"main({command.split()})"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert answer.stderr.strip() == "[]"
+
+
 def test_the_console_needs_no_torch():
     """Every module of the console imports on a machine without torch, deepspeed and transformers."""
     root = Path(__file__).parents[3]

@@ -11,6 +11,7 @@ from tests.console.cli.test_command import penstock
 from tests.servers import secret_file
 
 from penstock.console.tools import checks
+from penstock.console.tools.versions import package_version
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 
 
@@ -134,7 +135,7 @@ def test_a_gpu_without_a_cuda_torch_is_a_warning(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", str(tmp_path))
     found = checks.gpu()
     assert "NVIDIA H200" in found.detail
-    assert found.level == ("warn" if "+cpu" in (checks.package_version("torch") or "") else "ok")
+    assert found.level == ("warn" if "+cpu" in (package_version("torch") or "") else "ok")
 
 
 def test_a_port_in_use_is_reported_with_its_setting():
