@@ -16,7 +16,7 @@ from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request, run_lock
 from penstock.trainer.commands.own_section import OwnSection, check_ranks
-from penstock.trainer.commands.stop_signals import stop_on_signals
+from penstock.trainer.commands.stop_signals import end_with_torchrun, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
 from penstock.trainer.settings import TrainerSettings
@@ -31,6 +31,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
 
     A request to pause (`pause_request`) ends it with a checkpoint and exit code 0; one from before the start is withdrawn.
     """
+    end_with_torchrun(os.environ)
     name = command.section
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)

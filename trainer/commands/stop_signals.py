@@ -1,9 +1,15 @@
-"""SIGINT and SIGTERM of a training command: the first one asks for a checkpoint, the second one ends at once."""
+"""What ends a training command: SIGINT and SIGTERM, the first one with a checkpoint, and the end of torchrun."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import threading
+from collections.abc import Mapping
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
@@ -23,3 +29,13 @@ def stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, request_stop if is_leader else signal.SIG_IGN)
     return received
+
+
+def end_with_torchrun(environ: Mapping[str, str]) -> None:
+    """Have the kernel kill this rank when the torchrun that started it ends: one that is killed leaves its ranks training."""
+    if _OF_TORCHRUN not in environ:
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        signal.raise_signal(signal.SIGKILL)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 
+from penstock.console.report import fine_tuned
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.record import pause_request
 from penstock.trainer.errors import CheckpointError, RunIsHeld, TrainingDiverged
 from penstock.trainer.fine_tuning import checkpoints
 from penstock.trainer.fine_tuning.checkpoints import TrainingState
@@ -132,3 +134,16 @@ def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
     lines = (tmp_path / "sft-training" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 3]
     TrainingFolder(tmp_path / "sft-training").close()
+
+
+def test_a_result_counts_until_the_training_begins_again(tmp_path: Path) -> None:
+    """Readers tell a finished training by it; one that was paused, or trains again, has none."""
+    folder = TrainingFolder(tmp_path / "sft-training")
+    assert not fine_tuned.is_finished(tmp_path, "sft")
+    folder.finish({"num_steps": 3})
+    assert fine_tuned.is_finished(tmp_path, "sft")
+    pause_request.request(tmp_path)
+    assert folder.is_pause_requested
+    folder.rewind(0)
+    assert not fine_tuned.is_finished(tmp_path, "sft")
+    folder.close()
