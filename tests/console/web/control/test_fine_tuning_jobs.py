@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.console.web.control.api import Api
 
 from penstock.console.tools import runs
 from penstock.console.web.jobs import actions, job_file, queue
+from penstock.console.web.launchers.local import Local, LocalOptions
 from penstock.deploy import quickstart_task
 from penstock.protocol.record import run_lock
 
@@ -32,10 +33,13 @@ def inputs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def api(tmp_path: Path) -> Api:
-    """An app whose runs have one thread, as on a machine that they share."""
+def api(tmp_path: Path) -> Iterator[Api]:
+    """An app whose runs have one thread, as on a machine that they share; what a failed test leaves is killed."""
     (tmp_path / "runs").mkdir()
-    return Api(tmp_path / "runs", environ={**os.environ, "OMP_NUM_THREADS": "1"})
+    found = Api(tmp_path / "runs", environ={**os.environ, "OMP_NUM_THREADS": "1"})
+    yield found
+    for folder in queue.folders(found.folder):
+        Local().stop(folder, LocalOptions(), "", force=True)
 
 
 def test_a_job_of_given_answers_trains_pauses_resumes_and_holds_the_queue(api: Api, inputs: Path) -> None:
