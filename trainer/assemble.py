@@ -211,7 +211,12 @@ def _run(session: _Session, ranks: Ranks) -> None:
     if session.data.sets:
         given = settings.reward.success
         offers = check_rewards(
-            connections, session.data.sets, define=settings.reward.define, success=given, clock=_EVENT_CLOCK
+            connections,
+            session.data.sets,
+            define=settings.reward.define,
+            success=given,
+            clock=_EVENT_CLOCK,
+            stop=session.stop,
         )
         success = SuccessRules.make(given, offers)
     resumed = found[1] if found else None

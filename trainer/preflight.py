@@ -6,11 +6,14 @@ The data files and the model folder are checked where they are opened.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
+
+import structlog
 
 from penstock.protocol import streams
 from penstock.protocol.config.reward_settings import RewardDefinition
@@ -35,8 +38,11 @@ from penstock.trainer.errors import CheckpointError, UnknownReward
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.settings import TrainerSettings
 
+log = structlog.get_logger("trainer.preflight")
+
 _REWARD_DEADLINE_S = 60.0  # reward services may start after the trainer
 _POLL_S = 0.2
+_TOLD_AFTER_S = 5.0
 _SAMPLED_ROWS = 1000
 
 
@@ -124,8 +130,11 @@ def check_rewards(
     success: Iterable[str] = (),
     clock: Callable[[], float],
     deadline_s: float = _REWARD_DEADLINE_S,
+    stop: threading.Event | None = None,
 ) -> list[RewardsOffered]:
-    """Wait until reward services offer every reward that the data ask for; returns their offers. Raises UnknownReward.
+    """Wait until reward services offer every reward that the data ask for; returns their offers.
+
+    A wait of more than five seconds is logged with its reason.
 
     Args:
         connections: The run and NATS.
@@ -134,19 +143,29 @@ def check_rewards(
         success: The rewards for which the run file says what counts as correct; raises ConfigError for an unknown one.
         clock: Seconds since 1970.
         deadline_s: Longest wait for a reward service to start and to find all its endpoints.
+        stop: Ends the wait.
+
+    Raises:
+        UnknownReward: A reward is not offered, after ``deadline_s`` or when ``stop`` was set.
+        ConfigError: A rule of success is for a reward that does not exist.
     """
+    stop = stop or threading.Event()
     wanted = _wanted(prompt_sets, define)
     bucket = connections.bus.key_value(streams.registry_bucket().bucket).wait()
-    deadline = time.monotonic() + deadline_s
+    started, is_told = time.monotonic(), False
     while True:
         offers = current_offers(bucket.entries().wait(), run_id=connections.run_id, now=clock())
         problem = _problem(wanted, offers)
         if not problem:
             check_success(success, {*wanted.names, *wanted.sources, *wanted.digests}, offers)
             return offers
-        if time.monotonic() > deadline:
-            raise UnknownReward(f"{problem} (waited {deadline_s:.0f} s)")
-        time.sleep(_POLL_S)
+        waited_s = time.monotonic() - started
+        if waited_s > deadline_s or stop.is_set():
+            raise UnknownReward(f"{problem} (waited {waited_s:.0f} s)")
+        if waited_s > _TOLD_AFTER_S and not is_told:
+            is_told = True
+            log.warning("waiting for a reward", problem=problem, deadline_s=deadline_s)
+        stop.wait(_POLL_S)
 
 
 class _Wanted(NamedTuple):

@@ -76,6 +76,9 @@ class Incident:
     kind: str = "note"  # "lost", "back", "dead_letter" or "note"
 
 
+_SERVICE_NAMES = {"reward": "reward service", "rollout": "rollout worker"}
+
+
 @dataclass(frozen=True, slots=True)
 class QueueDepths:
     """Messages in the work queues by stage: not yet delivered, and delivered but not acknowledged."""
@@ -121,7 +124,10 @@ class Snapshot:
 
     @property
     def waiting_for(self) -> str:
-        """Return which side is the bottleneck, in words; empty while unknown."""
+        """Return which side is the bottleneck, or what the trainer waits for before it reports; empty while unknown."""
+        here = {line.role for line in self.services if line.alive}
+        if here and "trainer" not in here and not self.step:
+            return ", ".join(f"no {name} yet" for role, name in _SERVICE_NAMES.items() if role not in here)
         trainer, rollout = self.idle_share.get("trainer"), self.idle_share.get("rollout")
         if trainer is None or rollout is None:
             return ""

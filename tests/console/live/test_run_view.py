@@ -257,6 +257,22 @@ def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queu
     assert keys_at(begin + 60.0) == []
 
 
+def test_a_run_that_begins_names_the_service_it_lacks():
+    """Until the trainer reports, which waits for a reward service; nothing is said when none of them is there yet."""
+    view = RunView(recorded.RUN)
+
+    def lacking(*present: str) -> str:
+        view.fold_heartbeats(
+            [recorded.beat(one, "x", recorded.START, busy_s=1, idle_s=0, cpu_s=1) for one in present], recorded.START
+        )
+        return view.snapshot(recorded.START).waiting_for
+
+    assert lacking() == ""
+    assert lacking("rollout") == "no reward service yet"
+    assert lacking("rollout", "reward") == ""
+    assert lacking("rollout", "trainer") == ""
+
+
 def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():
     """Ids do not make another cause, and a later session does not say it again."""
     view = RunView(recorded.RUN)

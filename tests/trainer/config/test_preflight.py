@@ -109,6 +109,10 @@ def test_an_unknown_reward_is_refused_with_those_on_offer(
     wanted = prompts(settings, RewardSettings(name="vibes"))
     with pytest.raises(UnknownReward, match=r"no reward service of this run is alive.*penstock reward service"):
         check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
+    stop = threading.Event()
+    stop.set()  # Ctrl-C while it waits
+    with pytest.raises(UnknownReward, match=r"\(waited 0 s\)"):
+        check_rewards(connections, [wanted], clock=time.time, deadline_s=60.0, stop=stop)
     with ScriptedProducer(nats_settings, s3_settings, run_streams):
         with pytest.raises(UnknownReward, match=r"offers vibes; offered: auto, exact_match"):
             check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
