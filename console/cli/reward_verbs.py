@@ -135,7 +135,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     map
         Column names that differ, as OURS=THEIRS; with --data.
     run_file
-        Run file whose data.train is the data file, with its columns and form of rows.
+        Run file whose data.train is the data file, with its columns and form of rows, and whose rewards are offered.
     prompt
         Prompt of the completions.
     ground_truth
@@ -153,7 +153,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
         from penstock.console.tools.reward_trial import RowSource, try_data
 
         source = RowSource.of(data, run_file, map)
-        at = service_url(url, serve, (), sys.argv[1:])
+        at = service_url(url, serve, () if run_file is None else (str(run_file),), sys.argv[1:])
         return try_data(name, source, number, at, token_file, as_json=json)
     extra = read_extra_info(extra_info)
     at = service_url(url, serve, (), sys.argv[1:])

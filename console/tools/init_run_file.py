@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,13 +82,16 @@ def init(file: Path, answers: Answers, *, schema: bool, ask: Ask | None) -> int:
     for note in [*notes(answers), *(sample_notes(sample) if sample else ())]:
         print(f"note: {note}", file=sys.stderr)
     print(f"next: {_check(file)}")
+    if answers.served_file or ":" in answers.reward_name or answers.reward in _builtin_rewards():
+        serve = ["--serve", answers.served_file] if answers.served_file else []
+        print(f"next: {_line('penstock', 'reward', 'test', answers.reward_name, *serve, '--run-file', str(file))}")
     print(f"then: {_train(answers, file)}")
     return 0
 
 
 def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
     """Return the answers with every gap filled: by asking, or by its default. Raises ConfigError for what has none."""
-    builtin = ", ".join(reference.load().settings["reward.name"].values)
+    builtin = ", ".join(_builtin_rewards())
     questions: dict[str, tuple[str, str | None]] = {
         "model": ("Model folder (Hugging Face: config.json, safetensors, tokenizer)", None),
         "data": ("Training data (JSONL, JSON, CSV or Parquet file)", None),
@@ -113,6 +116,10 @@ def complete(answers: Answers, file: Path, ask: Ask | None) -> Answers:
                     break
         answers = replace(answers, **{name: _number(name, text) if name in ("gpus", "steps") else text})
     return answers
+
+
+def _builtin_rewards() -> Sequence[str]:
+    return reference.load().settings["reward.name"].values
 
 
 def _number(name: str, text: str) -> int:

@@ -42,6 +42,8 @@ class RowSource:
         """Return the source of ``--data`` and ``--map``, or of ``--run-file``; raises ConfigError for both."""
         if file is not None and run_file is not None:
             raise ConfigError(f"--data {file} and --run-file {run_file}: leave one out; a run file names its data")
+        if file is not None and file.suffix == ".toml":
+            raise ConfigError(f"--data {file}: a run file, no data; type: --run-file {file}")
         if run_file is not None:
             if columns:
                 raise ConfigError(f"--map {columns[0]}: a run file has its columns in [data.map]; change them there")

@@ -44,7 +44,12 @@ def test_every_combination_is_accepted(
         1: (1, "embedded", "cuda"),
         3: (1, "sglang", "cpu"),
     }[gpus]
-    assert ("--serve my_reward.py" in capsys.readouterr().out) == (reward == "my_reward.py" and gpus < 2)
+    out = capsys.readouterr().out
+    assert ("--local --serve my_reward.py" in out.replace("--workers 1 ", "")) == (
+        reward == "my_reward.py" and gpus < 2
+    )
+    tried = {"my_reward.py": "my_reward --serve my_reward.py", "none": None}.get(reward, reward)
+    assert (f"next: penstock reward test {tried} --run-file {file}" in out) == (reward != "none")
 
 
 def test_settings_have_comments_and_other_keys_are_there_to_uncomment(tmp_path: Path):

@@ -12,6 +12,7 @@ from tests.reward_service.processes import Service
 from tests.servers import secret_file
 
 from penstock.console import connections, launch
+from penstock.console.cli import reward_verbs
 from penstock.console.tools import rewards
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -106,6 +107,8 @@ def test_the_rows_of_a_run_file_are_read_as_the_run_reads_them(service: Service,
     asked = ("reward", "test", "gsm8k", "--run-file", "run.toml", "--url", service.url)
     found = json.loads(penstock(*asked, "--json", cwd=tmp_path).stdout)
     assert found["by_answer"]["right answer after ####"] == [1.0] * 4
+    asked_as_data = penstock("reward", "test", "gsm8k", "--data", "run.toml", "--url", service.url, cwd=tmp_path)
+    assert "run.toml: a run file, no data; type: --run-file run.toml" in asked_as_data.stderr
     for more, reply in (
         ("--data", "--data rows.jsonl and --run-file run.toml: leave one out"),
         ("--map", "[data.map]"),
@@ -113,6 +116,21 @@ def test_the_rows_of_a_run_file_are_read_as_the_run_reads_them(service: Service,
         refused = penstock(*asked, more, "rows.jsonl", cwd=tmp_path)
         assert refused.returncode == 1
         assert reply in refused.stderr
+
+
+def test_a_reward_that_the_run_file_names_as_code_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The service that is started for the command gets the run file, which allows it to load the code."""
+    started: list[list[str]] = []
+
+    def replace(command: list[str]) -> None:
+        started.append(command)
+        raise Replaced
+
+    monkeypatch.setattr(launch, "replace_process", replace)
+    monkeypatch.setattr(connections, "answers", lambda _: False)
+    with pytest.raises(Replaced):
+        reward_verbs.try_reward("my_reward.py:f", run_file=tmp_path / "run.toml")
+    assert started[0][: started[0].index("--")] == launch.module("penstock.deploy.scoring", str(tmp_path / "run.toml"))
 
 
 @pytest.mark.parametrize(("text", "reply"), [("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")])
