@@ -220,8 +220,8 @@ def _services(s: Snapshot, rows: int) -> RenderableType:
 
 
 def _service(line: ServiceLine, s: Snapshot) -> tuple[Text, ...]:
-    behind = "" if line.version is None or line.role != "rollout" else f" ({line.version - s.newest_version:+d})"
-    version = "" if line.version is None else f"v{line.version}{behind if line.version != s.newest_version else ''}"
+    behind = s.versions_behind(line) if line.role == "rollout" else 0
+    version = "" if line.version is None else f"v{line.version}{f' (-{behind})' if behind else ''}"
     starts = f" (start {line.num_starts})" if line.num_starts > 1 else ""
     state, style = _state(line, s)
     speed = rate(line.tokens_per_s) if line.role == "rollout" else ""

@@ -122,6 +122,15 @@ class Snapshot:
     disconnected_s: float  # since the connection to NATS was lost; 0.0 while connected
     finished: bool
 
+    def versions_behind(self, line: ServiceLine) -> int:
+        """Return how many versions a service is behind the trainer, each as of its newest heartbeat.
+
+        Announcements are newer than heartbeats: compared with them, a worker of a fast run would always seem far behind.
+        """
+        trainers = [one.version for one in self.services if one.role == "trainer" and one.alive]
+        newest = max((version for version in trainers if version is not None), default=self.newest_version)
+        return 0 if line.version is None else max(newest - line.version, 0)
+
     @property
     def waiting_for(self) -> str:
         """Return which side is the bottleneck, or what the trainer waits for before it reports; empty while unknown."""

@@ -133,7 +133,7 @@ def fleet(view: PageView, snapshot: Snapshot) -> dict[str, Any]:
             "has_exited": line.has_exited,
             "silent_s": round(line.silent_s, 1),
             "version": line.version,
-            "lag": None if line.version is None else max(snapshot.newest_version - line.version, 0),
+            "lag": None if line.version is None else snapshot.versions_behind(line),
             "tokens_per_s": line.tokens_per_s,
             "idle_share": line.idle_share,
             "num_starts": line.num_starts,

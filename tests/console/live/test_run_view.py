@@ -257,6 +257,18 @@ def test_work_that_waits_for_a_service_that_does_not_run_is_said(role: str, queu
     assert keys_at(begin + 60.0) == []
 
 
+def test_a_worker_is_as_far_behind_as_the_trainers_heartbeat_says():
+    """Announcements come at once, heartbeats each second: 7 versions a second are not 7 versions of lag."""
+    view = RunView(recorded.RUN)
+    worker = recorded.beat("rollout", "w", recorded.START, busy_s=1, idle_s=0, cpu_s=1, version=83)
+    trainer = recorded.beat("trainer", "trainer", recorded.START, busy_s=1, idle_s=0, cpu_s=1, version=84)
+    view.published.update(range(92))
+    for beats, expected in (([worker], 8), ([worker, trainer], 1)):
+        view.fold_heartbeats(beats, recorded.START)
+        shown = view.snapshot(recorded.START)
+        assert [shown.versions_behind(line) for line in shown.services if line.role == "rollout"] == [expected]
+
+
 def test_a_run_that_begins_names_the_service_it_lacks():
     """Until the trainer reports, which waits for a reward service; nothing is said when none of them is there yet."""
     view = RunView(recorded.RUN)
