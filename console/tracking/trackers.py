@@ -25,9 +25,9 @@ def load_settings(run: str | None, arguments: Sequence[str], environ: Mapping[st
     files, overrides = split_arguments(arguments)
     if run is None:
         return load(TrackSettings, files=files, overrides=overrides, environ=environ).settings
-    found = connections.find(arguments, environ, run_id=run)
-    store = found.settings.run.folder / connections.STORE
-    own = {} if connections.is_configured(found) else connections.store_environment(store)
+    store = connections.find(arguments, environ, run_id=run).settings.run.folder / connections.STORE
+    is_elsewhere = connections.is_configured(connections.find(arguments, environ))
+    own = {} if is_elsewhere else connections.store_environment(store)
     loaded = load(TrackSettings, files=files, overrides=[*overrides, f"run.id={run}"], environ={**own, **environ})
     if loaded.origins["tracker"] != "default":
         return loaded.settings

@@ -84,3 +84,16 @@ def test_a_run_is_tracked_later_as_it_was_started(tmp_path: Path) -> None:
     found = trackers.load_settings("r", [arguments[0], arguments[2]], {})
     assert (found.tracker, found.tracking) == (written.tracker, written.tracking)
     assert [one.type for one in trackers.load_settings("r", [*arguments, "tracker=wandb"], {}).tracker] == ["wandb"]
+
+
+def test_a_local_run_is_found_by_its_own_store(tmp_path: Path) -> None:
+    """As `penstock watch` finds it; a server that is configured comes first."""
+    (tmp_path / "r" / "store").mkdir(parents=True)
+    (tmp_path / "r" / "store" / "environment").write_text("PENSTOCK_NATS__URL=nats://127.0.0.1:7\n")
+    arguments = [f"run.dir={tmp_path}", "tracker=tensorboard"]
+    assert trackers.load_settings("r", arguments, {}).nats.url == "nats://127.0.0.1:7"
+    assert trackers.load_settings("r", [*arguments, "nats.url=nats://127.0.0.1:8"], {}).nats.url == "nats://127.0.0.1:8"
+    assert (
+        trackers.load_settings("r", arguments, {"PENSTOCK_NATS__URL": "nats://127.0.0.1:9"}).nats.url
+        == "nats://127.0.0.1:9"
+    )
