@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
@@ -82,6 +83,26 @@ def test_the_overview_shows_what_the_api_answers(chromium: Browser, shown: Shown
     truncated = next(band for band in found["bands"] if band["name"] == "truncated_share")
     assert truncated["sentence"] in chromium.text('[data-chart="Truncated completions"]')
     assert chromium.page.locator(".chart canvas").count() >= 10
+
+
+def test_a_training_on_given_answers_shows_its_losses(chromium: Browser, shown: Shown) -> None:
+    """In the list instead of rewards, and as curves; no server is missing to it."""
+    training = shown.folder / "warm-up" / "sft-training"
+    training.mkdir(parents=True)
+    lines = [
+        {"kind": "step", "at": 1.0 + step, "step": step, "loss": 1.0 / step, "grad_norm": 0.1} for step in range(1, 9)
+    ]
+    lines.append({"kind": "eval", "at": 20.0, "step": 8, "eval_loss": 0.25})
+    (training / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (training / "result.json").write_text("{}")
+    chromium.go("#/", "runs")
+    row = next(row for row in chromium.rows("Runs") if row[1] == "warm-up")
+    assert row[2:6] == ["finished", "8", "loss 0.250", "loss 0.125"]
+    chromium.open("warm-up", "overview")
+    assert (chromium.tile("state"), chromium.tile("step")) == ("finished", "8")
+    for title, last in (("Loss and gradient", "0.125"), ("Held-out loss", "0.25")):
+        assert chromium.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last") == last
+    assert "NATS" not in chromium.text()
 
 
 def test_a_new_step_appears_without_a_reload(chromium: Browser, shown: Shown) -> None:
