@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 
 .PHONY: bench-async docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer
+.PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
@@ -73,6 +73,9 @@ check: $(STAMP)  ## check style, types and allowed imports
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+bench-memory: $(STAMP)  ## the memory that `penstock plan` estimates, compared with measured peaks (minutes)
+	$(BIN)/python -m benchmarks.trainer_memory --phases --record benchmarks/trainer_memory.json
 
 bench-trainer: $(STAMP)  ## tokens per CPU second, peak memory and exactness of packed rows, compared with padding (minutes)
 	$(BIN)/python -m benchmarks.trainer_packing

@@ -14,6 +14,7 @@ PenstockError
     ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
     ├── TrainingDiverged      a loss or gradient is not a finite number
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
+    ├── NotEstimated          the memory of a run cannot be estimated from settings and config.json
     └── UnknownReward         the run file names a reward that no service offers
 ```
 """
@@ -77,3 +78,7 @@ class CheckpointError(TrainerError):
 
 class UnknownReward(TrainerError):
     """The run file names a reward that no reward service offers."""
+
+
+class NotEstimated(TrainerError):
+    """The memory of a run cannot be estimated from its settings and its model's config.json."""

@@ -109,12 +109,14 @@ def train(*arguments: Raw) -> None:
 
 @app.command(group=TRAIN)
 def plan(*arguments: Raw) -> None:
-    """Say who will wait for whom in a run, before it starts: the trainer's own scheduling, simulated.
+    """Say who will wait for whom in a run and what memory a trainer's rank needs, before it starts.
 
-    Starts no service and reads no model. The rates are those of your engines and of your trainer.
+    Starts no service; reads the model's config.json and no weights. The rates are those of your engines and of your trainer.
+    With --rank-memory it names the settings that make the run fit, and ends with 1 if it does not.
 
     Example:  penstock plan run.toml --workers 8 --engine-rate 2500 --trainer-rate 12000
               penstock plan run.toml --workers 32 rollout.max_staleness=4 worker.update_mode=in_place
+              penstock plan run.toml --rank-memory 80GB --gpu
     Then:     penstock train run.toml
     """
     launch.replace_process(launch.module("penstock.deploy.plan", *arguments))

@@ -39,6 +39,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "plan": (
         *("rollout.group_size", "rollout.groups_per_step", "rollout.groups_per_message", "rollout.max_staleness"),
         *("rollout.max_new_tokens", "worker.packs_in_flight", "worker.update_mode", "trainer.oldest_patience"),
+        *("model.path", "model.dtype", "model.gradient_checkpointing", "model.lora.rank", "data.max_prompt_tokens"),
+        *("trainer.num_ranks", "trainer.zero_stage", "trainer.micro_batch_tokens", "trainer.publish_dtype"),
     ),
     "sft": (
         *(

@@ -1,1 +1,1 @@
-"""`penstock plan`: simulate a run's scheduling on a virtual clock, with the services' own decisions. Pure but for the command."""
+"""`penstock plan`: a run's scheduling on a virtual clock, with the services' own decisions, and the memory of a rank. Reads no weights."""

@@ -1,4 +1,4 @@
-"""`penstock plan run.toml`: what a run will wait for, before it is started."""
+"""`penstock plan run.toml`: what a run will wait for and the memory that it needs, before it is started."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import sys
 from collections.abc import Sequence
 
 from penstock.deploy.plan.lengths import EnginePace, LengthMix
+from penstock.deploy.plan.rank_memory import RankMemory, parse_size
 from penstock.deploy.plan.simulated_run import Durations, Fleet, SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, num_steps, simulate, table
 from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
+from penstock.trainer.errors import NotEstimated
 from penstock.trainer.groups.task_packs import choose_groups_per_message
 from penstock.trainer.settings import RolloutSettings, TrainerSettings
 
 _BOUNDS = (0, 1, 2, 4, 8)
 _MEASURED = 10  # steps
 _PROMPT_TOKENS, _TASK_BYTES = 256.0, 2048.0  # of a usual prompt; they decide how many groups share a message
-_ERROR = 2  # exit code of settings that are refused
+_DOES_NOT_FIT, _ERROR = 1, 2  # exit codes: of a rank that needs more than --rank-memory, of settings that are refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan; returns 2 for settings or figures that are refused, after the reason on stderr."""
+    """Print the plan; returns 1 if a rank needs more than its limit, 2 after the reason why settings or figures are refused."""
     parser = argparse.ArgumentParser(
         prog="penstock plan",
         description="Simulate the scheduling of a run on a virtual clock, with the trainer's own decisions, and say who waits "
-        "for whom. Nothing is started, and no model is read.",
+        "for whom; estimate the memory of a trainer's rank. Nothing is started; of the model, only config.json is read.",
         epilog="The figures of an engine and of the trainer are those of `penstock watch` during a short run. Lengths are "
         "log-normal with a long tail, up to rollout.max_new_tokens.",
     )
@@ -53,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--publish", type=float, default=1.0, help="seconds from a step to its version at the workers (1)"
     )
     parser.add_argument("--score", type=float, default=1.0, help="seconds that scoring a pack takes (1)")
+    parser.add_argument(
+        "--rank-memory", metavar="SIZE", help="memory of a rank, such as 80GB: say which settings make the run fit"
+    )
+    parser.add_argument("--gpu", action="store_true", help="count the memory of the GPU alone, without the host's")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("run_file", nargs="+", metavar="RUN.TOML|SECTION.KEY=VALUE", help="run files and settings")
     given = parser.parse_intermixed_args(arguments)
@@ -63,20 +69,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rollout = _with_packs(trainer.rollout)
         fleet = _fleet(given, worker)
         rows = _simulate(given, trainer, rollout, fleet)
-    except (ConfigError, ValueError) as err:
+        memory = _memory(given, trainer)
+    except (ConfigError, NotEstimated, ValueError) as err:
         sys.stderr.write(f"penstock plan: {err}\n")
         return _ERROR
     chosen = trainer.rollout.max_staleness
     now = next(row for row in rows if row.max_staleness == chosen)
     sentences = describe(now, rows, fleet, rollout.groups_per_message * rollout.group_size)
     if given.json:
-        sys.stdout.write(json.dumps({"waits": [dataclasses.asdict(row) for row in rows], "says": sentences}) + "\n")
+        of_rank = {"not_estimated": memory} if isinstance(memory, str) else memory.document()
+        waits = [dataclasses.asdict(row) for row in rows]
+        sys.stdout.write(json.dumps({"waits": waits, "says": sentences, "memory": of_rank}) + "\n")
     else:
         sys.stdout.write(
             f"who waits for whom ({given.workers} workers, * the run file's bound)\n\n{table(rows, chosen)}\n\n"
         )
         sys.stdout.write("".join(f"- {line}\n" for line in sentences))
-    return 0
+        of_rank = f"memory of a rank: not estimated\n\n- {memory}\n" if isinstance(memory, str) else memory.text()
+        sys.stdout.write(f"\n{of_rank}")
+    return 0 if isinstance(memory, str) or memory.fits else _DOES_NOT_FIT
+
+
+def _memory(given: argparse.Namespace, trainer: TrainerSettings) -> RankMemory | str:
+    """Return the memory of a rank, or why it is not estimated.
+
+    Raises ConfigError for a limit that is no size, and NotEstimated if there is a limit and no estimate.
+    """
+    limit = None if given.rank_memory is None else parse_size(given.rank_memory, "--rank-memory")
+    try:
+        return RankMemory(trainer, limit=limit, on_gpu=given.gpu)
+    except NotEstimated as err:
+        if limit is not None:
+            raise
+        return str(err)
 
 
 def _with_packs(rollout: RolloutSettings) -> RolloutSettings:

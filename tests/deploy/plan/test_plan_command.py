@@ -1,13 +1,17 @@
-"""`penstock plan`: a run file and rates in, figures of several bounds and sentences out."""
+"""`penstock plan`: a run file and rates in; figures of several bounds, sentences and the memory of a rank out."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.deploy.plan.__main__ import main
+from penstock.deploy.plan.rank_memory import RankMemory
+from penstock.protocol.config.run_file import load
+from penstock.trainer.settings import TrainerSettings
 
 RUN_FILE = """
 run.id = "demo"
@@ -49,4 +53,91 @@ def test_what_cannot_be_simulated_is_refused(
 ) -> None:
     """With the flag or the setting that is wrong, and exit code 2."""
     assert main([run_file, *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The setting of a folder with the shape of Qwen3-0.6B and no weights."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    return f"model.path={tmp_path / 'model'}"
+
+
+def _memory(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main([*arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)["memory"]
+
+
+def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By phase, in text and JSON; Qwen3-0.6B has 596 million parameters."""
+    code, memory = _memory(capsys, run_file, model)
+    assert (code, memory["parameters"], memory["fits"]) == (0, 596_049_920, None)
+    assert memory["peak"] == memory["phases"][memory["largest_phase"]]["total"]
+    assert main([run_file, model]) == 0
+    said = capsys.readouterr().out
+    assert "who waits for whom" in said
+    assert "596.0 million parameters" in said
+    assert f"a rank needs {memory['peak'] / 1e9:.2f} GB" in said
+
+
+@pytest.mark.parametrize("limit", [40, 9, 5])
+@pytest.mark.parametrize("reference", [(), ("algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu")])
+def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int, reference: tuple[str, ...]) -> None:
+    """Each suggestion, given as settings, is accepted, fits and needs what was said."""
+
+    def estimated(*settings: str) -> dict[str, Any]:
+        given = load(
+            TrainerSettings, files=[Path(run_file)], overrides=[model, *reference, *settings], environ={}
+        ).settings
+        return RankMemory(given, limit=limit * 10**9, on_gpu=True).document()
+
+    memory = estimated()
+    assert memory["fits"] is False
+    assert memory["fits_with"]
+    for one in memory["fits_with"]:
+        changed = estimated(*one["settings"])
+        assert (changed["fits"], changed["peak"]) == (True, one["peak"]), one["settings"]
+
+
+def test_a_run_that_does_not_fit_ends_with_1(run_file: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report names the phase and the settings."""
+    assert main([run_file, model, "--gpu", "--rank-memory", "9GB"]) == 1
+    said = capsys.readouterr().out
+    assert "it does not fit into 9.00 GB: the largest phase is `log-probabilities and loss`" in said
+    assert "- it fits with trainer.micro_batch_tokens=" in said
+
+
+def test_without_the_model_the_rest_of_the_plan_is_printed(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the reason in the place of the memory; a limit, which then cannot be compared, is refused."""
+    assert main([run_file]) == 0
+    said = capsys.readouterr().out
+    assert "memory of a rank: not estimated" in said
+    assert "model.path = /nowhere: no config.json could be read" in said
+    assert main([run_file, "--rank-memory", "80GB"]) == 2
+    assert "model.path = /nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--rank-memory", "80"), "--rank-memory 80: expected a size such as 24GB"),
+        (("--rank-memory", "0GB"), "--rank-memory 0GB: expected a size"),
+        (
+            ("--rank-memory", "80GB", "algorithm.kl_coefficient=0.1", "algorithm.kl_form=full"),
+            "algorithm.kl_form = full: the memory of whole distributions was not measured",
+        ),
+    ],
+)
+def test_a_limit_that_cannot_be_compared_is_refused(
+    run_file: str, model: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the flag or the setting, and exit code 2."""
+    assert main([run_file, model, *arguments]) == 2
     assert words in capsys.readouterr().err

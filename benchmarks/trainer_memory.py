@@ -1,0 +1,348 @@
+"""Compare the memory that `penstock plan` estimates with the peak of the trainer that it describes.
+
+python -m benchmarks.trainer_memory                 # every configuration; some minutes of CPU time
+python -m benchmarks.trainer_memory --only llama-wide lora
+python -m benchmarks.trainer_memory --phases        # the peak of each phase, beside its estimate; --record FILE: as JSON
+
+Each configuration runs in processes of its own, one for each rank: random weights, two steps on rows of the planned size,
+then the copy of the weights that is published. Measured is the peak of the resident memory above that of a process that has
+imported the same libraries and has trained a model of a thousand parameters with them, sampled every 2 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
+from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.learner import adapter
+from penstock.trainer.learner.load_model import prepare
+from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.memory_plan.estimate import Method
+from penstock.trainer.memory_plan.memory_plan import COPY, MemoryPlan
+from penstock.trainer.memory_plan.model_shape import shape_of
+from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets
+from penstock.trainer.ranks import Ranks
+
+ENVIRONMENT = {  # freed memory goes back to the kernel at once, so that the resident memory is that of live tensors
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+}
+_DEADLINE_S = 900.0  # of one configuration
+PASSES = "forward and backward"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model, how it is trained, and on which rows."""
+
+    family: str = "qwen3"
+    layers: int = 8
+    hidden: int = 512
+    heads: int = 8
+    kv_heads: int = 2
+    intermediate: int = 1536
+    vocabulary: int = 16_384
+    tied: bool = True
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    num_ranks: int = 1
+    checkpointing: bool = False
+    lora: int = 0
+    entropy: bool = False
+    prompt: int = 384
+    answer: int = 384
+    group_size: int = 4
+    groups: int = 2
+    budget: int = 2048
+
+    @property
+    def what(self) -> str:
+        """The configuration in words."""
+        ranks = f", {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        parts = [
+            f"{self.family}, {self.layers} x {self.hidden}, vocabulary {self.vocabulary:,}{'' if self.tied else ', untied'}",
+            f"{self.dtype}, ZeRO {self.zero_stage}{ranks}",
+            "checkpointing" if self.checkpointing else "",
+            f"LoRA {self.lora}" if self.lora else "",
+            "entropy in the loss" if self.entropy else "",
+        ]
+        return "; ".join(filter(None, parts))
+
+
+STANDARD = Configuration()
+WIDE = replace(
+    STANDARD, family="llama", layers=3, hidden=1024, heads=16, kv_heads=4, intermediate=2816, vocabulary=8192, budget=2048,
+    groups=2, group_size=3,
+)  # fmt: skip
+NARROW = replace(
+    STANDARD, family="qwen2", layers=14, hidden=256, heads=4, kv_heads=2, intermediate=768, vocabulary=32_768, groups=2
+)
+SMOLLM2 = replace(
+    STANDARD, family="llama", layers=30, hidden=576, heads=9, kv_heads=3, intermediate=1536, vocabulary=49_152,
+    prompt=64, answer=64, group_size=8, groups=2, budget=1024,
+)  # fmt: skip
+CONFIGURATIONS = {
+    "standard": STANDARD,
+    "stage-0": replace(STANDARD, zero_stage=0),
+    "checkpointing": replace(STANDARD, checkpointing=True),
+    "bfloat16": replace(STANDARD, dtype="bfloat16"),
+    "bfloat16-2-ranks": replace(STANDARD, dtype="bfloat16", zero_stage=2, num_ranks=2, checkpointing=True),
+    "stage-3-2-ranks": replace(STANDARD, dtype="bfloat16", zero_stage=3, num_ranks=2, checkpointing=True),
+    "one-micro-batch": replace(STANDARD, groups=1),
+    "lora": replace(STANDARD, lora=16),
+    "lora-bfloat16": replace(STANDARD, lora=16, dtype="bfloat16", checkpointing=True),
+    "llama-wide": WIDE,
+    "llama-wide-stage-3": replace(WIDE, zero_stage=3, checkpointing=True),
+    "qwen2-narrow": NARROW,
+    "qwen2-narrow-untied": replace(NARROW, tied=False, zero_stage=2, dtype="bfloat16"),
+    "entropy": replace(STANDARD, layers=4, entropy=True),
+    "smollm2-135m": SMOLLM2,
+}
+
+
+class Peak:
+    """Samples this process's resident memory every 2 ms, and keeps the largest value of each phase."""
+
+    def __init__(self) -> None:
+        self.phase = "load"
+        self.peaks: dict[str, int] = {}
+        self._done = threading.Event()
+        self._page = resource.getpagesize()
+        self.base = self._resident()
+        self._thread = threading.Thread(target=self._watch)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            phase, held = self.phase, self._resident() - self.base
+            if phase == self.phase:  # else the memory may be that of the phase before
+                self.peaks[phase] = max(self.peaks.get(phase, 0), held)
+
+    def _resident(self) -> int:
+        with open("/proc/self/statm") as held:  # noqa: PTH123
+            return int(held.read().split()[1]) * self._page
+
+
+def inputs_of(chosen: Configuration) -> PlanInputs:
+    """Return what the plan of a configuration is made of."""
+    shape = shape_of(fields_of(chosen), "config.json")
+    method = Method(
+        dtype=chosen.dtype, zero_stage=chosen.zero_stage, num_ranks=chosen.num_ranks, checkpointing=chosen.checkpointing,
+        lora_rank=chosen.lora, with_entropy=chosen.entropy,
+    )  # fmt: skip
+    batch = Batch(chosen.prompt, chosen.answer, chosen.group_size, chosen.groups)
+    return PlanInputs(shape, method, batch, chosen.budget, publishes_adapter=bool(chosen.lora))
+
+
+def fields_of(chosen: Configuration) -> dict[str, Any]:
+    return {
+        "model_type": chosen.family, "vocab_size": chosen.vocabulary, "hidden_size": chosen.hidden,
+        "intermediate_size": chosen.intermediate, "num_hidden_layers": chosen.layers, "num_attention_heads": chosen.heads,
+        "num_key_value_heads": chosen.kv_heads, "head_dim": 64, "tie_word_embeddings": chosen.tied,
+    }  # fmt: skip
+
+
+class Trained:
+    """A configuration as the trainer holds it: the policy under DeepSpeed, packed rows, copies of the weights."""
+
+    def __init__(self, chosen: Configuration, dims: ParallelDims) -> None:
+        how = Optimisation(
+            num_steps=4, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=0, schedule="constant",
+            min_lr_ratio=0.1, max_grad_norm=1.0, zero_stage=chosen.zero_stage, dtype=chosen.dtype,
+            gradient_checkpointing=chosen.checkpointing,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        fields = fields_of(chosen)
+        config = AutoConfig.for_model(fields.pop("model_type"), max_position_embeddings=8192, **fields)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, chosen.dtype))
+        prepare(model, how)
+        if chosen.lora:
+            adapter.attach(model, adapter.Lora(chosen.lora, 32.0))
+            if chosen.checkpointing:
+                model.enable_input_require_grads()
+        scorer = CompletionScorer(model, 1.0)
+        self.trainable = Trainable(scorer, how, dims)
+        self.policy = Policy(self.trainable, scorer, dims)
+        self.objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01 if chosen.entropy else 0.0))
+        self._dims = dims
+
+    def micro_batches(self, chosen: Configuration) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a step, with random tokens."""
+        rng = np.random.default_rng(0)
+        rows = []
+        for _ in range(chosen.groups):
+            prompt = rng.integers(0, chosen.vocabulary, chosen.prompt)
+            for _ in range(chosen.group_size):
+                tokens = np.concatenate([prompt, rng.integers(0, chosen.vocabulary, chosen.answer)]).astype(np.int32)
+                sampled = np.arange(len(tokens)) >= chosen.prompt
+                logprobs = np.full(len(tokens), -np.log(chosen.vocabulary), np.float32)
+                rows.append(Row(tokens, sampled, logprobs, 1.0, 1.0 / chosen.answer))
+        tokens, masks = [row.token_ids for row in rows], [row.loss_mask for row in rows]
+        plan = plan_micro_batches(
+            list(map(len, tokens)), budget_tokens=chosen.budget, num_ranks=self._dims.rows.count,
+            prefixes=prefixes_of(tokens, masks), pair_cost=self.policy.pair_cost,
+        )  # fmt: skip
+        return [build([rows[n] for n in piece]) for piece in plan[self._dims.rows.index]]
+
+    def copy(self) -> WeightBuckets:
+        """Return a copy of this rank's share of the weights, as it is published."""
+        layout = self.policy.layout()
+        share = self._dims.buckets
+        buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index])
+        self.policy.copy_to(buckets, merge=False)
+        return buckets
+
+
+def measure_here(chosen: Configuration) -> dict[str, int]:
+    """Return the peak of each phase in bytes, of this rank."""
+    torch.set_num_threads(1)
+    dims = ParallelDims(Ranks())
+    tiny = replace(
+        chosen, layers=1, hidden=64, heads=1, kv_heads=1, intermediate=64, vocabulary=64, prompt=8, answer=8, group_size=2,
+        groups=chosen.num_ranks,
+    )  # fmt: skip
+    warm = Trained(tiny, dims)
+    warm.policy.train_step(warm.micro_batches(tiny), warm.objective)
+    del warm
+    peak = Peak()
+    with peak.watching():
+        trained = Trained(chosen, dims)
+        short = replace(chosen, prompt=8, answer=8, group_size=1, groups=chosen.num_ranks)
+        trained.policy.train_step(trained.micro_batches(short), trained.objective)  # makes the optimizer's states
+        held = [trained.copy()] if chosen.lora else [trained.copy(), trained.copy()]
+        micro_batches = trained.micro_batches(chosen)
+        update = trained.trainable.update
+
+        def measured(*given: Any, **named: Any) -> Any:
+            peak.phase = "optimizer step"
+            return update(*given, **named)
+
+        trained.trainable.update = measured  # type: ignore[method-assign]
+        peak.phase = PASSES
+        trained.policy.train_step(micro_batches, trained.objective)
+        peak.phase = COPY
+        if not chosen.lora:
+            held.append(trained.copy())
+    return peak.peaks
+
+
+def measure(name: str) -> dict[str, int]:
+    """Return the peak of each phase in bytes: the largest of the ranks, each a process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    num_ranks = CONFIGURATIONS[name].num_ranks
+    ranks = []
+    for rank in range(num_ranks):
+        environment = os.environ | ENVIRONMENT | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.trainer_memory", "--rank-of", name]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
+    outputs = [rank.communicate(timeout=_DEADLINE_S)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{name}: a rank failed; its error is above")
+    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return {phase: max(peaks[phase] for peaks in found) for phase in found[0]}
+
+
+def estimated(name: str) -> dict[str, int]:
+    """Return the estimated peak of each phase in bytes."""
+    phases = {phase.name: phase.total for phase in MemoryPlan(inputs_of(CONFIGURATIONS[name])).phases}
+    passes = [phases[phase] for phase in ("log-probabilities and loss", "backward", "end of the backward")]
+    return {PASSES: max(passes), "optimizer step": phases["optimizer step"], COPY: phases.get(COPY, 0)}
+
+
+def lines(name: str, *, by_phase: bool, records: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows of the table of one configuration, and add what was measured to the records."""
+    peaks, expected = measure(name), estimated(name)
+    largest = max(peaks, key=lambda phase: peaks[phase])
+    yield _row(f"{name}: {CONFIGURATIONS[name].what}", largest, max(expected.values()), peaks[largest])
+    records[name] = {
+        "configuration": asdict(CONFIGURATIONS[name]),
+        "fields": fields_of(CONFIGURATIONS[name]),
+        "peaks": peaks,
+    }
+    if by_phase:
+        for phase, value in expected.items():
+            if value:
+                yield _row("", phase, value, peaks[phase])
+
+
+def _row(what: str, phase: str, expected: int, peak: int) -> str:
+    return f"| {what} | {phase} | {expected / 1e6:,.0f} | {peak / 1e6:,.0f} | {100 * (expected / peak - 1):+.1f} % |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, help="measure these configurations only")
+    parser.add_argument("--phases", action="store_true", help="print every phase beside its estimate")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the configurations and their peaks as JSON")
+    parser.add_argument("--rank-of", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        print(json.dumps(measure_here(CONFIGURATIONS[options.rank_of])), flush=True)
+        os._exit(0)  # DeepSpeed's teardown on several ranks may abort
+    records: dict[str, Any] = {}
+    print("| configuration | largest phase | estimated, MB | measured, MB | error |\n|---|---|---|---|---|")
+    for name in options.only or CONFIGURATIONS:
+        for line in lines(name, by_phase=options.phases, records=records):
+            print(line, flush=True)
+    if options.record is not None:
+        options.record.write_text(json.dumps(_record(records), indent=1) + "\n")
+
+
+def _processor() -> str:
+    names = [
+        line.partition(": ")[2]
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+def _record(records: dict[str, Any]) -> dict[str, Any]:
+    """Return what `tests/trainer/memory_plan` compares the estimates with; peaks in bytes."""
+    versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft")}
+    machine = {"processor": _processor(), "python": platform.python_version(), **versions}
+    return {"date": date.today().isoformat(), "machine": machine, "configurations": records}  # noqa: DTZ011
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The shape of a language model, read from its config.json; pure but for reading that file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.trainer.errors import NotEstimated
+
+FAMILIES = ("llama", "qwen2", "qwen3")  # model_type in config.json; measured, see benchmarks/trainer_memory.md
+_MAX_BYTES = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with grouped-query attention and a gated MLP, as the families of `FAMILIES` are built."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool  # embedding and output head are one tensor
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of all key heads; values have the same."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def has_head_norms(self) -> bool:
+        """True if queries and keys are normalised by head."""
+        return self.family == "qwen3"
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, which the output head also has."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of one block, by name."""
+        return {
+            "q_proj": (self.hidden, self.query),
+            "k_proj": (self.hidden, self.key_value),
+            "v_proj": (self.hidden, self.key_value),
+            "o_proj": (self.query, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
+    def block(self) -> int:
+        """Parameters of one block."""
+        weights = sum(inputs * outputs for inputs, outputs in self.linears.values())
+        biases = self.query + 2 * self.key_value if self.family == "qwen2" else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.has_head_norms else 0)
+        return weights + biases + norms
+
+    @property
+    def body(self) -> int:
+        """Parameters without embedding and output head."""
+        return self.layers * self.block + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; a tied head counts once."""
+        return self.body + self.table * (1 if self.tied else 2)
+
+    def adapted(self, targets: Collection[str]) -> Collection[tuple[int, int]]:
+        """Return the sizes of the linear layers of a block that get adapters; ``targets`` are endings of names, none: all."""
+        ends = {target.rpartition(".")[2] for target in targets}
+        return [sizes for name, sizes in self.linears.items() if not ends or name in ends]
+
+    def adapter(self, rank: int, targets: Collection[str]) -> int:
+        """Return the parameters of adapters of all blocks."""
+        return self.layers * rank * sum(inputs + outputs for inputs, outputs in self.adapted(targets))
+
+
+def read_shape(folder: Path, key: str) -> ModelShape:
+    """Read the shape of the model in a folder, which the setting ``key`` names.
+
+    Raises NotEstimated if it has no readable config.json here, or if its layers are not of a family whose memory was measured.
+    """
+    file = folder / "config.json"
+    try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise NotEstimated(f"{file} has more than {_MAX_BYTES} bytes; restore the file of the model")
+        config = json.loads(file.read_bytes())
+    except OSError as err:
+        raise NotEstimated(
+            f"{key} = {folder}: no config.json could be read ({err.strerror}); set it to the folder of a downloaded model"
+        ) from None
+    except ValueError as err:
+        raise NotEstimated(f"{file} is not JSON ({err}); restore the file of the model") from None
+    return shape_of(config, str(file))
+
+
+def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
+    """Return the shape that a config.json describes; raises NotEstimated, which names ``where``."""
+    family = config.get("model_type") if isinstance(config, Mapping) else None
+    if family not in FAMILIES:
+        raise NotEstimated(
+            f"{where}: model_type = {family}: memory is estimated for {', '.join(FAMILIES)}; "
+            "for another model, start the training with few steps and look at the memory of its process"
+        )
+    heads = _count(config, "num_attention_heads", where)
+    hidden = _count(config, "hidden_size", where)
+    return ModelShape(
+        family=str(family),
+        layers=_count(config, "num_hidden_layers", where),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_count(config, "num_key_value_heads", where) if config.get("num_key_value_heads") else heads,
+        head_dim=_count(config, "head_dim", where) if config.get("head_dim") else hidden // heads,
+        intermediate=_count(config, "intermediate_size", where),
+        vocabulary=_count(config, "vocab_size", where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _count(config: Mapping[str, Any], key: str, where: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 10**9:
+        raise NotEstimated(f"{where}: {key} = {value!r}: expected a positive number; restore the file of the model")
+    return value

@@ -1,0 +1,140 @@
+"""What a plan is made of: the settings that change memory, and the largest micro-batch that they lead to; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from penstock.trainer.algorithm.balanced_bins import balanced, units_of
+from penstock.trainer.algorithm.packed_rows import Prefixes
+from penstock.trainer.errors import NotEstimated
+from penstock.trainer.memory_plan.estimate import BFLOAT16, FLOAT32, Method, Pass
+from penstock.trainer.memory_plan.model_shape import ModelShape
+from penstock.trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a step, each as long as the settings allow."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    group_size: int
+    num_groups: int  # of one optimizer step
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """A run, as far as its memory depends on it."""
+
+    shape: ModelShape
+    method: Method
+    batch: Batch
+    budget_tokens: int  # of a micro-batch
+    publish_dtype: Literal["as-trained", "float32", "bfloat16"] = "as-trained"
+    publishes_adapter: bool = False
+    reference: ModelShape | None = None  # a whole model besides the policy, from which a KL is measured
+    reference_on_host: bool = False
+    reference_is_initial: bool = False  # the policy before its first step, which adapters keep without a copy
+    critic: ModelShape | None = None
+
+    @property
+    def published_width(self) -> int:
+        """Bytes of a published parameter."""
+        dtype = self.method.dtype if self.publish_dtype == "as-trained" else self.publish_dtype
+        return FLOAT32 if dtype == "float32" else BFLOAT16
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return self.batch.prompt_tokens + self.batch.completion_tokens
+
+    @cached_property
+    def _passes(self) -> list[list[tuple[int, int]]]:
+        """Tokens and sampled tokens of every micro-batch of every rank, as the trainer's planner cuts them."""
+        batch = self.batch
+        num_rows = batch.num_groups * batch.group_size
+        shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
+        prefixes = Prefixes(list(range(num_rows)), shared)
+        units = units_of([self.row_tokens] * num_rows, prefixes, _pair_cost(self.shape))
+        plan = balanced(units, self.budget_tokens, self.method.num_ranks)
+        return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
+
+    @property
+    def largest(self) -> Pass:
+        """The largest micro-batch of any rank."""
+        tokens, predictors = max((one for bins in self._passes for one in bins), default=(0, 0))
+        return Pass(tokens, predictors, max(map(len, self._passes)))
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of an optimizer step on the rank that has the most, without the critic's.
+
+        For each parameter of a block and token 2 in the forward pass, 4 in the backward pass (2 where it is frozen) and 2 where
+        layers are recomputed; for each pair of a query and a key 4 · width in the forward pass and twice that in the backward.
+        """
+        method, shape = self.method, self.shape
+        passes = (2 if method.lora_rank else 4) + (4 if method.checkpointing else 2)
+        pair_passes = 4 if method.checkpointing else 3
+        of_head = (4 if method.lora_rank else 6) * shape.table
+        found = []
+        for bins in self._passes:
+            tokens, predictors = sum(one for one, _ in bins), sum(sampled for _, sampled in bins)
+            pairs = tokens * self.row_tokens / 2
+            found.append(
+                passes * shape.body * tokens
+                + of_head * predictors
+                + pair_passes * 4 * shape.layers * shape.query * pairs
+            )
+        return max(found)
+
+
+def plan_inputs(
+    settings: TrainerSettings,
+    shape: ModelShape,
+    *,
+    reference: ModelShape | None = None,
+    critic: ModelShape | None = None,
+) -> PlanInputs:
+    """Return the inputs of a run; ``reference`` and ``critic`` are the shapes of other folders, where the settings name some.
+
+    Raises NotEstimated for a KL over whole distributions, whose memory was not measured.
+    """
+    lora, algorithm = settings.model.lora, settings.algorithm
+    for key in ("kl_form", "reward_kl_form"):
+        if algorithm.needs_reference and getattr(algorithm, key) == "full":
+            raise NotEstimated(
+                f"algorithm.{key} = full: the memory of whole distributions was not measured; plan with k3"
+            )
+    copied = algorithm.needs_reference and (not lora.rank or algorithm.reference_path is not None)
+    return PlanInputs(
+        shape=shape,
+        method=Method(
+            dtype=settings.model.dtype,
+            zero_stage=settings.trainer.zero_stage,
+            num_ranks=settings.trainer.num_ranks,
+            checkpointing=settings.model.gradient_checkpointing,
+            lora_rank=lora.rank,
+            lora_targets=tuple(lora.targets),
+            with_entropy=algorithm.entropy_coefficient > 0.0,
+        ),
+        batch=Batch(
+            settings.data.max_prompt_tokens,
+            settings.rollout.max_new_tokens,
+            settings.rollout.group_size,
+            -(-settings.rollout.groups_per_step // algorithm.minibatches),
+        ),
+        budget_tokens=settings.trainer.micro_batch_tokens,
+        publish_dtype=settings.trainer.publish_dtype,
+        publishes_adapter=settings.publishes_adapters,
+        reference=(reference or shape) if copied else None,
+        reference_on_host=algorithm.reference_device == "cpu",
+        reference_is_initial=algorithm.reference_path is None,
+        critic=(critic or shape) if algorithm.has_critic else None,
+    )
+
+
+def _pair_cost(shape: ModelShape) -> float:
+    """Return the cost of a token attending to one, relative to a token's other computation, as `attention/models.py` does."""
+    return 2 * shape.layers * shape.query / shape.body

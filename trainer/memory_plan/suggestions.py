@@ -1,0 +1,105 @@
+"""Settings that make a run fit into a given memory; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from penstock.trainer.memory_plan.memory_plan import MemoryPlan
+from penstock.trainer.memory_plan.plan_inputs import PlanInputs
+
+_LORA_RANK = 16
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings, and the most memory that the run then needs."""
+
+    settings: tuple[str, ...]  # as SECTION.KEY=VALUE
+    peak: int
+
+
+@dataclass(frozen=True)
+class _Change:
+    settings: tuple[str, ...]
+    inputs: PlanInputs
+
+
+def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggestion]:
+    """Return what makes a run fit: every single setting that does, else the shortest combination; none: nothing known does.
+
+    Args:
+        inputs: The run.
+        limit: Bytes that it may need.
+        on_gpu: Count the memory of the device that trains only.
+    """
+
+    def tried(change: _Change) -> Suggestion:
+        return Suggestion(change.settings, MemoryPlan(change.inputs).peak(on_gpu=on_gpu))
+
+    alone = [found for changes in _changes(inputs) if (found := _first(map(tried, changes), limit))]
+    if alone:
+        return alone
+    combined = _Change((), inputs)
+    for number in range(len(list(_changes(inputs)))):
+        steps = list(list(_changes(combined.inputs))[number])
+        for step in steps:
+            both = _Change(combined.settings + step.settings, step.inputs)
+            if (found := tried(both)).peak <= limit:
+                return [found]
+        if steps:
+            combined = _Change(combined.settings + steps[-1].settings, steps[-1].inputs)
+    return []
+
+
+def _first(tried: Iterator[Suggestion], limit: int) -> Suggestion | None:
+    return next((one for one in tried if one.peak <= limit), None)
+
+
+def _changes(inputs: PlanInputs) -> Iterator[list[_Change]]:
+    """Yield the forms of each setting, the mildest first; empty where it is set already."""
+    method = inputs.method
+    budgets = []
+    budget = inputs.budget_tokens
+    while budget > inputs.row_tokens:
+        budget = max(inputs.row_tokens, budget // 2)
+        budgets.append(_Change((f"trainer.micro_batch_tokens={budget}",), replace(inputs, budget_tokens=budget)))
+    yield budgets
+    checkpointing = replace(inputs, method=replace(method, checkpointing=True))
+    yield [] if method.checkpointing else [_Change(("model.gradient_checkpointing=true",), checkpointing)]
+    yield [
+        _Change((f"trainer.zero_stage={stage}",), replace(inputs, method=replace(method, zero_stage=stage)))
+        for stage in range(method.zero_stage + 1, 4)
+        if method.num_ranks > 1
+    ]
+    yield [_with_bfloat16(inputs)] if method.dtype == "float32" else []
+    yield list(_more_ranks(inputs))
+    yield list(_with_adapters(inputs))
+
+
+def _with_bfloat16(inputs: PlanInputs) -> _Change:
+    stage = max(1, inputs.method.zero_stage)
+    method = replace(inputs.method, dtype="bfloat16", zero_stage=stage)
+    settings = ("model.dtype=bfloat16", *((f"trainer.zero_stage={stage}",) if not inputs.method.zero_stage else ()))
+    return _Change(settings, replace(inputs, method=method))
+
+
+def _with_adapters(inputs: PlanInputs) -> Iterator[_Change]:
+    if inputs.method.lora_rank:
+        return
+    method, settings = replace(inputs.method, lora_rank=_LORA_RANK), [f"model.lora.rank={_LORA_RANK}"]
+    changed = replace(inputs, method=method, publishes_adapter=True)
+    if inputs.reference is not None and inputs.reference_is_initial:
+        changed = replace(changed, reference=None, reference_on_host=False)
+        if inputs.reference_on_host:  # which is refused beside adapters, whose reference needs no memory
+            settings.append("algorithm.reference_device=same")
+    yield _Change(tuple(settings), changed)
+
+
+def _more_ranks(inputs: PlanInputs) -> Iterator[_Change]:
+    ranks = inputs.method.num_ranks * 2
+    while ranks <= min(_MOST_RANKS, inputs.batch.num_groups * inputs.batch.group_size):
+        method = replace(inputs.method, num_ranks=ranks, zero_stage=3)
+        yield _Change((f"trainer.num_ranks={ranks}", "trainer.zero_stage=3"), replace(inputs, method=method))
+        ranks *= 2
