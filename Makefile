@@ -15,6 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
+.PHONY: bench-page-overhead proof-page
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -147,6 +148,12 @@ docs: $(VENV)/.docs  ## build the documentation site in build/docs; every warnin
 
 screenshots: $(STAMP)  ## take the pictures of the page in docs/images again (needs Debian's chromium and the extra browser-tests)
 	$(BIN)/python -m tests.console.web.screenshots
+
+bench-page-overhead: $(STAMP)  ## CPU seconds of the quickstart with the page open in a browser and without, in pairs (twenty minutes)
+	$(BIN)/python -m benchmarks.page_overhead
+
+proof-page: $(STAMP)  ## the page in a browser while trainer, NATS, S3, console, tracker and browser are killed at random (fifteen minutes)
+	$(BIN)/python -m benchmarks.proofs.page
 
 bench-page: $(STAMP)  ## seconds of each view of the page on a run of 10,000 steps, 100 workers and a million trajectories (minutes)
 	$(BIN)/python -m benchmarks.console_page
