@@ -1,8 +1,8 @@
 """``penstock quickstart``: train a tiny language model through every service, with a live panel.
 
-    python -m penstock.deploy.quickstart [--seed 0] [--steps 150] [--workers 2] [--engine sglang] [--json] [--no-kill]
+    python -m penstock.deploy.quickstart [--task tools] [--seed 0] [--steps 150] [--workers 2] [--engine sglang] [--json] [--no-kill]
 
-1. Makes a tiny model and its data (`deploy/quickstart_task.py`); nothing is downloaded.
+1. Makes a tiny model and the data of a task (`deploy/quickstart_tasks.py`); nothing is downloaded.
 2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
    and warms the model up on examples meanwhile (`penstock sft`).
 3. Trains it with asynchronous GRPO. Half way it kills one worker with SIGKILL: its groups are redelivered.
@@ -28,13 +28,14 @@ from penstock.console import launch
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
-from penstock.deploy import quickstart_task as task
 from penstock.deploy import resumption, sglang_cpu
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.processes import page_process
 from penstock.deploy.processes.child import Child, DeployError, describe_exit
 from penstock.deploy.processes.page_process import PageProcess
+from penstock.deploy.quickstart_task import write_model
+from penstock.deploy.quickstart_tasks import SORT, TASKS, QuickstartTask
 from penstock.deploy.train_local import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
@@ -42,11 +43,6 @@ from penstock.protocol.record import pause_request
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.settings import WorkerSettings
 
-GROUPS_PER_STEP = 48
-GROUP_SIZE = 8
-SFT_STEPS = 60
-SFT_BATCH = 128
-HELD_OUT = 500
 _SFT_DEADLINE_S = 600.0
 _SFT_STARTS = 3  # it is started again when a signal killed it: out of memory, or by hand
 _POLL_S = 0.2
@@ -71,33 +67,33 @@ max_prompt_tokens = 32
 [rollout]
 groups_per_step = {groups_per_step}
 group_size = {group_size}
-groups_per_message = 12     # small groups share a message and an object
+groups_per_message = {groups_per_message}     # small groups share a message and an object
 max_staleness = 2
 max_new_tokens = {max_new_tokens}
-
+{rollout}
 [algorithm]
 name = "async_grpo"         # the default: GRPO that learns from samples of older versions, see docs/algorithms.md
 
 [reward]
-name = "exact_match"
+{reward}
 
 [trainer]
 steps = {steps}
-lr = 5e-4
+lr = {lr}
 betas = [0.9, 0.98]
 warmup_steps = {warmup_steps}
 schedule = "linear"
 
 [eval]
 every = {eval_every}
-
+{eval}
 [sft]
 data = "{folder}/data/sft.jsonl"
 steps = {sft_steps}
 batch_size = {sft_batch}
-lr = 3e-3
+lr = {sft_lr}
 betas = [0.9, 0.98]
-warmup_steps = 20
+warmup_steps = {sft_warmup_steps}
 output = "{folder}/sft"
 """
 
@@ -119,6 +115,7 @@ class Options:
     kill: bool
     engine: str  # "embedded" | "sglang"
     page: bool | None = None  # None: where stdout is a terminal
+    task: QuickstartTask = SORT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     following = _next_steps(options)
     path = report.write(options.folder, summary, next_steps=following)
-    _print_result(show, summary, path, following)
+    _print_result(show, summary, path, following, options.task.learnt)
     if options.as_json:
         total = {"total_wall_s": round(time.monotonic() - started, 2), "total_cpu_s": round(usage, 2)}
         files = {"report": str(path), "model": str(options.folder / "model")}
@@ -187,12 +184,12 @@ def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> 
 
 
 def _make(options: Options, show: _Progress) -> Path:
-    data = options.folder / "data"
-    num_train = options.steps * GROUPS_PER_STEP
-    task.write_data(data, seed=options.seed, num_sft=SFT_STEPS * SFT_BATCH, num_train=num_train, num_eval=HELD_OUT)
-    num_parameters = task.write_model(options.folder / "start", seed=options.seed)
-    show(f"model     Qwen3 architecture, {num_parameters:,} parameters, random; task: sort {task.NUM_DIGITS} digits")
-    show(f"data      {SFT_STEPS * SFT_BATCH:,} examples, {num_train:,} prompts, {HELD_OUT} held out; all in {data}")
+    data, task = options.folder / "data", options.task
+    num_train, num_sft = options.steps * task.groups_per_step, task.sft_steps * task.sft_batch
+    task.write_data(data, seed=options.seed, num_sft=num_sft, num_train=num_train, num_eval=task.num_eval)
+    num_parameters = write_model(options.folder / "start", seed=options.seed)
+    show(f"model     Qwen3 architecture, {num_parameters:,} parameters, random; task: {task.does}")
+    show(f"data      {num_sft:,} examples, {num_train:,} prompts, {task.num_eval} held out; all in {data}")
     run_file = options.folder / "run.toml"
     run_file.write_text(run_file_text(options, run_file) + _engine_sections(options.engine))
     return run_file
@@ -200,6 +197,7 @@ def _make(options: Options, show: _Progress) -> Path:
 
 def run_file_text(options: Options, file: Path) -> str:
     """Return the run file without its sections about the engine."""
+    task = options.task
     return _RUN_FILE.format(
         file=file,
         run_id=options.run_id,
@@ -208,12 +206,19 @@ def run_file_text(options: Options, file: Path) -> str:
         seed=options.seed,
         steps=options.steps,
         warmup_steps=min(10, options.steps // 2),
-        groups_per_step=GROUPS_PER_STEP,
-        group_size=GROUP_SIZE,
-        max_new_tokens=task.MAX_NEW_TOKENS,
+        groups_per_step=task.groups_per_step,
+        group_size=task.group_size,
+        groups_per_message=task.groups_per_message,
+        max_new_tokens=task.max_new_tokens,
+        rollout=task.rollout,
+        reward=task.reward,
+        lr=task.lr,
         eval_every=max(1, options.steps // 6),
-        sft_steps=SFT_STEPS,
-        sft_batch=SFT_BATCH,
+        eval=task.eval,
+        sft_steps=task.sft_steps,
+        sft_batch=task.sft_batch,
+        sft_lr=task.sft_lr,
+        sft_warmup_steps=task.sft_warmup_steps,
     )
 
 
@@ -239,7 +244,8 @@ def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: 
             return False
         if code == 0:
             show(
-                f"warm-up   {SFT_STEPS} supervised steps on {SFT_BATCH} examples each, {time.monotonic() - started:.1f} s"
+                f"warm-up   {options.task.sft_steps} supervised steps on {options.task.sft_batch} examples each, "
+                f"{time.monotonic() - started:.1f} s"
             )
             return True
         if code > 0 or not kills_left:
@@ -292,8 +298,8 @@ def _wait_until_all_hold_work(run_id: str, bus: Bus, num_workers: int) -> None:
         time.sleep(_POLL_S / 20)
 
 
-def _print_result(show: _Progress, summary: RunSummary, path: Path, following: Sequence[str]) -> None:
-    name, before, after = "accuracy", summary.accuracy_before, summary.accuracy_after
+def _print_result(show: _Progress, summary: RunSummary, path: Path, following: Sequence[str], learnt: str) -> None:
+    name, before, after = learnt, summary.accuracy_before, summary.accuracy_after
     if after is None:
         name, before, after = "reward", summary.eval_reward_before, summary.eval_reward_after
     show("")
@@ -309,7 +315,7 @@ def _print_result(show: _Progress, summary: RunSummary, path: Path, following: S
 def _next_steps(options: Options) -> list[str]:
     chat, *rest = next_steps(options.folder)
     return [
-        f"{chat} --prompt 'sort 31415926'",
+        f"{chat} --prompt '{options.task.question}'",
         *rest,
         f"penstock train {options.folder / 'run.toml'} --local run.id=mine trainer.lr=3e-4",
         "penstock init",
@@ -331,13 +337,20 @@ class _Progress:
 def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(
         prog="penstock quickstart",
-        description="A tiny language model learns to sort digits, through every service, on this machine. "
-        "No GPU, no download, about a minute.",
+        description="A tiny language model learns to sort digits, or with --task tools to use a tool in a second turn, through "
+        "every service, on this machine. No GPU, no download, about a minute.",
         epilog="Then: penstock chat quickstart",
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--task",
+        choices=tuple(TASKS),
+        default="sort",
+        help="; ".join(f"{task.name}: {task.does}" for task in TASKS.values()) + " (default: sort)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling (default: 0)")
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
+    steps = ", ".join(f"{task.steps} for {task.name}" for task in TASKS.values())
+    parser.add_argument("--steps", type=int, help=f"optimizer steps (default: {steps})")
     parser.add_argument(
         "--workers", type=int, help="rollout workers (default: 2; 1 with SGLang, which needs more memory)"
     )
@@ -355,6 +368,8 @@ def _options(arguments: Sequence[str] | None) -> Options:
     given = parser.parse_args(arguments)
     if given.workers is None:
         given.workers = 2 if given.engine == "embedded" else 1
+    task = TASKS[given.task]
+    given.steps = task.steps if given.steps is None else given.steps
     if given.seed < 0 or given.steps < 2 or given.workers < 1:
         parser.error("--seed must be 0 or more, --steps 2 or more, --workers 1 or more")
     run_id = _free_run_id(given.dir, given.run)
@@ -368,6 +383,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         kill=not given.no_kill and given.workers > 1,
         engine=given.engine,
         page=given.page,
+        task=task,
     )
 
 

@@ -30,7 +30,15 @@ import json
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
 
@@ -64,6 +72,9 @@ class BlobRef(Wire):
 
 StopString = Annotated[str, Field(min_length=1, max_length=200)]
 StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
+
+
+SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
 
 
 class Sampling(Wire):
@@ -117,12 +128,21 @@ class Task(Wire):
     sampling: Sampling
     reward: RewardRequest
     split: Split
-    environment: Identifier = "single_turn"
+    environment: Identifier = SINGLE_TURN
     attempt: Count = 0
     issued_version: Count
     pinned_version: Count | None = None  # evaluation: every token must come from this version
     with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
     min_episodes: Count | None = None  # fewest episodes of a group, where others failed in every attempt; None: all
+    messages: str = ""  # the row's chat as JSON, for environments that render it themselves; "": single_turn
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a worker of an earlier release would not know, unless it is used."""
+        document = fields(self)
+        if not self.messages:
+            del document["messages"]
+        return document
 
 
 class GeneratedGroup(Wire):

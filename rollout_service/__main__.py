@@ -151,7 +151,7 @@ async def _wire(
     tasks = TaskSource(inboxes, engine, stop, period_s=lambda: heartbeat.period_s)
     packs = PackGenerator(
         engine=engine,
-        environments=load_environments(settings.worker.environments),
+        environments=load_environments(settings.worker.environments, settings.environment.define),
         weights=weights,
         servable=servable,
         gate=gate,

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.protocol.activity import Activity
-from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
@@ -61,7 +60,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> None:
 
 async def _start_and_work(worker: Worker) -> None:
     first = await worker.weights.start()
-    worker.packs.limits = ModelLimits.of(first.model_folder)
+    worker.packs.use_model(first.model_folder)
     worker.activity.restart()
     log.info("working", policy_version=first.version)
     async with asyncio.TaskGroup() as tasks:

@@ -20,7 +20,8 @@ from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.engines.vllm.settings import VllmSettings
-from penstock.rollout_service.environments.environment import ENVIRONMENTS
+from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
+from penstock.rollout_service.environments.episode_settings import EnvironmentSettings
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -209,7 +210,15 @@ class RolloutSettings(Section):
     worker: WorkerSettings = WorkerSettings()  # pyright: ignore[reportCallIssue]
     sglang: SglangSettings = SglangSettings()  # pyright: ignore[reportCallIssue]
     vllm: VllmSettings = VllmSettings()  # pyright: ignore[reportCallIssue]
+    environment: EnvironmentSettings = EnvironmentSettings()  # pyright: ignore[reportCallIssue]
     metrics: MetricsSettings = MetricsSettings()  # pyright: ignore[reportCallIssue]
+
+    @model_validator(mode="after")
+    def _environments_are_defined(self) -> RolloutSettings:
+        if self.environment.define:
+            with _config_errors():
+                load_environments(self.worker.environments, self.environment.define)
+        return self
 
     @model_validator(mode="after")
     def _only_the_chosen_engine_has_options(self) -> RolloutSettings:

@@ -15,7 +15,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Identifier, StopStrings
+from penstock.protocol.facts import SINGLE_TURN, Identifier, StopStrings
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
@@ -199,7 +199,7 @@ class RolloutSettings(Section):
         "of the completion, in its tokens and in its text. At most 16, of 200 characters.",
     )
     environment: str = Field(
-        default="single_turn",
+        default=SINGLE_TURN,
         pattern=ENVIRONMENT,
         max_length=200,
         description="Environment that generates the trajectories, by name; one of your own must be in worker.environments.",

@@ -66,6 +66,7 @@ SECTIONS = (
     "dpo",
     "rm",
     "worker",
+    "environment",
     "sglang",
     "vllm",
     "reward_service",
@@ -309,7 +310,7 @@ def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, An
         if _is_model(table):
             name = part if part in table.model_fields else part.replace("-", "_")
             if name not in table.model_fields:
-                raise _unknown(settings_class, path, depth)
+                raise _unknown(settings_class, path, depth, tuple(table.model_fields))
             node = table.model_fields[name].annotation
         elif table is not None:
             name, node = part, get_args(table)[1]
@@ -325,7 +326,8 @@ def _spelt(path: KeyPath) -> str:
     return dotted.lower() if dotted.isupper() else dotted
 
 
-def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _UnknownKeyError:
+def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int, fields: KeyPath = ()) -> _UnknownKeyError:
+    """Return the error of the part ``path[depth]``, where the schema has only ``fields``."""
     dotted = _spelt(path)
     spelt = tuple(dotted.split("."))
     if dotted in REFUSED:
@@ -339,6 +341,8 @@ def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _Unk
         return _UnknownKeyError(spelt[:1], f"unknown section [{spelt[0]}]; {hint}")
     known = [".".join(leaf) for leaf in _schema_leaves(settings_class)]
     siblings = [name for name in known if depth and name.startswith(".".join(spelt[:depth]) + ".")]
+    if not siblings and depth:  # in a table whose names are the user's: [reward.define.NAME]
+        siblings = [".".join((*spelt[:depth], name)) for name in fields]
     near = [name.rpartition(".")[2] for name in siblings]
     similar = [siblings[near.index(name)] for name in get_close_matches(spelt[-1], near, n=1, cutoff=0.7)]
     similar += [name for name in known if name.rpartition(".")[2] == spelt[-1]]  # right key, wrong section

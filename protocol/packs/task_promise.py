@@ -10,10 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import RewardRequest, Task
+from penstock.protocol.facts import SINGLE_TURN, RewardRequest, Task
 from penstock.protocol.trajectory import Group
-
-_ONE_COMPLETION = "single_turn"  # its trajectories are a prompt and one completion; other environments may add tokens
 
 
 class TaskSettings(NamedTuple):
@@ -32,7 +30,7 @@ class TaskSettings(NamedTuple):
     @property
     def is_one_completion(self) -> bool:
         """Whether a trajectory is the prompt and one completion: other environments may add tokens of their own."""
-        return self.environment == _ONE_COMPLETION
+        return self.environment == SINGLE_TURN
 
     def fault(self, num: int, longest: int, has_baseline: bool, least: int | None = None) -> str:
         """Return what is wrong with a group of ``num`` trajectories without a baseline; empty if nothing is.

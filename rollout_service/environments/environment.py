@@ -7,7 +7,9 @@ package with an entry point in the group ``penstock.environments``, or in any fi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 from penstock.protocol.episode import Episode
@@ -16,6 +18,8 @@ from penstock.protocol.extensions import Registry
 from penstock.protocol.facts import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
 from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
+from penstock.rollout_service.errors import TaskRefused
 
 
 class Sampler(Protocol):
@@ -31,14 +35,24 @@ class Environment(ABC):
 
     name: ClassVar[str]  # in `Task.environment`
 
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:  # noqa: B027 - most need no tokenizer
+        """Learn the model, before the first task: its folder, and its context; None: not limited."""
+
+    def defined(self, name: str, definition: EnvironmentDefinition) -> Environment:
+        """Return this environment under another name, with its own options and limits; raises ConfigError."""
+        raise ConfigError(
+            f"environment.define.{name}.type = {definition.type!r}: it is not one of several turns, and takes no options; name it "
+            "in rollout.environment"
+        )
+
     @abstractmethod
     async def rollout(
         self, tasks: Sequence[Task], sampler: Sampler
-    ) -> Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode]]:
+    ) -> Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode] | TaskRefused]:
         """Return the trajectories or the episodes of each task, in order, all sampled by ``sampler``.
 
         There are ``task.group_size`` trajectories; of episodes, as many as ended by the policy's doing, and no fewer than
-        ``task.min_episodes``.
+        ``task.min_episodes``. In place of a group that cannot be had stands the reason: it alone is dead-lettered.
 
         Raises EngineError when the engine fails: the whole pack is requeued.
         """
@@ -52,10 +66,12 @@ ENVIRONMENTS = Registry(
 )
 
 
-def load_environments(extra: Sequence[str]) -> dict[str, Environment]:
-    """Return the built-in and installed environments and those that ``extra`` names, by the name that tasks use.
+def load_environments(
+    extra: Sequence[str], define: Mapping[str, EnvironmentDefinition] = MappingProxyType({})
+) -> dict[str, Environment]:
+    """Return the built-in and installed environments, those that ``extra`` names and the defined ones, by the name that tasks use.
 
-    Raises ConfigError when two have the same name.
+    Raises ConfigError when two have the same name, and for a definition that its environment refuses.
     """
     found: dict[str, Environment] = {}
     for reference in (*ENVIRONMENTS.names(), *extra):
@@ -64,4 +80,10 @@ def load_environments(extra: Sequence[str]) -> dict[str, Environment]:
             raise ConfigError(
                 f"worker.environments: {reference!r} has the name {environment.name!r} of another environment; rename it"
             )
+    plain = dict(found)
+    for name, definition in define.items():
+        if name in plain:
+            raise ConfigError(f"environment.define.{name}: there is an environment of this name; choose another")
+        kind = plain.get(definition.type) or ENVIRONMENTS.find(definition.type).value
+        found[name] = kind.defined(name, definition)
     return found

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.episode import Episode
@@ -41,7 +42,7 @@ class PackGenerator:
         settlement: Settlement,
         activity: Activity,
     ) -> None:
-        """Prepare; set ``limits`` once the first weights are loaded."""
+        """Prepare; `use_model` follows once the first weights are loaded."""
         self.limits = ModelLimits(None, None)
         self._engine = engine
         self._environments = environments
@@ -51,6 +52,12 @@ class PackGenerator:
         self._blobs = blobs
         self._settlement = settlement
         self._activity = activity
+
+    def use_model(self, folder: Path) -> None:
+        """Read a model folder's limits, and let the environments read what they need; raises WeightsUnusable."""
+        self.limits = ModelLimits.of(folder)
+        for environment in self._environments.values():
+            environment.use_model(folder, self.limits.context_tokens)
 
     async def generate(self, received: ReceivedPack) -> list[Group]:
         """Return the groups of a pack, without those whose tasks were refused.
@@ -66,7 +73,10 @@ class PackGenerator:
             async with self._version_held(pin, issued_for=max(task.issued_version for task in same)):
                 sampler = self._servable.sampler(None if pin is None else PolicyVersion(pin))
                 with self._activity.working("generating"):
-                    groups += await self._roll_out(same, sampler)
+                    made, refused = await self._roll_out(same, sampler)
+            groups += made
+            for task, reason in refused:
+                await self._settlement.refuse(received, [task], reason)
         return groups
 
     async def _accepted_tasks(self, received: ReceivedPack) -> Sequence[Task]:
@@ -102,34 +112,47 @@ class PackGenerator:
             async with self._weights.pinned(PolicyVersion(pin)):
                 yield
 
-    async def _roll_out(self, tasks: Sequence[Task], sampler: Sampler) -> list[Group]:
+    async def _roll_out(
+        self, tasks: Sequence[Task], sampler: Sampler
+    ) -> tuple[list[Group], list[tuple[Task, TaskRefused]]]:
+        """Return the groups, and the tasks that their environment has no group for."""
         by_environment: dict[str, list[Task]] = {}
         for task in tasks:
             by_environment.setdefault(task.environment, []).append(task)
         groups: list[Group] = []
+        refused: list[tuple[Task, TaskRefused]] = []
         for name, same in by_environment.items():
             try:
                 rolled = await self._with_baselines(self._environments[name], same, sampler)
                 for task, members in zip(same, rolled, strict=True):
+                    if isinstance(members, TaskRefused):
+                        refused.append((task, members))
+                        continue
                     self._check_origin(task, [row for one in members for row in rows_of(one)])
+                    groups.append(build_group(task, members))
             except EngineError:
                 await self._engine.check_health()
                 raise
-            groups += map(build_group, same, rolled)
-        return groups
+        return groups, refused
 
     async def _with_baselines(
         self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
-    ) -> list[list[Trajectory | Episode]]:
+    ) -> list[list[Trajectory | Episode] | TaskRefused]:
         """Roll out the tasks; those that want a baseline get one more, greedy completion, the last of their group.
 
         An environment receives it as a separate task, so it need not know about baselines.
         """
         measured = [number for number, task in enumerate(tasks) if task.with_baseline]
         rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)], sampler)
-        groups: list[list[Trajectory | Episode]] = [list(members) for members in rolled[: len(tasks)]]
-        for number, (baseline,) in zip(measured, rolled[len(tasks) :], strict=True):
-            groups[number].append(as_baseline(baseline, tasks[number].group_size))
+        groups: list[list[Trajectory | Episode] | TaskRefused] = [
+            members if isinstance(members, TaskRefused) else list(members) for members in rolled[: len(tasks)]
+        ]
+        for number, greedy in zip(measured, rolled[len(tasks) :], strict=True):
+            group = groups[number]
+            if isinstance(greedy, TaskRefused):
+                groups[number] = greedy
+            elif not isinstance(group, TaskRefused):
+                group.append(as_baseline(greedy[0], tasks[number].group_size))
         return groups
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:

@@ -37,6 +37,15 @@ if TYPE_CHECKING:
     from penstock.rollout_service.engines.engine_kind import ServerLaunch as ServerLaunch
     from penstock.rollout_service.environments.environment import Environment as Environment
     from penstock.rollout_service.environments.environment import Sampler as Sampler
+    from penstock.rollout_service.environments.play import Play as Play
+    from penstock.rollout_service.environments.play import Reply as Reply
+    from penstock.rollout_service.environments.play import Row as Row
+    from penstock.rollout_service.environments.play import done as done
+    from penstock.rollout_service.environments.play import say as say
+    from penstock.rollout_service.environments.turn_environment import PlayOptions as PlayOptions
+    from penstock.rollout_service.environments.turn_environment import TurnEnvironment as TurnEnvironment
+    from penstock.rollout_service.proxy.messages import Message as Message
+    from penstock.rollout_service.proxy.messages import ToolCall as ToolCall
     from penstock.trainer.algorithm.corrections.interface import Correction as Correction
     from penstock.trainer.algorithm.corrections.interface import Drift as Drift
     from penstock.trainer.algorithm.corrections.interface import correction as correction
@@ -84,12 +93,17 @@ _MODULES = {
     "FineTuning": "penstock.client.fine_tuning",
     "Loss": "penstock.trainer.algorithm.losses.interface",
     "LossTerms": "penstock.trainer.algorithm.losses.interface",
+    "Message": "penstock.rollout_service.proxy.messages",
     "Metrics": "penstock.client.metrics",
     "MetricsLog": "penstock.console.tracking.metrics_log",
     "Options": "penstock.trainer.algorithm.losses.interface",
     "Outcomes": "penstock.trainer.algorithm.estimators.interface",
     "PenstockError": "penstock.protocol.errors",
+    "Play": "penstock.rollout_service.environments.play",
+    "PlayOptions": "penstock.rollout_service.environments.turn_environment",
     "Registry": "penstock.protocol.extensions",
+    "Reply": "penstock.rollout_service.environments.play",
+    "Row": "penstock.rollout_service.environments.play",
     "Run": "penstock.client.run",
     "RunFailed": "penstock.client.errors",
     "Sampler": "penstock.rollout_service.environments.environment",
@@ -100,12 +114,16 @@ _MODULES = {
     "StdNormalisation": "penstock.trainer.algorithm.estimators.interface",
     "Task": "penstock.protocol.facts",
     "Tokens": "penstock.trainer.algorithm.losses.interface",
+    "ToolCall": "penstock.rollout_service.proxy.messages",
     "Trajectory": "penstock.protocol.trajectory",
+    "TurnEnvironment": "penstock.rollout_service.environments.turn_environment",
     "WeightCap": "penstock.trainer.algorithm.losses.interface",
     "advantage_estimator": "penstock.trainer.algorithm.estimators.interface",
     "correction": "penstock.trainer.algorithm.corrections.interface",
+    "done": "penstock.rollout_service.environments.play",
     "none_of": "penstock.trainer.algorithm.losses.interface",
     "policy_loss": "penstock.trainer.algorithm.losses.interface",
+    "say": "penstock.rollout_service.environments.play",
     "trajectory_filter": "penstock.trainer.algorithm.filters.interface",
 }
 __all__ = [
@@ -131,12 +149,17 @@ __all__ = [
     "FineTuning",
     "Loss",
     "LossTerms",
+    "Message",
     "Metrics",
     "MetricsLog",
     "Options",
     "Outcomes",
     "PenstockError",
+    "Play",
+    "PlayOptions",
     "Registry",
+    "Reply",
+    "Row",
     "Run",
     "RunFailed",
     "Sampler",
@@ -147,13 +170,17 @@ __all__ = [
     "StdNormalisation",
     "Task",
     "Tokens",
+    "ToolCall",
     "Trajectory",
+    "TurnEnvironment",
     "WeightCap",
     "__version__",
     "advantage_estimator",
     "correction",
+    "done",
     "none_of",
     "policy_loss",
+    "say",
     "trajectory_filter",
 ]
 

@@ -10,9 +10,15 @@ import pytest
 
 from penstock.deploy import quickstart, sglang_cpu
 from penstock.deploy.processes.child import DeployError
-from penstock.deploy.quickstart import _engine_sections
+from penstock.deploy.quickstart import Options, _engine_sections
+from penstock.deploy.quickstart_task import write_model
+from penstock.deploy.quickstart_tasks import TASKS, QuickstartTask
+from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
+from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.settings import TrainerSettings
 
 
 def test_a_real_sglang_is_updated_in_mid_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -24,6 +30,28 @@ def test_a_real_sglang_is_updated_in_mid_generation(tmp_path: Path, monkeypatch:
     assert (settings.worker.engine, settings.worker.update_mode) == ("sglang", "retract")
     assert settings.sglang.python == Path(sys.executable)
     assert _engine_sections("embedded") == ""
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_the_run_file_of_a_task_is_one(tmp_path: Path, task: QuickstartTask):
+    """Trainer and workers read it; what it asks for fits the rows that the task writes."""
+    options = Options(7, 12, 2, "r", tmp_path, as_json=True, kill=True, engine="embedded", task=task)
+    task.write_data(tmp_path / "data", seed=7, num_sft=4, num_train=6, num_eval=5)
+    write_model(tmp_path / "start", seed=7)
+    file = tmp_path / "run.toml"
+    file.write_text(quickstart.run_file_text(options, file))
+    trainer = load(TrainerSettings, files=[file]).settings
+    worker = load(RolloutSettings, files=[file]).settings
+    assert trainer.rollout.environment in load_environments(worker.worker.environments, worker.environment.define)
+    assert (trainer.trainer.steps, trainer.rollout.group_size) == (12, task.group_size)
+    prompts = PromptSet.open(
+        [tmp_path / "data" / "train.jsonl"],
+        data=trainer.data,
+        reward=trainer.reward,
+        tokenizer=ChatTokenizer.read(tmp_path / "start"),
+        max_new_tokens=trainer.rollout.max_new_tokens,
+    )
+    assert [len(prompts[number].messages) for number in range(6)] == [1] * 6
 
 
 _KILLED = "import os, signal, sys; os.kill(os.getpid(), signal.SIGKILL)"

@@ -87,7 +87,9 @@ INTERFACE: dict[str, list[str]] = {
         "token_ids",
         "version_runs",
     ],
-    "ConfigError": ["class(PenstockError)"],
+    "ConfigError": [
+        "class(PenstockError)",
+    ],
     "Correction": [
         "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, switch: 'str' = '', repeats_ratio: 'bool' = False) -> None",
         "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
@@ -145,7 +147,9 @@ INTERFACE: dict[str, list[str]] = {
     ],
     "Environment": [
         "class(ABC) ()",
-        "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode]]'",
+        "defined(self, name: 'str', definition: 'EnvironmentDefinition') -> 'Environment'",
+        "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode] | TaskRefused]'",
+        "use_model(self, folder: 'Path', context_tokens: 'int | None') -> 'None'",
     ],
     "Estimator": [
         "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False, by_turn: 'bool' = False) -> None",
@@ -204,6 +208,16 @@ INTERFACE: dict[str, list[str]] = {
         "loss",
         "ratio",
     ],
+    "Message": [
+        "dataclass() (role: 'str', content: 'str' = '', reasoning: 'str' = '', tool_calls: 'tuple[ToolCall, ...]' = (), tool_call_id: 'str' = '', name: 'str' = '') -> None",
+        "content",
+        "for_template(self, *, with_reasoning: 'bool' = True) -> 'dict[str, Any]'",
+        "name",
+        "reasoning",
+        "role",
+        "tool_call_id",
+        "tool_calls",
+    ],
     "Metrics": [
         "class(dict) (columns: 'Mapping[str, Array]') -> 'None'",
         "to_pandas(self) -> 'Any'",
@@ -214,7 +228,10 @@ INTERFACE: dict[str, list[str]] = {
         "finish(self) -> 'None'",
         "log(self, step: 'int', values: 'Mapping[str, float]') -> 'None'",
     ],
-    "Options": ["class(Section) () -> None", "model_config"],
+    "Options": [
+        "class(Section) () -> None",
+        "model_config",
+    ],
     "Outcomes": [
         "dataclass() (rewards: 'Tensor', groups: 'Tensor', lengths: 'Tensor', baselines: 'Tensor | None' = None, turns: 'Turns | None' = None) -> None",
         "baselines",
@@ -225,12 +242,41 @@ INTERFACE: dict[str, list[str]] = {
         "rewards",
         "turns",
     ],
-    "PenstockError": ["class(Exception)"],
+    "PenstockError": [
+        "class(Exception)",
+    ],
+    "Play": [
+        "class(ABC) ()",
+        "close(self) -> 'Awaitable[None] | None'",
+        "start(self) -> 'Sequence[Message] | Awaitable[Sequence[Message]]'",
+        "step(self, answer: 'Message') -> 'Reply | Awaitable[Reply]'",
+        "tools",
+    ],
+    "PlayOptions": [
+        "class(Section) () -> None",
+        "model_config",
+    ],
     "Registry": [
         "class(Generic) (kind: 'str', expected: 'type[Kind]', *, package: 'str', group: 'str') -> 'None'",
         "built_in",
         "find(self, name: 'str') -> 'Extension[Kind]'",
         "names(self) -> 'tuple[str, ...]'",
+    ],
+    "Reply": [
+        "dataclass() (messages: 'tuple[Message, ...]' = (), reward: 'float' = 0.0, is_done: 'bool' = False, parts: 'Mapping[str, float]' = <factory>, state: 'str' = '') -> None",
+        "is_done",
+        "messages",
+        "parts",
+        "reward",
+        "state",
+    ],
+    "Row": [
+        "dataclass() (messages: 'tuple[Message, ...]', ground_truth: 'Any', extra_info: 'Mapping[str, Any]', data_source: 'str') -> None",
+        "data_source",
+        "extra_info",
+        "ground_truth",
+        "messages",
+        "of(task: 'Task') -> 'Row'",
     ],
     "Run": [
         "class() (backend: 'RunBackend') -> 'None'",
@@ -292,9 +338,12 @@ INTERFACE: dict[str, list[str]] = {
         "takes_adapters",
         "untested_version",
     ],
-    "StdNormalisation": ["class(Options) (*, normalise_by_std: bool = True) -> None", "model_config"],
+    "StdNormalisation": [
+        "class(Options) (*, normalise_by_std: bool = True) -> None",
+        "model_config",
+    ],
     "Task": [
-        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None) -> None",
+        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, messages: str = '') -> None",
         "model_config",
     ],
     "Tokens": [
@@ -308,6 +357,13 @@ INTERFACE: dict[str, list[str]] = {
         "sequences",
         "turns",
         "turns_of_episodes",
+    ],
+    "ToolCall": [
+        "dataclass() (id: 'str', name: 'str', arguments: 'str') -> None",
+        "arguments",
+        "as_dict(self) -> 'dict[str, Any]'",
+        "id",
+        "name",
     ],
     "Trajectory": [
         "dataclass() (token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool' = False) -> None",
@@ -323,20 +379,42 @@ INTERFACE: dict[str, list[str]] = {
         "token_ids",
         "version_runs",
     ],
-    "WeightCap": ["class(Options) (*, weight_cap: typing.Annotated[float, Gt(gt=0)] = 4.0) -> None", "model_config"],
-    "__version__": ["str"],
+    "TurnEnvironment": [
+        "class(Environment) () -> 'None'",
+        "defined(self, name: 'str', definition: 'EnvironmentDefinition') -> 'TurnEnvironment'",
+        "options",
+        "play(self, seed: 'int', row: 'Row', options: 'Any') -> 'Play'",
+        "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'list[list[Episode] | TaskRefused]'",
+        "use_model(self, folder: 'Path', context_tokens: 'int | None') -> 'None'",
+        "version",
+    ],
+    "WeightCap": [
+        "class(Options) (*, weight_cap: typing.Annotated[float, Gt(gt=0)] = 4.0) -> None",
+        "model_config",
+    ],
+    "__version__": [
+        "str",
+    ],
     "advantage_estimator": [
-        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False, by_turn: 'bool' = False) -> 'Callable[[AdvantageFunction], Estimator[OptionsT_co]]'"
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, needs_baseline: 'bool' = False, group_relative: 'bool' = False, has_critic: 'bool' = False, by_turn: 'bool' = False) -> 'Callable[[AdvantageFunction], Estimator[OptionsT_co]]'",
     ],
     "correction": [
-        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', switch: 'str' = '', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, repeats_ratio: 'bool' = False) -> 'Callable[[CorrectionFunction], Correction[OptionsT_co]]'"
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', switch: 'str' = '', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, repeats_ratio: 'bool' = False) -> 'Callable[[CorrectionFunction], Correction[OptionsT_co]]'",
     ],
-    "none_of": ["function(like: 'Tensor') -> 'Tensor'"],
+    "done": [
+        "function(reward: 'float', **parts: 'float') -> 'Reply'",
+    ],
+    "none_of": [
+        "function(like: 'Tensor') -> 'Tensor'",
+    ],
     "policy_loss": [
-        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, uses_ratio: 'bool' = True) -> 'Callable[[PolicyLoss], Loss[OptionsT_co]]'"
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, uses_ratio: 'bool' = True) -> 'Callable[[PolicyLoss], Loss[OptionsT_co]]'",
+    ],
+    "say": [
+        "function(text: 'str', reward: 'float' = 0.0) -> 'Reply'",
     ],
     "trajectory_filter": [
-        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', reason: 'str', switch: 'str' = '', reads_advantage: 'bool' = True, precedence: 'int' = 100) -> 'Callable[[FilterFunction], Filter[OptionsT_co]]'"
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', reason: 'str', switch: 'str' = '', reads_advantage: 'bool' = True, precedence: 'int' = 100) -> 'Callable[[FilterFunction], Filter[OptionsT_co]]'",
     ],
 }
 

@@ -163,3 +163,11 @@ def test_a_flipped_byte_never_escapes_the_error_tree(fact: facts.Fact, data: st.
     raw[position] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(WireError):
         assert isinstance(facts.decode(bytes(raw), type(fact)), type(fact))
+
+
+def test_a_task_of_one_turn_is_written_as_before_episodes():
+    """Workers of earlier releases read it: ``messages`` is left out where it is empty."""
+    assert "messages" not in _task().model_dump()
+    chat = _task().model_copy(update={"environment": "lookup", "messages": '[{"role": "user", "content": "get 3"}]'})
+    both = facts.TaskList(tasks=(_task(), chat))
+    assert facts.decode(facts.encode(both), facts.TaskList) == both

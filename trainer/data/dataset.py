@@ -17,6 +17,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import RewardRequest
 from penstock.trainer.data.file_notes import FileNotes
+from penstock.trainer.data.messages import Chat
 from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.row_formats import PromptRow, form_of, prompt_row, rename
@@ -34,6 +35,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str  # as the template rendered it
     reward: RewardRequest
+    messages: Chat = ()  # for an environment that renders them itself
 
 
 class PromptSet:
@@ -103,7 +105,7 @@ class PromptSet:
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
         )
-        return Prompt(index, tuple(token_ids), text, request)
+        return Prompt(index, tuple(token_ids), text, request, row.chat)
 
     def _parse(self, file: RowFile, number: int) -> PromptRow:
         return self._read(rename(file.row(number), self._data, nested_texts=file.nested_texts))

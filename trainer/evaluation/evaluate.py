@@ -20,7 +20,7 @@ import structlog
 
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, ReaderKilled
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup, Task
+from penstock.protocol.facts import SINGLE_TURN, BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery
@@ -36,7 +36,7 @@ from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.task_packs import make_task, pack_tasks
+from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks
 from penstock.trainer.publishing.publish import Publisher
 
 log = structlog.get_logger("trainer.evaluation.evaluate")
@@ -326,8 +326,9 @@ class Evaluator:
 
     def _task(self, evaluation: _Evaluation, number: int) -> Task:
         source = evaluation.source
+        prompt = self._prompt(source, number)
         task = make_task(
-            self._prompt(source, number),
+            prompt,
             _group_id(evaluation.version, number),
             sampling=source.sampling,
             group_size=source.settings.samples,
@@ -335,8 +336,7 @@ class Evaluator:
             issued_version=evaluation.version,
             pinned_version=evaluation.version,
         )
-        environment = source.settings.environment
-        return task if environment is None else task.model_copy(update={"environment": environment})
+        return in_environment(task, prompt, source.settings.environment or SINGLE_TURN)
 
     def _prompt(self, source: EvaluatedSource, number: int) -> Prompt:
         return source.prompts[number - self._numbers[source.name].start]

@@ -30,6 +30,7 @@ from penstock.trainer.groups.issue_log import IssuedBefore
 from penstock.trainer.groups.task_packs import (
     TaskPack,
     choose_groups_per_message,
+    in_environment,
     make_task,
     pack_tasks,
     task_bytes,
@@ -508,13 +509,14 @@ class Dispatch:
         return self.issued_before.settings_of(str(key), position)
 
     def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
+        prompt = self._prompts[key.prompt]
         task = make_task(
-            self._prompts[key.prompt],
+            prompt,
             str(key),
             sampling=self._sampling,
             group_size=self._rollout.group_size,
             split="train",
             issued_version=version,
             attempt=key.attempt,
-        )
-        return task.model_copy(update={"environment": self._rollout.environment, "with_baseline": self._with_baseline})
+        ).model_copy(update={"with_baseline": self._with_baseline})
+        return in_environment(task, prompt, self._rollout.environment)

@@ -7,11 +7,13 @@ A pack too large for a message is stored as an object and announced by reference
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.facts import (
     MAX_FACT_BYTES,
+    SINGLE_TURN,
     BlobRef,
     Sampling,
     Split,
@@ -108,12 +110,21 @@ def make_task(
     )
 
 
+def in_environment(task: Task, prompt: Prompt, environment: str) -> Task:
+    """Return a task for another environment than `single_turn`: with the row's messages, which that one renders itself."""
+    if environment == SINGLE_TURN:
+        return task
+    messages = json.dumps(prompt.messages, ensure_ascii=False)
+    return task.model_copy(update={"environment": environment, "messages": messages})
+
+
 def task_bytes(task: Task) -> int:
     """Return an upper bound of a task's size in a message: MessagePack takes at most 5 bytes for an int below 2^32."""
     texts = (
         task.prompt_text,
         task.group_id,
         task.environment,
+        task.messages,
         task.reward.name,
         task.reward.data_source,
         task.reward.extra_info,

@@ -26,7 +26,7 @@ def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
         raise constrained("response_format")
     listed = fields.objects(body, "messages")
     return AgentRequest(
-        messages=tuple(_message(one, f"messages[{number}]") for number, one in enumerate(listed)),
+        messages=tuple(read_message(one, f"messages[{number}]") for number, one in enumerate(listed)),
         tools=fields.check_tools([_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]),
         stop=fields.stop_strings(body, "stop"),
         max_tokens=fields.max_tokens(body, "max_tokens", "max_completion_tokens"),
@@ -43,7 +43,8 @@ def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
     return fields.function_tool(function.get("name"), function.get("description"), function.get("parameters"), where)
 
 
-def _message(value: Mapping[str, Any], where: str) -> Message:
+def read_message(value: Mapping[str, Any], where: str) -> Message:
+    """Return one message of a body or of a row; raises RequestRefused that begins with ``where``."""
     role = value.get("role")
     if role not in _ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:40]!r}", f"{where}.role")
