@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+THREAD_CPU = "thread_cpu_s:"  # prefix of a heartbeat's figures: CPU seconds of the threads of one name
+ENGINE_CPU = "engine_cpu_s"  # a worker's figure: CPU seconds of the engine processes that it started
+_NUMBERED = re.compile(r"(?:[-_]\d+)+$")
+_MAX_NAMES = 16
 
 
 class Activity:
@@ -68,3 +75,24 @@ def cpu_seconds() -> float:
     """Return user and system seconds of this process and of its children that have exited."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
+
+
+def thread_cpu_seconds() -> dict[str, float]:
+    """Return the CPU seconds of this process's running threads as figures, ``thread_cpu_s:NAME``; empty without /proc.
+
+    Numbered threads of one name are one figure, and threads of libraries have the name that the system knows. What an
+    ended thread used is in no figure, only in `cpu_seconds`.
+    """
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    seconds: dict[str, float] = {}
+    for folder in Path("/proc/self/task").glob("[0-9]*"):
+        try:
+            head, _, rest = (folder / "stat").read_text().rpartition(")")
+        except OSError:  # it has just ended
+            continue
+        name = names.get(int(folder.name)) or head.partition("(")[2]
+        fields = rest.split()
+        name, used = _NUMBERED.sub("", name), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        seconds[name] = seconds.get(name, 0.0) + used
+    largest = sorted(seconds, key=lambda name: seconds[name], reverse=True)[:_MAX_NAMES]
+    return {THREAD_CPU + name: seconds[name] for name in largest if seconds[name] > 0.0}

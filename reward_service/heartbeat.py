@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.protocol import heartbeats, rewards_offered
-from penstock.protocol.activity import Activity, cpu_seconds
+from penstock.protocol.activity import Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.rewards_offered import RewardsOffered
@@ -78,7 +78,7 @@ class HeartbeatWriter:
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=cpu_seconds(),
-            figures=self.metrics.as_dict(),  # the stored field has the older name
+            figures={**self.metrics.as_dict(), **thread_cpu_seconds()},  # the stored field has the older name
             period_s=heartbeats.PERIOD_S,
             metrics_url=self.metrics_url,
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import structlog
 
 from penstock.protocol import heartbeats, streams
-from penstock.protocol.activity import Activity
+from penstock.protocol.activity import ENGINE_CPU, Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
@@ -93,6 +93,8 @@ class HeartbeatWriter:
 
     def _heartbeat(self) -> Heartbeat:
         busy_s, idle_s = self._activity.totals()
+        cpu_s = self._engine.cpu_seconds()
+        of_engine = max(0.0, cpu_s - cpu_seconds())
         self.newest = Heartbeat(
             role="rollout",
             service_id=self._worker_id,
@@ -102,9 +104,9 @@ class HeartbeatWriter:
             needs_version=self._needs_version(),
             busy_s=busy_s,
             idle_s=idle_s,
-            cpu_s=self._engine.cpu_seconds(),
+            cpu_s=cpu_s,
             # `figures` is the stored name of what is called metrics here.
-            figures={**self._figures(), **self._engine_metrics},
+            figures={**self._figures(), **self._engine_metrics, ENGINE_CPU: of_engine, **thread_cpu_seconds()},
             period_s=self.period_s,
             metrics_url=self.metrics_url,
         )

@@ -85,6 +85,9 @@ class Training:
     _fields: dict[str, object] | None = None  # of the newest step, until it is reported
     _wait_s: float = 0.0
     _step_s: float = 0.0  # of the newest step
+    _record_s: float = 0.0
+    _submit_s: float = 0.0
+    _checkpoint_s: float = 0.0  # since the newest step
     _is_pausing: bool = False  # no new tasks; ends when what is under way is trained
 
     def __post_init__(self) -> None:
@@ -176,6 +179,7 @@ class Training:
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
         """Enter the step in ledger, accounting and run record, and move to the next version."""
+        started = time.monotonic()
         ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
         tokens = {group.group_id: group.num_tokens for group in batch}
         first_uses = {group_id: count for group_id, count in tokens.items() if group_id not in self.ledger}
@@ -202,13 +206,16 @@ class Training:
             self.num_steps_done, self.version, made, batch, skipped, uses, updates=learned.updates
         )
         self.version = made
+        self._record_s = time.monotonic() - started
 
     def publish(self) -> None:
         """Submit the new weights to the publisher; raises LeaseLost when another trainer holds the run."""
+        started = time.monotonic()
         self.lease.check()
         with self.activity.working("publishing"):
             self.submitter.submit(self.version, must_publish=self.evaluations.is_due(self.num_steps_done))
         self.heartbeat.version = self.version
+        self._submit_s = time.monotonic() - started
 
     def evaluate_if_due(self) -> None:
         """Start an evaluation of the new version, without waiting for its result."""
@@ -218,8 +225,9 @@ class Training:
     def report(self) -> None:
         """Write the events of the newest step, and of what was dropped since the one before."""
         if self._fields is not None:
-            self.reporter.report(self.num_steps_done, self._fields, self.issuer.groups())
-            self._fields = None
+            seconds = {"record_s": self._record_s, "submit_s": self._submit_s, "checkpoint_s": self._checkpoint_s}
+            self.reporter.report(self.num_steps_done, {**self._fields, **seconds}, self.issuer.groups())
+            self._fields, self._checkpoint_s = None, 0.0
 
     def checkpoint_if_due(self) -> None:
         """Commit a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds."""
@@ -292,6 +300,7 @@ class Training:
             self.committer.commit(step=self.num_steps_done, version=self.version, weights_dtype=self.submitter.dtype)
         finished = time.monotonic()
         self.schedule.written(started=started, now=finished)
+        self._checkpoint_s += finished - started
         self.metrics.checkpoint_written(finished - started)
 
     def _set_state(self, text: str, **more: object) -> None:

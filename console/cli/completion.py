@@ -17,7 +17,7 @@ from penstock.protocol.config.setting_description import ANY_NAME
 from penstock.protocol.errors import ConfigError
 
 _TAKES_A_RUN = ("watch", "chat", "runs show", "runs rm", "weights", "weights export", "replay", "rescore", "lineage",
-                "audit", "reward errors", "dead-letters", "dead-letters list", "dead-letters show", "dead-letters resend")  # fmt: skip
+                "audit", "profile", "reward errors", "dead-letters", "dead-letters list", "dead-letters show", "dead-letters resend")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

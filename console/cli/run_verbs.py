@@ -277,6 +277,28 @@ def lineage(
 
 
 @record.command(group=INSPECT)
+def profile(run: str, *arguments: Raw, json: Flag = False) -> int:
+    """Show where the time of a run went: phases of the trainer's steps, work, waiting and CPU of every service.
+
+    Reads the files in the run's folder, also while it is running; asks no server.
+
+    Example:  penstock profile quickstart
+              penstock profile my-run run.dir=/shared/runs --json
+    Then:     penstock plan run.toml
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    json
+        Print one JSON object instead of the tables.
+    """
+    from penstock.console.tools.profile import print_profile
+
+    return print_profile(run, arguments, os.environ, as_json=json)
+
+
+@record.command(group=INSPECT)
 def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> int:
     """Check that every group of a run was counted exactly once, and list those that were not.
 

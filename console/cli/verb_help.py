@@ -101,6 +101,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "log": _FIND,
     "lineage": _FIND,
     "audit": _FIND,
+    "profile": ("run.dir",),
     "reward errors": _FIND,
     "dead-letters": _FIND,
     "dead-letters list": _FIND,

@@ -50,7 +50,7 @@ ARGUMENTS = {
     "watch": ("run", "--plain"),
     "weights": ("run",),
     "weights export": ("run", "--version", "1", "--to", "folder"),
-    **dict.fromkeys(("replay", "rescore", "lineage", "audit"), ("run",)),
+    **dict.fromkeys(("replay", "rescore", "lineage", "audit", "profile"), ("run",)),
     "quickstart": ("--help",),  # tests/system/test_quickstart.py runs all of it in such a folder
 }
 NO_SERVERS = {"PENSTOCK_NATS__URL": "nats://127.0.0.1:1", "PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1"}

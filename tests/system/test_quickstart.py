@@ -120,11 +120,26 @@ def holds_best(rows: list[dict]) -> bool:
     return rows[-1]["version"] == STEPS and any(row["kept"]["best"] for row in rows)
 
 
+def is_a_profile(document: dict) -> bool:
+    """Whether the phases are those of all steps, and every service has its CPU seconds by thread."""
+    shares = {phase["name"]: phase["share"] for phase in document["phases"]}
+    services = document["services"]
+    return (
+        document["steps"] == STEPS
+        and shares["train"] > 0.0
+        and sum(shares.values()) == pytest.approx(1.0)
+        and {one["role"] for one in services} == {"trainer", "rollout", "reward"}
+        and all(0.0 < sum(one["cpu_parts"].values()) <= one["cpu_s"] + 1.0 for one in services)
+        and all("engine" in one["cpu_parts"] for one in services if one["role"] == "rollout")
+    )
+
+
 READING = {
     "audit": (["audit", "quickstart", "--json"], lambda out: json.loads(out)["closes"] is True),
     "lineage": (["lineage", "quickstart", "--version", "1"], lambda out: "e0.p" in out),
     "weights": (["weights", "quickstart", "--json"], lambda out: holds_best(json.loads(out))),
     "report": (["runs", "show", "quickstart"], lambda out: "penstock chat quickstart" in out),
+    "profile": (["profile", "quickstart", "--json"], lambda out: is_a_profile(json.loads(out))),
     "watch": (["watch", "quickstart", "--json"], lambda out: json.loads(out.splitlines()[-1])["steps"] == STEPS),
 }
 

@@ -115,6 +115,8 @@ def test_a_run_learns_overlaps_and_exports_a_model(
     assert evals[-1]["accuracy"] > 0.9
     assert evals[-1]["num_prompts"] == 20
     assert set(evals[-1]["pass_at"]) == {"1", "2", "4"}
+    assert all(min(row["record_s"], row["submit_s"]) > 0.0 for row in steps)
+    assert [row["step"] for row in steps if row["checkpoint_s"] > 0.0] == [11, 21], "the steps after checkpoints"
     assert [row["staleness_max"] for row in steps[:3]] == [0, 1, 2]  # three steps' groups were out at the start
     assert max(row["staleness_max"] for row in steps) <= 2
     summary = json.loads((run_folder / "runs" / run_streams / "trainer.json").read_text())

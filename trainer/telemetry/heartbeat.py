@@ -9,7 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from penstock.protocol import heartbeats, streams
-from penstock.protocol.activity import Activity, cpu_seconds
+from penstock.protocol.activity import Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.metrics.gpu import GpuSampler
@@ -64,7 +64,7 @@ class HeartbeatWriter:
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=cpu_seconds(),
-            figures={**self.figures, **self._gpus.figures()},
+            figures={**self.figures, **self._gpus.figures(), **thread_cpu_seconds()},
             period_s=heartbeats.PERIOD_S,
             metrics_url=self.metrics_url,
         )

@@ -44,6 +44,8 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
 | `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |
 | `publish_s`                | s        | of the newest publication, which runs in parallel                  |
+| `record_s`, `submit_s`     | s        | enter the step in the run record; copy the new weights             |
+| `checkpoint_s`             | s        | of the checkpoint between the step before and this one, if any     |
 """
 
 from __future__ import annotations
