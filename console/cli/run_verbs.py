@@ -140,6 +140,50 @@ def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = Fals
     return remove_it(run, arguments, os.environ, yes=yes, folder=folder, force=force)
 
 
+@runs.command(name="backup")
+def backup_run(run: str, *arguments: Raw, to: Path) -> None:
+    """Copy a run's streams, buckets and objects into a folder, from which it can be restored on any servers.
+
+    Stop the run's services first: it refuses while one is running. A second backup into the same folder copies only the
+    objects that are new. The trainer's run folder is not part of it.
+
+    Example:  penstock runs backup quickstart --to backups/quickstart
+    Then:     penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    to
+        Folder of the backup: new, or that of an earlier backup of this run.
+    """
+    from penstock.console import launch
+    from penstock.console.record import stored_run
+
+    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    launch.replace_process(launch.module("penstock.deploy.backup", "backup", run, "--to", str(to), *arguments))
+
+
+@runs.command(name="restore")
+def restore_run(folder: Path, *arguments: Raw) -> None:
+    """Make a run again from a backup, on servers that do not have it.
+
+    Verifies every file of the backup before it writes anything, and every stream afterwards. After an interruption,
+    repeat the command. Needs a login that may create streams.
+
+    Example:  penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
+    Then:     penstock audit RUN
+
+    Parameters
+    ----------
+    folder
+        Folder of the backup.
+    """
+    from penstock.console import launch
+
+    launch.replace_process(launch.module("penstock.deploy.backup", "restore", str(folder), *arguments))
+
+
 @record.command(group=INSPECT)
 def replay(
     run: str,

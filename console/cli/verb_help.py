@@ -93,6 +93,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "runs list": _FIND,
     "runs show": ("run.dir",),
     "runs rm": _FIND,
+    "runs backup": _FIND,
+    "runs restore": (*_SERVERS, "retention.events_h", "retention.dead_letters_h"),
     "weights": _FIND,
     "weights export": _FIND,
     "replay": _FIND,

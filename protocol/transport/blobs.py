@@ -184,6 +184,16 @@ class Blobs:
                 raise BlobCorrupt(f"{ref.key}: the fetched file does not have sha256 {ref.sha256[:12]}…")
         partial.replace(path)
 
+    def fetch_file(self, stat: BlobStat, path: Path) -> BlobRef:
+        """Fetch an object of a listing into a file and return its reference; raises BlobMissing, or BlobCorrupt for another size."""
+        _require_key(stat.key)
+        self._retry(lambda: self._client.fget_object(self.bucket, stat.key, str(path)), f"get {stat.key}")
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if (size := path.stat().st_size) != stat.size_bytes:
+            raise BlobCorrupt(f"{stat.key}: got {size} bytes, expected {stat.size_bytes} of the listing")
+        return BlobRef(key=stat.key, size_bytes=size, sha256=sha256)
+
     def exists(self, key: str) -> bool:
         """Return True if an object exists."""
         try:

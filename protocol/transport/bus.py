@@ -16,26 +16,28 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Fact
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport import direct_get, fact_publisher, stream_admin
+from penstock.protocol.transport import direct_get, fact_publisher, snapshots, stream_admin
 from penstock.protocol.transport.direct_get import StoredMessage
 from penstock.protocol.transport.fact_publisher import FULL_DEADLINE_S, Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.snapshots import Snapshot
 from penstock.protocol.transport.stream_admin import ConsumerState, StreamState
 from penstock.protocol.transport.tail import Tail
 
 F = TypeVar("F", bound=Fact)
 
 _SCAN_S = 300.0  # a full stream is read within this
+_SNAPSHOT_S = 3600.0  # a full stream is copied within this; each part of it has its own, shorter deadline
 
 
 class Bus:
@@ -187,3 +189,13 @@ class Bus:
     def delete_stream(self, stream: str) -> Pending[bool]:
         """Delete a stream with its messages; return False when there was none."""
         return self._connection.call(stream_admin.delete_stream(self._connection, stream), f"delete stream {stream}")
+
+    def save_stream(self, stream: str, write: Callable[[bytes], object]) -> Pending[Snapshot]:
+        """Write a snapshot of a stream with its consumers, in chunks on the bus's thread; raises MissingStream, BusRefused."""
+        saving = snapshots.save(self._connection, stream, write)
+        return self._connection.call(saving, f"snapshot of {stream}", _SNAPSHOT_S)
+
+    def restore_stream(self, stream: str, snapshot: Snapshot, chunks: Iterable[bytes]) -> Pending[None]:
+        """Make a stream from a snapshot's chunks; raises BusRefused when it exists."""
+        restoring = snapshots.restore(self._connection, stream, snapshot, chunks)
+        return self._connection.call(restoring, f"restore {stream}", _SNAPSHOT_S)

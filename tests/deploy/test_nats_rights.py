@@ -302,3 +302,16 @@ def test_a_login_that_may_not_delete_streams_removes_no_object(roles: NatsRoles,
     assert find_holdings(run, admin, blobs) == holdings
     remove_holdings(run, holdings, admin, blobs)
     assert find_holdings(run, admin, blobs).is_empty
+
+
+def test_only_the_administrator_makes_a_snapshot(roles: NatsRoles, blobs: Blobs) -> None:
+    """A snapshot has every message of a stream, so those who may read one are no reason to allow it."""
+    admin, run = roles.bus("admin"), "saved"
+    bootstrap(admin, blobs, run)
+    chunks: list[bytes] = []
+    with pytest.raises(BusRefused, match=rf"snapshot of {run}-events was refused: .*user 'viewer'"):
+        roles.bus("viewer").save_stream(f"{run}-events", chunks.append).wait()
+    assert not chunks
+    assert admin.save_stream(f"{run}-events", chunks.append).wait().extent == (0, 0, 0)
+    assert chunks
+    delete_run(admin, run)

@@ -48,6 +48,8 @@ ARGUMENTS = {
     "rm": ("run.toml",),
     "train": ("run.toml",),
     "watch": ("run", "--plain"),
+    "runs backup": ("run", "--to", "folder"),
+    "runs restore": ("folder",),
     "weights": ("run",),
     "weights export": ("run", "--version", "1", "--to", "folder"),
     **dict.fromkeys(("replay", "rescore", "lineage", "audit", "profile"), ("run",)),
