@@ -158,7 +158,7 @@ def test_a_damaged_backup_is_refused_before_anything_is_written(
     delete_run(bus, run)
     blobs.delete([one.key for one in saved.objects])
     damage(tmp_path, saved)
-    with pytest.raises(BackupBroken, match="was altered|not whole"):
+    with pytest.raises(BackupBroken, match=r"was altered|not whole"):
         restore(tmp_path, bus, blobs, StreamLimits(), quiet)
     assert not [name for name in bus.stream_names().wait() if run in name]
     assert not list(blobs.list(f"runs/{run}/"))
