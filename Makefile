@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
-.PHONY: bench-page-overhead proof-page
+.PHONY: bench-page-overhead proof-page proof-upgrade
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -131,6 +131,10 @@ proof-observe: $(STAMP)  ## a real run under a real Prometheus: every query of t
 
 proof-nodes: $(STAMP)  ## one trainer on two nodes, as root: two network namespaces, one killed and resumed, replayed on one node (minutes; `ip`)
 	$(BIN)/python -m benchmarks.proofs.nodes
+
+REVISION ?= 4f9f60b
+proof-upgrade: $(STAMP)  ## a run that older code (REVISION) began: services replaced one by one, saved, restored and ended elsewhere (minutes)
+	$(BIN)/python -m benchmarks.proofs.upgrade $(REVISION)
 
 proof-slurm: $(STAMP)  ## a real Slurm of one node, as root: a job is preempted, requeued and resumes (minutes; Debian's slurmctld, slurmd, slurm-client, munge)
 	$(BIN)/python -m benchmarks.proofs.slurm
