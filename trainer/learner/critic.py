@@ -23,6 +23,7 @@ from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.algorithm.token_credit import CreditedBatch, TokenCredit, ValueTargets
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
+from penstock.trainer.learner.captured_state import CapturedPart
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
@@ -80,7 +81,7 @@ class Regression:
 
 
 class Critic:
-    """A value network under DeepSpeed; `credit`, `learn`, `save` and `load` are called on all ranks together."""
+    """A value network under DeepSpeed; `credit`, `learn` and `load` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, dims: ParallelDims) -> None:
         """Called by `load_critic`."""
@@ -124,18 +125,18 @@ class Critic:
         (first,) = self._dims.sum(losses[:1])
         return {"value_loss": first, "critic_grad_norm": norm, "critic_lr": lr, **batch.figures}
 
-    def save(self, folder: Path) -> None:
-        """Write critic, optimizer and scheduler below ``folder``; collective."""
-        self._trainable.save(folder, _TAG, {})
+    def capture(self) -> CapturedPart:
+        """Copy this rank's part of critic, optimizer and schedule, to be written while training goes on."""
+        return CapturedPart(_TAG, self._trainable.capture({}))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; raises CheckpointError, also for a checkpoint of a run without a critic."""
+        """Read what was written of it; raises CheckpointError, also for a checkpoint of a run without a critic."""
         if not (folder / _TAG).is_dir():
             raise CheckpointError(
                 f"checkpoint {folder} has no critic: the run was started with another algorithm.advantage; "
                 "restore it, or start over with another run.id or trainer.resume = false"
             )
-        self._trainable.load(folder, _TAG)
+        self._trainable.load(folder / _TAG)
 
     def _values(self, batch: MicroBatch) -> Tensor:
         batch = batch.to(self._trainable.device)

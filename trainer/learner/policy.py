@@ -22,6 +22,7 @@ from penstock.trainer.algorithm.objective import Objective, Outcome
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.attention.models import pair_cost
+from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.trainable import Trainable
@@ -197,19 +198,26 @@ class Policy:
                 if wanted(name):
                     take(name, adapter.merged(tensor, *low_rank) if low_rank else tensor)
 
+    def capture(self) -> CapturedPart:
+        """Copy this rank's part of model, optimizer, schedule and random state, to be written while training goes on."""
+        shard = self._trainable.capture({"steps_done": self.steps_done})
+        return CapturedPart(_TAG, shard, torch.get_rng_state().numpy().tobytes())
+
     def save(self, folder: Path) -> None:
-        """Write model, optimizer, scheduler and this rank's random state below ``folder``; collective."""
-        self._trainable.save(folder, _TAG, {"steps_done": self.steps_done})
-        random_state = torch.get_rng_state().numpy().tobytes()
-        (folder / f"random_state_{self._dims.ranks.rank}.bin").write_bytes(random_state)
+        """Write what `capture` copies below ``folder``; collective."""
+        self.capture().write(folder)
         self._dims.ranks.barrier()
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote; raises CheckpointError for another number of ranks or a broken folder."""
-        state = self._trainable.load(folder, _TAG)
+        """Read what was written, by any number of ranks; raises CheckpointError for a broken folder; collective.
+
+        A rank beyond those that wrote it keeps the random state that it has.
+        """
+        state = self._trainable.load(folder / _TAG)
+        path = folder / random_state_name(self._dims.ranks.rank)
         try:
-            random_state = (folder / f"random_state_{self._dims.ranks.rank}.bin").read_bytes()
-            torch.set_rng_state(torch.frombuffer(bytearray(random_state), dtype=torch.uint8))
+            if path.exists() or self._dims.ranks.is_leader:
+                torch.set_rng_state(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))
         except (OSError, ValueError, RuntimeError) as err:
             raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
         self.steps_done = int(state["steps_done"])

@@ -24,6 +24,7 @@ from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, 
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.objective import PolicyGradient
 from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.learner.captured_state import CapturedState
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
 from penstock.trainer.learner.policy import Policy, StepFigures
@@ -218,10 +219,13 @@ class RankGroup:
         return batch
 
     def _save(self, folder: Path) -> None:
-        if self._critic is not None:
-            self._critic.save(folder)
-        self.policy.save(folder)
+        self._capture().write(folder)
+        self._dims.ranks.barrier()
         process_memory.return_freed_memory()
+
+    def _capture(self) -> CapturedState:
+        critic = [self._critic.capture()] if self._critic is not None else []
+        return CapturedState([*critic, self.policy.capture()])
 
     def _load(self, folder: Path) -> None:
         if self._critic is not None:

@@ -1,4 +1,6 @@
-"""A module under DeepSpeed: the adapter of the library, and the only file that imports it.
+"""A module under DeepSpeed: the adapter of the library.
+
+`optimizer_state.py` knows where it keeps its state, `deepspeed_checkpoint.py` reads the files that it wrote in earlier releases.
 
 Every rank has one `Trainable` for each network that learns (policy, critic). The methods that change or gather
 weights are called on all ranks together.
@@ -12,7 +14,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,15 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from penstock.trainer.errors import CheckpointError, TrainingDiverged
+from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning_settings import Schedule
 from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.learner.deepspeed_checkpoint import another_model, load_written_by_deepspeed
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
 from penstock.trainer.learner.learning_rate import lr_factor
+from penstock.trainer.learner.optimizer_state import OptimizerState
+from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
 from penstock.trainer.parallel_dims import ParallelDims
 
 _DISABLE = "TORCHDYNAMO_DISABLE"
-_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # a setting of torch that stands above what its caller asks for
+_COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # of a DeepSpeed engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,15 @@ class _Schedule(LambdaLR):
             super().step(epoch)
             return
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def continue_after(self, num_batches: int) -> None:
+        """Set the rate of the batch after ``num_batches``."""
+        self.last_epoch, self._step_count = num_batches, num_batches + 1
+        self._last_lr = [
+            base * factor(num_batches) for factor, base in zip(self.lr_lambdas, self.base_lrs, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate
 
 
@@ -163,39 +177,40 @@ class Trainable:
         finally:
             self.module.train()
 
-    def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write module, optimizer and scheduler to ``folder/tag``, with ``state``; collective."""
-        state = {**state, "num_ranks": self._dims.ranks.num_ranks}
-        self._engine.save_checkpoint(
-            str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=self._has_frozen
-        )
+    def capture(self, state: Mapping[str, Any]) -> Shard:
+        """Copy this rank's part of weights, optimizer and schedule, with ``state``, for `Shard.write`."""
+        counts = {name: int(getattr(self._engine, name)) for name in _COUNTS}
+        schedule = self._engine.lr_scheduler.last_epoch
+        return self._optimizer_state().capture({**state, "counts": counts, "schedule": schedule})
 
-    def load(self, folder: Path, tag: str) -> dict[str, Any]:
-        """Read what `save` wrote and return its state.
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read the shards that `capture` and `Shard.write` left in ``folder``, and return their state; collective.
 
-        Raises CheckpointError for another number of ranks or a broken folder.
+        Number of ranks and ZeRO stage may differ from those that wrote them. Raises CheckpointError for another model, or a
+        broken folder. A checkpoint of a release that let DeepSpeed write it needs the same number of ranks.
         """
-        try:
-            with _without_pickled_code():
-                found, state = self._engine.load_checkpoint(
-                    str(folder), tag=tag, load_module_strict=not self._has_frozen
-                )
-        except Exception as err:  # DeepSpeed and torch raise many kinds of errors for a broken folder
-            if "Error(s) in loading state_dict" in str(err):
-                raise CheckpointError(
-                    f"checkpoint {folder} is of another model than model.path; set model.path back to the model of this run, "
-                    "or start another run from the new model with another run.id"
-                ) from err
-            raise CheckpointError(
-                f"checkpoint {folder} is not readable ({type(err).__name__}: {err}); restore it from a copy, or "
-                "remove its folder and set trainer.resume_older_step to the step of the one before it"
-            ) from err
-        if found is None or state.get("num_ranks") != self._dims.ranks.num_ranks:
-            raise CheckpointError(
-                f"checkpoint {folder} was written by {(state or {}).get('num_ranks', 'an unknown number of')} rank(s), "
-                f"this run has {self._dims.ranks.num_ranks}; start it with the same trainer.num_ranks"
+        if not has_shards(folder):
+            return load_written_by_deepspeed(
+                self._engine, folder, num_ranks=self._dims.ranks.num_ranks, strict=not self._has_frozen
             )
+        with ShardFiles(folder) as files:
+            try:
+                self._optimizer_state().restore(files, self._to_change)
+            except ValueError as err:
+                raise another_model(folder, err) from err
+            state = dict(files.state)
+        for name, count in state.pop("counts").items():
+            setattr(self._engine, name, count)
+        self._engine.lr_scheduler.continue_after(state.pop("schedule"))
         return state
+
+    def _optimizer_state(self) -> OptimizerState:
+        return OptimizerState(self._engine, self._dims.rows)
+
+    def _to_change(self, parameter: Tensor) -> Any:
+        import deepspeed  # noqa: PLC0415
+
+        return deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
 
     def _plain_grad_norm(self) -> float:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""
@@ -208,28 +223,6 @@ def _diverged(norm: float, optimizer_step: int) -> TrainingDiverged:
         f"optimizer step {optimizer_step} of this process: the gradient norm is {norm}, not a finite number; nothing of this step is kept. "
         "Lower the learning rate, look at the data of this step, and start again: the training resumes from its last checkpoint"
     )
-
-
-@contextlib.contextmanager
-def _without_pickled_code() -> Iterator[None]:
-    """Have ``torch.load`` refuse pickled code inside the block; DeepSpeed asks it to run whatever a checkpoint's files name.
-
-    What is allowed are the classes of DeepSpeed's own figures: none of them does anything when it is made.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # noqa: PLC0415
-    from deepspeed.runtime.zero.config import ZeroStageEnum  # noqa: PLC0415
-    from deepspeed.utils.tensor_fragment import fragment_address  # noqa: PLC0415
-
-    before = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
-        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[_WEIGHTS_ONLY]
-        else:
-            os.environ[_WEIGHTS_ONLY] = before
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Checkpoints: everything a run needs to resume, committed by one rename.
 
-A checkpoint is a folder ``step00000050`` with DeepSpeed's own files (`engine/`), each rank's random state, and
+A checkpoint is a folder ``step00000050`` with one shard of each rank (`engine/`, `critic/`), each rank's random state, and
 ``state.json``. It is written under another name, every file and folder is fsynced, and the rename is the commit: a crash
 leaves the old checkpoint or the new one, never a partial one. When something changed since but no step was made (groups
 were dropped, an evaluation ended), only ``state.json`` is replaced, also by a rename.

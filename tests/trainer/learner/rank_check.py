@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from tests.servers import wait_for
 from tests.weights_source import NEVER
 
 from penstock.deploy.bootstrap import bootstrap
@@ -34,7 +35,7 @@ from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.reference import WithoutAdapter
-from penstock.trainer.learner.step_plan import ReadyGroup, all_rows, make_plan
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
@@ -52,6 +53,11 @@ CASES = [
     *((f"lora-{stage}", stage, "float32", "grpo") for stage in (1, 2, 3)),
     ("lora-bfloat16", 2, "bfloat16", "grpo"),
 ]
+CROSSED = [  # checkpoints that the other number of ranks wrote, and the ZeRO stage that resumes them
+    *(("2-float32", stage) for stage in (0, 1, 3)),
+    ("0-float32", 3), ("3-float32", 2), ("ppo-1", 3), ("lora-3", 1), ("2-bfloat16", 1),
+]  # fmt: skip
+SAVED = "saved"  # file that says that every checkpoint is written
 PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bfloat16"]  # each a session of one run
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
@@ -131,14 +137,7 @@ def lead(
     ways: TwoWays | None,
 ) -> dict:
     """Make four steps, with a checkpoint after two; returns what must not depend on the number of ranks."""
-    groups = group_pack.decode(blobs.get(message.pack))
-    ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
-    plan = make_plan(
-        ready, credit=credit_rule(settings, longest=10), aggregation="token-mean",
-        max_completion_tokens=10, capacity=rank_group.capacity(160),
-    )  # fmt: skip
-    if settings.has_critic:
-        plan = replace(plan, token_kl=0.05)
+    ready, plan = planned(rank_group, blobs, message, settings)
     published = [ways.publish(rank_group)] if ways else []
     figures = []
     for step in range(NUM_STEPS):
@@ -168,10 +167,108 @@ def lead(
     }
 
 
-def nudge(policy: Policy) -> None:
+@dataclass(frozen=True)
+class Scene:
+    """What every case is built from."""
+
+    model: Path
+    blobs: Blobs
+    dims: ParallelDims
+
+    @property
+    def message(self) -> GroupScored:
+        return decode((self.model.parent / "ranks.scored").read_bytes(), GroupScored)
+
+    def build(self, name: str, stage: int, dtype: str, algorithm: str) -> tuple[Policy, RankGroup, AlgorithmSettings]:
+        """Load a case's networks on this rank."""
+        full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
+        settings = AlgorithmSettings(name=algorithm, **full_kl)  # type: ignore[arg-type]
+        lora = Lora(rank=4, alpha=8.0) if "lora" in name else None
+        policy = load_policy(self.model, replace(how(stage, dtype), lora=lora), self.dims, temperature=1.0)
+        reference = (
+            WithoutAdapter(policy)
+            if lora
+            else load_reference(self.model, how(0, "float32"), policy.device, temperature=1.0)
+        )
+        critic = None
+        if settings.has_critic:
+            credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
+            critic = load_critic(self.model, how(stage, dtype), CRITIC, credit, self.dims)
+        policy._scorer._chunk_tokens = CHUNK_TOKENS
+        rank_group = RankGroup(policy, self.dims, self.blobs, build_objective(settings), reference, critic)
+        rank_group.bucket_bytes = BUCKET_BYTES
+        return policy, rank_group, settings
+
+
+def resume_others(scene: Scene, folder: Path) -> dict[str, dict]:
+    """Resume the other number of ranks' checkpoints at other ZeRO stages, and make the two steps after them."""
+    ranks, found = scene.dims.ranks, {}
+    ranks.barrier()
+    (folder / SAVED).touch()
+    other = folder.with_name(f"out{3 - ranks.num_ranks}")
+    wait_for((other / SAVED).exists, f"the checkpoints of {other.name}", 300.0)
+    cases = {name: (dtype, algorithm) for name, _, dtype, algorithm in CASES}
+    for name, stage in CROSSED:
+        policy, rank_group, settings = scene.build(name, stage, *cases[name])
+        if ranks.is_leader:
+            rank_group.load(other / name)
+            found[f"{name} at {stage}"] = continued(rank_group, scene, settings)
+            rank_group.dismiss()
+        else:
+            rank_group.follow()
+        found[f"{name} at {stage}"] = found.get(f"{name} at {stage}", {}) | {
+            "older": reads_deepspeeds_own(policy, folder / f"older-{name}-{stage}", ranks) if stage in (1, 3) else None
+        }
+        ranks.barrier()
+    return found
+
+
+def reads_deepspeeds_own(policy: Policy, folder: Path, ranks: Ranks) -> bool:
+    """Return True if a checkpoint that DeepSpeed wrote, as earlier releases had it do, is read."""
+    state, frozen = {"steps_done": 7, "num_ranks": ranks.num_ranks}, policy._trainable._has_frozen
+    policy._trainable._engine.save_checkpoint(
+        str(folder), tag="engine", client_state=state, save_latest=False, exclude_frozen_parameters=frozen
+    )
+    (folder / f"random_state_{ranks.rank}.bin").write_bytes(torch.get_rng_state().numpy().tobytes())
+    before = policy.snapshot()
+    nudge(policy, frozen=False)
+    ranks.barrier()
+    policy.load(folder)
+    after = policy.snapshot()
+    return policy.steps_done == 7 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def continued(rank_group: RankGroup, scene: Scene, settings: AlgorithmSettings) -> dict:
+    """Make the two steps that follow the checkpoint."""
+    ready, plan = planned(rank_group, scene.blobs, scene.message, settings)
+    figures = [rank_group.step(plan, ready) for _ in range(2)]
+    tensors = rank_group.snapshot()
+    return {
+        "loss": [f.loss for f in figures],
+        "grad_norm": [f.grad_norm for f in figures],
+        "lr": [f.lr for f in figures],
+        "critic": [f.critic.get("value_loss", 0.0) for f in figures],
+        "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
+    }
+
+
+def planned(
+    rank_group: RankGroup, blobs: Blobs, message: GroupScored, settings: AlgorithmSettings
+) -> tuple[list[ReadyGroup], StepPlan]:
+    groups = group_pack.decode(blobs.get(message.pack))
+    ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
+    plan = make_plan(
+        ready, credit=credit_rule(settings, longest=10), aggregation="token-mean",
+        max_completion_tokens=10, capacity=rank_group.capacity(160),
+    )  # fmt: skip
+    return ready, replace(plan, token_kl=0.05) if settings.has_critic else plan
+
+
+def nudge(policy: Policy, *, frozen: bool = True) -> None:
     """Change a few values of every parameter that this rank holds; the same ones where all ranks hold all."""
     for parameter in policy._scorer.parameters():
-        getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
+        if frozen or parameter.requires_grad:
+            getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
 
 
 def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) -> dict:
@@ -209,29 +306,15 @@ def main(arguments: Sequence[str]) -> int:
         ways = TwoWays(Connections(setup["run_id"], bus, blobs), PublishCoordinator(own, channels), Path(model))
     else:
         serve_requests(own, channels)
+    scene = Scene(Path(model), blobs, dims)
     results = {}
     for name, stage, dtype, algorithm in CASES:
-        full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
-        settings = AlgorithmSettings(name=algorithm, **full_kl)  # type: ignore[arg-type]
-        lora = Lora(rank=4, alpha=8.0) if "lora" in name else None
-        policy = load_policy(Path(model), replace(how(stage, dtype), lora=lora), dims, temperature=1.0)
-        reference = (
-            WithoutAdapter(policy)
-            if lora
-            else load_reference(Path(model), how(0, "float32"), policy.device, temperature=1.0)
-        )
-        critic = None
-        if settings.has_critic:
-            credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
-            critic = load_critic(Path(model), how(stage, dtype), CRITIC, credit, dims)
-        policy._scorer._chunk_tokens = CHUNK_TOKENS
-        rank_group = RankGroup(policy, dims, blobs, build_objective(settings), reference, critic)
-        rank_group.bucket_bytes = BUCKET_BYTES
+        policy, rank_group, settings = scene.build(name, stage, dtype, algorithm)
         if ranks.is_leader:
-            message = decode((Path(model).parent / "ranks.scored").read_bytes(), GroupScored)
             target = Path(folder) / name
             target.mkdir(parents=True)
-            results[name] = lead(rank_group, blobs, message, target, settings, ways if name in PUBLISHED else None)
+            published = ways if name in PUBLISHED else None
+            results[name] = lead(rank_group, blobs, scene.message, target, settings, published)
             rank_group.dismiss()
         else:
             rank_group.follow(own)
@@ -245,7 +328,8 @@ def main(arguments: Sequence[str]) -> int:
             else:
                 rank_group.follow(own)
         ranks.barrier()
+    crossed = resume_others(scene, Path(folder))
     if ranks.is_leader:
-        print(json.dumps(results))
+        print(json.dumps({"cases": results, "crossed": crossed}))
     ranks.leave(0)
     return 0

@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.trainer.groups.stored_groups import invent_group, store_scored
 from tests.trainer.learner.forks import Fork
-from tests.trainer.learner.rank_check import PUBLISHED
+from tests.trainer.learner.rank_check import CROSSED, PUBLISHED
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def outputs(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     """The same stored groups, trained by one process and by two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     settings: S3Settings = s3_server.settings
@@ -48,6 +48,12 @@ def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
     finally:
         for command in commands.values():
             command.kill()
+
+
+@pytest.fixture(scope="module")
+def results(outputs: dict[int, dict]) -> dict[int, dict]:
+    """The cases that each number of ranks trained."""
+    return {ranks: found["cases"] for ranks, found in outputs.items()}
 
 
 EXACT = ["0-float32", "1-float32", "2-float32", "3-float32", "ppo-0", "ppo-1", "ppo-2", "ppo-3"]
@@ -163,3 +169,27 @@ def test_ranks_publish_together_what_one_publishes_alone(results: dict[int, dict
         assert nudged["kind"] == "patch"
         assert nudged["num_changed"] > 0
         assert nudged["packs"] == [f"r{rank:03d}.pack" for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("name", "stage"), CROSSED)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_another_number_of_ranks_and_another_stage_resume(
+    outputs: dict[int, dict], num_ranks: int, name: str, stage: int
+) -> None:
+    """The steps after a checkpoint of the other number of ranks, at another ZeRO stage, equal those of the run that went on."""
+    found, expected = outputs[num_ranks]["crossed"][f"{name} at {stage}"], outputs[3 - num_ranks]["cases"][name]
+    close = 2e-3 if "bfloat16" in name else 1e-5
+    assert found["lr"] == expected["lr"][2:]
+    assert found["loss"] == pytest.approx(expected["loss"][2:], rel=close, abs=close)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"][2:], rel=10 * close)
+    assert found["checksum"] == pytest.approx(expected["checksum"], rel=close)
+    if "ppo" in name:
+        values = [figures["value_loss"] for figures in expected["critic"][2:]]
+        assert found["critic"] == pytest.approx(values, rel=close)
+
+
+def test_checkpoints_of_earlier_releases_are_read(outputs: dict[int, dict]) -> None:
+    """DeepSpeed's own files, with and without adapters and partitioned parameters, on as many ranks as wrote them."""
+    for of_ranks in outputs.values():
+        read = [found["older"] for found in of_ranks["crossed"].values() if found["older"] is not None]
+        assert read == [True] * 6

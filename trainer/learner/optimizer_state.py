@@ -1,0 +1,139 @@
+"""Where DeepSpeed 0.19 keeps this rank's master weights and moments, by parameter and offset, at every ZeRO stage.
+
+| stage | master weights and moments of a rank                        | found by                                          |
+|-------|-------------------------------------------------------------|---------------------------------------------------|
+| 0     | of every parameter; each rank writes those of its own number | the optimizer's state by parameter                |
+| 1, 2  | one flat partition of a parameter group                     | ``_hp_mapping`` of a parameter                    |
+| 3     | one part of each parameter, the last ones padded            | ``grad_position`` of a parameter                  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.learner.shard_files import WEIGHT, Fragment, Shard, ShardFiles
+from penstock.trainer.parallel_dims import Share
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, besides its number of steps
+_STEPS = "optimizer_steps"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A contiguous part of a parameter, inside a tensor that the optimizer steps."""
+
+    name: str
+    start: int  # in the flattened parameter
+    num: int
+    stepped: Tensor  # what the optimizer holds state of
+    offset: int  # in the flattened ``stepped``
+    is_written: bool = True  # by this rank, into its shard
+
+
+class OptimizerState:
+    """The optimizer state of one rank under a DeepSpeed engine."""
+
+    def __init__(self, engine: Any, share: Share) -> None:
+        """Read and write the state of ``engine``, this rank's ``share`` of it."""
+        self._engine, self._share = engine, share
+        self._stage: int = engine.zero_optimization_stage()
+        self._base: Any = engine.optimizer if self._stage == 0 else engine.optimizer.optimizer
+        self._named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+
+    def capture(self, state: Mapping[str, Any]) -> Shard:
+        """Copy what this rank writes to the CPU; later steps do not change the copy."""
+        steps, fragments = 0.0, []
+        for place in self._places():
+            own = self._base.state.get(place.stepped, {})
+            steps = max(steps, float(own.get("step", 0.0)))
+            if place.is_written:
+                tensors = {WEIGHT: place.stepped, **{kind: own[kind] for kind in MOMENTS if kind in own}}
+                copies = {
+                    kind: _part(tensor, place).to("cpu", torch.float32, copy=True) for kind, tensor in tensors.items()
+                }
+                fragments.append(Fragment(place.name, place.start, copies))
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named.items()}
+        return Shard(self._share.index, self._share.count, shapes, fragments, {**state, _STEPS: steps})
+
+    def restore(self, files: ShardFiles, whole: Any) -> None:
+        """Read this rank's part of shards that any layout wrote, and the weights that are computed with; collective.
+
+        ``whole`` is `Trainable.whole`, with which a partitioned parameter is changed. Raises ValueError for parameters other
+        than this model's.
+        """
+        self._check_shapes(files)
+        kinds = {name: files.kinds(name) for name in self._named}
+        with torch.no_grad():
+            for place in self._places():
+                self._restore(place, files, kinds[place.name])
+            for name, parameter in self._named.items():
+                with whole(parameter):
+                    if self._stage < 3 or self._share.index == 0:
+                        num = parameter.numel()
+                        parameter.copy_(files.read(name, WEIGHT, 0, num).view(parameter.shape))
+
+    def _restore(self, place: _Place, files: ShardFiles, kinds: Sequence[str]) -> None:
+        def stored(kind: str) -> Tensor:
+            return files.read(place.name, kind, place.start, place.num)
+
+        _part(place.stepped, place).copy_(stored(WEIGHT))
+        own = self._base.state[place.stepped]
+        for kind in MOMENTS:
+            if kind in kinds and kind not in own:
+                own["step"] = torch.zeros((), dtype=torch.float32)
+                own[kind] = torch.zeros_like(place.stepped).detach()
+            if kind in own:
+                _part(own[kind], place).copy_(stored(kind) if kind in kinds else torch.zeros(place.num))
+        if own:
+            own["step"].fill_(float(files.state[_STEPS]))
+
+    def _check_shapes(self, files: ShardFiles) -> None:
+        own = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self._named.items()}
+        if own != files.shapes:
+            differing = sorted(
+                name for name in own.keys() | files.shapes.keys() if own.get(name) != files.shapes.get(name)
+            )
+            name = differing[0]
+            raise ValueError(
+                f"{name} has shape {files.shapes.get(name, '(not there)')} in the checkpoint, and "
+                f"{own.get(name, '(not there)')} in the model"
+            )
+
+    def _places(self) -> Iterator[_Place]:
+        match self._stage:
+            case 0:
+                for number, (name, parameter) in enumerate(self._named.items()):
+                    is_own = number % self._share.count == self._share.index
+                    yield _Place(name, 0, parameter.numel(), parameter, 0, is_own)
+            case 3:
+                yield from self._partitioned_places()
+            case _:
+                yield from self._flat_places()
+
+    def _flat_places(self) -> Iterator[_Place]:
+        zero = self._engine.optimizer
+        flat = getattr(zero, "single_partition_of_fp32_groups", None)
+        partitions = (
+            zero.fp32_groups_flat_partition if flat is None else flat
+        )  # the former: bf16 with float32 gradients
+        for name, parameter in self._named.items():
+            if (mapping := parameter._hp_mapping) is not None:  # None: other ranks have all of it
+                own, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+                yield _Place(name, own.start, own.numel, partitions[mapping.param_group_index], place.start)
+
+    def _partitioned_places(self) -> Iterator[_Place]:
+        zero = self._engine.optimizer
+        for name, parameter in self._named.items():
+            group, offset, num = zero.grad_position[zero.get_param_id(parameter)]
+            start = num * self._share.index
+            if (within := min(num, parameter.ds_numel - start)) > 0:  # the rest is padding
+                yield _Place(name, start, within, zero.fp32_partitioned_groups_flat[group], offset)
+
+
+def _part(tensor: Tensor, place: _Place) -> Tensor:
+    return tensor.detach().view(-1).narrow(0, place.offset, place.num)
