@@ -54,6 +54,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> None:
         await asyncio.wait([working], timeout=0.0 if worker.engine.version is None else worker.finish_s)
         working.cancel()
         heartbeat.cancel()
+    await worker.packs.close()
     await worker.heartbeat.say_exited()
     await worker.tasks.close()
 

@@ -45,6 +45,9 @@ class Environment(ABC):
             "in rollout.environment"
         )
 
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Give up what the environment holds, at the end of the worker."""
+
     @abstractmethod
     async def rollout(
         self, tasks: Sequence[Task], sampler: Sampler

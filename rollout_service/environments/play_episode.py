@@ -37,7 +37,7 @@ from penstock.rollout_service.proxy.tree import SampledTurn
 
 Value = TypeVar("Value")
 
-_TRUNCATED = ("max_turns", "context", "max_stored_tokens")  # `EpisodeSession.truncated_by`
+TRUNCATED = ("max_turns", "context", "max_stored_tokens")  # `EpisodeSession.truncated_by`
 _ENGINE_CODES = ("engine_error", "engine_timeout")
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -108,7 +108,7 @@ async def _answer(
     try:
         turn = await session.answer(AgentRequest(messages, play.tools), mark)
     except RequestRefused as err:
-        if session.truncated_by in _TRUNCATED and session.tree.turns:
+        if session.truncated_by in TRUNCATED and session.tree.turns:
             played.status = "truncated"
             return None
         if session.truncated_by == "expired":

@@ -1,80 +1,28 @@
-"""Environments of several turns: a group of episodes for each task, played through the token-exact recorder of `proxy/`.
+"""Environments of several turns: a play for each episode, answered through the token-exact recorder of `proxy/`.
 
 A new one is one file with an instance of `TurnEnvironment` at its top level, found like every environment (`environment.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import structlog
-from pydantic import ValidationError
-
-from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.config.connection import Section
-from penstock.protocol.episode import Episode, EpisodeRow
-from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.facts import Task
-from penstock.rollout_service.environments.environment import Environment, Sampler
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition, EpisodeSettings
+from penstock.rollout_service.environments.environment import Sampler
+from penstock.rollout_service.environments.episode_environment import (
+    Attempt,
+    Begun,
+    EpisodeEnvironment,
+    RowUnfit,
+    Site,
+)
 from penstock.rollout_service.environments.play import Play, Row
-from penstock.rollout_service.environments.play_episode import Played, play_episode
-from penstock.rollout_service.errors import EngineError, TaskRefused
-from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.rollout_service.proxy.build_episode import counts_of, messages_json, stored_rows
-from penstock.rollout_service.proxy.plan_prompt import PromptPlanner
-from penstock.rollout_service.proxy.renderer import ChatRenderer
-from penstock.rollout_service.proxy.session import AgentModel, EpisodeSession
-from penstock.rollout_service.proxy.settings import EpisodeLimits
-
-log = structlog.get_logger("rollout.environment")
-
-_FAILED = "environment_failed"  # the reason of a dead letter
-_THREADS = 32  # plain methods of plays run on these; one that never returns keeps its thread
+from penstock.rollout_service.environments.play_episode import play_episode
+from penstock.rollout_service.proxy.session import EpisodeSession
 
 
-class PlayOptions(Section):
-    """Base class of the options of an environment; this one has none. Its fields are keys of the run file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """What all episodes of a worker share."""
-
-    model: AgentModel
-    running: asyncio.Semaphore  # one place for each episode that is played
-    executor: ThreadPoolExecutor  # for plain methods of plays
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempted:
-    """The last attempt at one episode; ``episode`` is None if none of them can be trained on."""
-
-    episode: Episode | None
-    problem: str
-
-
-class TurnEnvironment(Environment):
+class TurnEnvironment(EpisodeEnvironment):
     """Makes a play for each episode of a group, all with the same seed."""
-
-    version: ClassVar[str] = ""  # recorded with each episode; raise it when the rules change
-    options: ClassVar[type[PlayOptions]] = PlayOptions  # what `environment.define.NAME.options` may hold
-
-    def __init__(self) -> None:
-        """Start with the default options and limits, and without a model."""
-        self.settings: EpisodeSettings = EpisodeSettings()  # pyright: ignore[reportCallIssue]
-        self.chosen: Any = None  # an instance of ``options``; None: its defaults
-        self._folder = Path()
-        self._context_tokens: int | None = None
-        self._site: _Site | None = None
 
     @abstractmethod
     def play(self, seed: int, row: Row, options: Any) -> Play:
@@ -83,128 +31,12 @@ class TurnEnvironment(Environment):
         Raises ValueError for a row that no play can be made of: the group is dead-lettered with the text.
         """
 
-    def defined(self, name: str, definition: EnvironmentDefinition) -> TurnEnvironment:
-        """Return this environment under another name, with options and limits; raises ConfigError for wrong options."""
+    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
+        """Play one episode; raises EngineError, or RowUnfit."""
+        session = EpisodeSession(begun.name, site.model, sampler, begun.task.sampling, self.limits())
         try:
-            chosen = self.options.model_validate(definition.options)
-        except ValidationError as err:
-            problems = (f"{'.'.join(map(str, one['loc'])) or 'options'}: {one['msg']}" for one in err.errors())
-            raise ConfigError(
-                f"environment.define.{name}.options: {'; '.join(problems)}; {self.name} has "
-                f"{', '.join(self.options.model_fields) or 'no options'}"
-            ) from None
-        ANSWER_FORMATS.find(definition.answer_format)
-        other = copy.copy(self)
-        other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has its own)
-        other.settings, other.chosen = definition, chosen
-        return other
-
-    def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is; its tokenizer and chat template are read with the first task, which may never come."""
-        self._folder, self._context_tokens, self._site = folder, context_tokens, None
-
-    async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Episode] | TaskRefused]:
-        """Return the episodes of each task, or why it has too few; raises EngineError."""
-        try:
-            site = self._site = self._site or await asyncio.to_thread(self._prepare)
-        except PenstockError as err:  # the model has no chat template, or none that can be used
-            return [TaskRefused(_FAILED, f"{task.group_id}: {self.name}: {err}") for task in tasks]
-        try:
-            async with asyncio.TaskGroup() as playing:
-                groups = [playing.create_task(self._group(site, task, sampler)) for task in tasks]
-        except* EngineError as failures:
-            raise _first(failures) from None
-        return [group.result() for group in groups]
-
-    def _prepare(self) -> _Site:
-        tokenizer = ChatTokenizer.read(self._folder)
-        planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), self.settings.thinking)
-        model = AgentModel(planner, ANSWER_FORMATS.find(self.settings.answer_format).value, self._context_tokens)
-        executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"environment-{self.name}")
-        return _Site(model, asyncio.Semaphore(self.settings.max_running), executor)
-
-    async def _group(self, site: _Site, task: Task, sampler: Sampler) -> list[Episode] | TaskRefused:
-        async with asyncio.TaskGroup() as playing:
-            numbers = range(task.group_size)
-            attempts = [playing.create_task(self._episode(site, task, index, sampler)) for index in numbers]
-        found = [attempt.result() for attempt in attempts]
-        episodes = [one.episode for one in found if one.episode is not None]
-        needed = task.group_size if task.min_episodes is None else task.min_episodes
-        if len(episodes) >= max(needed, 1):
-            return episodes
-        problems = dict.fromkeys(one.problem for one in found if one.episode is None)
-        return TaskRefused(
-            _FAILED,
-            f"{task.group_id}: {len(episodes)} of {task.group_size} episodes of {self.name} could be played, {needed} are needed; "
-            f"in each of {self.settings.attempts} attempts: {'; '.join(problems)}",
-        )
-
-    async def _episode(self, site: _Site, task: Task, index: int, sampler: Sampler) -> _Attempted:
-        seed, problem = group_seed(task), ""
-        for attempt in range(self.settings.attempts):
-            async with site.running:
-                name = f"{task.group_id}.{index}"
-                session = EpisodeSession(name, site.model, sampler, task.sampling, self._limits())
-                try:
-                    play = self.play(seed, Row.of(task), self.chosen or self.options())
-                except Exception as err:  # noqa: BLE001 - an author's code, which gets rows of any kind
-                    return _Attempted(None, f"no play for this row: {type(err).__name__}: {err}")
-                played = await play_episode(session, play, self.settings, site.executor)
-                episode = self._record(task, index, attempt, seed, session, played)
-            if episode is not None:
-                return _Attempted(episode, "")
-            problem = f"{played.status}: {played.problem}"
-            log.warning("episode begun again", episode=session.id, attempt=attempt, problem=problem)
-        return _Attempted(None, problem)
-
-    def _limits(self) -> EpisodeLimits:
-        deadline_s = self.settings.episode_deadline_s
-        return EpisodeLimits(max_turns=self.settings.max_turns, answer_deadline_s=deadline_s)  # pyright: ignore[reportCallIssue]
-
-    def _record(
-        self, task: Task, index: int, attempt: int, seed: int, session: EpisodeSession, played: Played
-    ) -> Episode | None:
-        """End the session and return its episode; None if it is not one to train on."""
-        made = session.end()
-        if played.status in ("failed", "expired") or played.time_spent_by == "tools" or not made.rows:
-            return None
-        numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)
-        rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
-        return Episode(
-            episode_id=session.id,
-            group_id=task.group_id,
-            index=index,
-            environment=self.name,
-            environment_version=self.version,
-            seed=seed,
-            status=played.status,
-            rows=tuple(rows),
-            attempt=attempt,
-            time_spent_by=played.time_spent_by,
-            reward=float(sum(played.rewards.values())),
-            reward_parts=tuple(sorted(played.parts.items())),
-            messages=messages_json(session.messages),
-            counts=counts_of(session.counts, made),
-        )
-
-
-def group_seed(task: Task) -> int:
-    """Return the seed of a task's episodes: equal in the group, and in every attempt at it; 63 bits."""
-    digest = hashlib.sha256(f"{task.split}\0{task.group_id}".encode()).digest()
-    return int.from_bytes(digest[:8]) >> 1
-
-
-def _with_rewards(row: EpisodeRow, numbers: Sequence[int], played: Played) -> EpisodeRow:
-    turns = tuple(
-        turn._replace(
-            reward=float(played.rewards.get(numbers[turn.number], 0.0)),
-            state=played.states.get(numbers[turn.number], ""),
-        )
-        for turn in row.turns
-    )
-    return replace(row, turns=turns)
-
-
-def _first(failures: BaseExceptionGroup[EngineError]) -> EngineError:
-    one = failures.exceptions[0]
-    return _first(one) if isinstance(one, BaseExceptionGroup) else one
+            play = self.play(begun.seed, Row.of(begun.task), self.chosen or self.options())
+        except Exception as err:  # noqa: BLE001 - an author's code, which gets rows of any kind
+            raise RowUnfit(f"{type(err).__name__}: {err}") from None
+        played = await play_episode(session, play, self.settings, site.executor)
+        return Attempt(session, session.end(), played)

@@ -59,6 +59,11 @@ class PackGenerator:
         for environment in self._environments.values():
             environment.use_model(folder, self.limits.context_tokens)
 
+    async def close(self) -> None:
+        """Close the environments."""
+        for environment in self._environments.values():
+            await environment.close()
+
     async def generate(self, received: ReceivedPack) -> list[Group]:
         """Return the groups of a pack, without those whose tasks were refused.
 

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from penstock.rollout_service.engines.engine_kind import ServerLaunch as ServerLaunch
     from penstock.rollout_service.environments.environment import Environment as Environment
     from penstock.rollout_service.environments.environment import Sampler as Sampler
+    from penstock.rollout_service.environments.episode_environment import PlayOptions as PlayOptions
     from penstock.rollout_service.environments.play import Play as Play
     from penstock.rollout_service.environments.play import Reply as Reply
     from penstock.rollout_service.environments.play import Row as Row
     from penstock.rollout_service.environments.play import done as done
     from penstock.rollout_service.environments.play import say as say
-    from penstock.rollout_service.environments.turn_environment import PlayOptions as PlayOptions
     from penstock.rollout_service.environments.turn_environment import TurnEnvironment as TurnEnvironment
     from penstock.rollout_service.proxy.messages import Message as Message
     from penstock.rollout_service.proxy.messages import ToolCall as ToolCall
@@ -100,7 +100,7 @@ _MODULES = {
     "Outcomes": "penstock.trainer.algorithm.estimators.interface",
     "PenstockError": "penstock.protocol.errors",
     "Play": "penstock.rollout_service.environments.play",
-    "PlayOptions": "penstock.rollout_service.environments.turn_environment",
+    "PlayOptions": "penstock.rollout_service.environments.episode_environment",
     "Registry": "penstock.protocol.extensions",
     "Reply": "penstock.rollout_service.environments.play",
     "Row": "penstock.rollout_service.environments.play",

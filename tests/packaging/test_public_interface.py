@@ -147,6 +147,7 @@ INTERFACE: dict[str, list[str]] = {
     ],
     "Environment": [
         "class(ABC) ()",
+        "close(self) -> 'None'",
         "defined(self, name: 'str', definition: 'EnvironmentDefinition') -> 'Environment'",
         "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode] | TaskRefused]'",
         "use_model(self, folder: 'Path', context_tokens: 'int | None') -> 'None'",
@@ -380,8 +381,11 @@ INTERFACE: dict[str, list[str]] = {
         "version_runs",
     ],
     "TurnEnvironment": [
-        "class(Environment) () -> 'None'",
-        "defined(self, name: 'str', definition: 'EnvironmentDefinition') -> 'TurnEnvironment'",
+        "class(EpisodeEnvironment) () -> 'None'",
+        "attempt(self, site: 'Site', begun: 'Begun', sampler: 'Sampler') -> 'Attempt'",
+        "close(self) -> 'None'",
+        "defined(self, name: 'str', definition: 'EnvironmentDefinition') -> 'Self'",
+        "limits(self) -> 'EpisodeLimits'",
         "options",
         "play(self, seed: 'int', row: 'Row', options: 'Any') -> 'Play'",
         "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'list[list[Episode] | TaskRefused]'",

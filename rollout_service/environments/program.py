@@ -1,0 +1,224 @@
+"""`program`: a program that somebody else wrote, run once for each episode against a URL of the token-exact proxy.
+
+| how it ends                                                       | status      | what becomes of it             |
+|-------------------------------------------------------------------|-------------|--------------------------------|
+| exit status 0                                                     | `done`      | trained                        |
+| the turns, the model's context or the record were used up         | `truncated` | trained                        |
+| the time is used up, most of it by the policy                     | `timeout`   | trained                        |
+| the time is used up, most of it by the program                    | `timeout`   | begun again with the same seed |
+| another exit status, no request, no result where one is needed    | `failed`    | begun again with the same seed |
+| its tokens are of versions too far apart                          | `expired`   | begun again with the same seed |
+
+A program that ends with an error after the engine failed did not fail itself: the pack is requeued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+from pydantic import Field
+
+from penstock.protocol.facts import Sampling
+from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.environments import program_process
+from penstock.rollout_service.environments.environment import Sampler
+from penstock.rollout_service.environments.episode_environment import (
+    Attempt,
+    Begun,
+    EpisodeEnvironment,
+    PlayOptions,
+    RowUnfit,
+    Site,
+)
+from penstock.rollout_service.environments.play import Row
+from penstock.rollout_service.environments.program_outcome import MAX_RESULT_BYTES, outcome
+from penstock.rollout_service.proxy.proxy import AgentProxy, path
+from penstock.rollout_service.proxy.server import serving
+
+log = structlog.get_logger("rollout.program")
+
+_ALWAYS_PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ")  # others of the worker hold its logins
+
+
+class ProgramOptions(PlayOptions):
+    """What is run, and how."""
+
+    command: list[str] = Field(min_length=1, description="Program and arguments; no shell reads them.")
+    folder: str = Field(".", description="Where it starts, relative to the worker's working folder.")
+    variables: dict[str, str] = Field(default_factory=dict, description="Its environment variables.")
+    pass_variables: list[str] = Field(
+        default_factory=list, description="Variables of the worker that it gets too; without them PATH, HOME and LANG."
+    )
+    version: str = Field(
+        "", max_length=200, description="Recorded with each episode; raise it when the program changes."
+    )
+
+
+class Program(EpisodeEnvironment):
+    """The environment ``program``."""
+
+    name = "program"
+    options = ProgramOptions
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is; the proxy is served from the first task on."""
+        super().use_model(folder, context_tokens)
+        self.version = self.chosen.version if self.chosen else ""  # pyright: ignore[reportAttributeAccessIssue]
+        self._served = _ServedProxy(AgentProxy(self.limits()))
+
+    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
+        """Run the program once; raises EngineError, or RowUnfit."""
+        if self.chosen is None:
+            raise RowUnfit(
+                'program needs a command: write [environment.define.NAME] with type = "program" and name that'
+            )
+        try:
+            Row.of(begun.task)
+        except ValueError as err:
+            raise RowUnfit(str(err)) from None
+        url = await self._served.url()
+        timed, proxy = _TimedSampler(sampler), self._served.proxy
+        session = proxy.begin(begun.name, site.model, timed, begun.task.sampling)
+        loop = asyncio.get_running_loop()
+        folder = await loop.run_in_executor(site.executor, _write_task, begun)
+        started = time.monotonic()
+        try:
+            ended = await program_process.run(
+                self.chosen.command,
+                Path(self.chosen.folder),
+                self._variables(begun, folder, url + path(session)),
+                self.settings.episode_deadline_s,
+            )
+            policy_s = timed.seconds()
+        finally:
+            made = proxy.end(session)
+            result = _result_bytes(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        trained = [span.turn for row in made.rows for span in row.spans if span.is_trained]
+        played = outcome(
+            ended,
+            result,
+            session,
+            last_turn=max(trained, default=None),
+            needs_result=begun.task.reward.name == "environment",
+            seconds=(policy_s, time.monotonic() - started - policy_s),
+        )
+        return Attempt(session, made, played)
+
+    async def close(self) -> None:
+        """End the proxy's server."""
+        await self._served.close()
+
+    def _prepare(self) -> Site:
+        killed, deleted = program_process.sweep(Path(tempfile.gettempdir()))
+        if killed or deleted:
+            log.warning("programs of a worker that is gone", processes_killed=killed, folders_deleted=deleted)
+        return super()._prepare()
+
+    def _variables(self, begun: Begun, folder: Path, url: str) -> dict[str, str]:
+        passed = {
+            name: os.environ[name] for name in (*_ALWAYS_PASSED, *self.chosen.pass_variables) if name in os.environ
+        }
+        return {
+            **passed,
+            **self.chosen.variables,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": "any",
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": "any",
+            "TMPDIR": str(folder),
+            "PENSTOCK_TASK": str(folder / "task.json"),
+            "PENSTOCK_RESULT": str(folder / "result.json"),
+            "PENSTOCK_SEED": str(begun.seed),
+            "PENSTOCK_DEADLINE": f"{time.time() + self.settings.episode_deadline_s:.3f}",
+            program_process.MARK: program_process.mark(),
+        }
+
+
+class _ServedProxy:
+    """A proxy whose server is started once, with the first episode."""
+
+    def __init__(self, proxy: AgentProxy) -> None:
+        self.proxy = proxy
+        self._running = contextlib.AsyncExitStack()
+        self._starting = asyncio.Lock()
+        self._url = ""
+
+    async def url(self) -> str:
+        """Return the server's URL."""
+        async with self._starting:
+            self._url = self._url or await self._running.enter_async_context(serving(self.proxy))
+        return self._url
+
+    async def close(self) -> None:
+        """End the server, if it was started."""
+        await self._running.aclose()
+
+
+class _TimedSampler:
+    """A sampler that counts the seconds in which at least one of its requests runs."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._running = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
+        """Sample as the sampler does."""
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            return await self._sampler.generate(prompts, sampling, n)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._seconds += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
+
+
+def _write_task(begun: Begun) -> Path:
+    """Make the episode's folder, which only this user may enter, and write its task; return the folder."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
+    task = begun.task
+    (folder / "task.json").write_text(
+        json.dumps(
+            {
+                "messages": json.loads(task.messages or "[]"),
+                "ground_truth": None if task.reward.ground_truth is None else json.loads(task.reward.ground_truth),
+                "extra_info": json.loads(task.reward.extra_info),
+                "data_source": task.reward.data_source,
+                "seed": begun.seed,
+                "episode": begun.name,
+                "attempt": begun.attempt,
+            }
+        )
+    )
+    return folder
+
+
+def _result_bytes(folder: Path) -> bytes | None:
+    """Return the beginning of the result file; None if there is no regular file."""
+    try:
+        opened = os.open(folder / "result.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(opened, "rb") as file:
+        return file.read(MAX_RESULT_BYTES + 1) if stat.S_ISREG(os.fstat(opened).st_mode) else None
+
+
+PROGRAM = Program()

@@ -1,0 +1,149 @@
+"""Run one program of an episode in a process group of its own, and end all of the group; find those of workers that are gone.
+
+The kernel kills the program when its worker dies (`engines/parent_death.py`). What the program itself had started then, or what had
+left its process group, carries the worker's mark in its environment variables, as the folders do in their names: the next worker on
+the machine ends and deletes both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.rollout_service.engines import parent_death
+
+MARK = "PENSTOCK_PROGRAM_OF"  # the variable that names the worker of a program
+PREFIX = "penstock-program-"  # of the folders of episodes; the worker's mark follows
+_KEPT_BYTES = 4096  # the end of what a program prints
+_READ_BYTES = 65_536
+_REAP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended."""
+
+    status: int | None  # its exit status, negative: the signal that killed it; None: it ran into its deadline
+    output: str  # the end of what it printed
+
+
+async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str], deadline_s: float) -> Ended:
+    """Run a command to its end, or for ``deadline_s``; kill what is left of its process group, whatever happens."""
+    words = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *command]
+    output = _Output()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output.write_end,
+            stderr=output.write_end,
+            cwd=folder,
+            env=dict(variables),
+            start_new_session=True,
+        )
+        try:
+            status = await _status(process, deadline_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REAP_S):
+                    await process.wait()
+    except OSError as err:
+        return Ended(127, f"cannot start it in {folder}: {err}")
+    finally:
+        output.close()
+    return Ended(status, output.text())
+
+
+async def _status(process: asyncio.subprocess.Process, deadline_s: float) -> int | None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await process.wait()
+    except TimeoutError:
+        return None
+
+
+class _Output:
+    """A pipe whose last bytes are kept; the program is never stopped by a full one."""
+
+    def __init__(self) -> None:
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._kept = b""
+        asyncio.get_running_loop().add_reader(self._read_end, self._read)
+
+    def close(self) -> None:
+        """Read what is left, and give the pipe up."""
+        os.close(self.write_end)
+        while self._read():
+            pass
+        asyncio.get_running_loop().remove_reader(self._read_end)
+        os.close(self._read_end)
+
+    def text(self) -> str:
+        """Return the end of the output."""
+        return self._kept.decode("utf-8", "replace").strip()
+
+    def _read(self) -> bool:
+        try:
+            new = os.read(self._read_end, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        self._kept = (self._kept + new)[-_KEPT_BYTES:]
+        return bool(new)
+
+
+def mark() -> str:
+    """Return this worker's mark: its PID namespace, PID and start time."""
+    return f"{_namespace()}.{os.getpid()}.{_start_time(os.getpid())}"
+
+
+def sweep(parent: Path) -> tuple[int, int]:
+    """Kill programs and delete folders in ``parent`` of workers of this PID namespace that are gone; return how many."""
+    killed = deleted = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        if _is_left(_mark_of(process)) and int(process.name) != os.getpid():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(int(process.name), signal.SIGKILL)
+                killed += 1
+    for folder in parent.glob(f"{PREFIX}*"):
+        if _is_left(folder.name.removeprefix(PREFIX).rpartition("-")[0]) and folder.lstat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+            deleted += 1
+    return killed, deleted
+
+
+def _mark_of(process: Path) -> str:
+    try:
+        variables = (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or it has ended
+        return ""
+    start = f"{MARK}=".encode()
+    return next((one.removeprefix(start).decode("ascii", "replace") for one in variables if one.startswith(start)), "")
+
+
+def _is_left(found: str) -> bool:
+    """Return True for a mark of this PID namespace whose worker does not run any more."""
+    namespace, _, worker = found.partition(".")
+    pid, _, start = worker.partition(".")
+    return namespace == _namespace() and pid.isdecimal() and start.isdecimal() and _start_time(int(pid)) != start
+
+
+def _namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink()).removeprefix("pid:[").removesuffix("]")
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process was started, in clock ticks since boot; empty: there is none. Field 22 of proc_pid_stat(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
