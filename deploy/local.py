@@ -26,7 +26,7 @@ from types import FrameType
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import DeployError, wait_until
-from penstock.deploy.processes.servers import NatsServer, S3Server, Server, port_is_free
+from penstock.deploy.processes.servers import Certificate, NatsServer, S3Server, Server, port_is_free
 from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -48,12 +48,17 @@ class LocalStack:
         s3_port: int = 0,
         max_store_gb: int = 50,
         log_folder: Path | None = None,
+        tls: bool = False,
     ) -> None:
-        """``data`` is created when it does not exist. Port 0: the last one used if it is free, else any free one."""
+        """``tls``: the servers take encrypted connections only, with certificates made in ``data`` at the first start.
+
+        ``data`` is created when it does not exist. Port 0: the last one used if it is free, else any free one.
+        """
         self.data = data.absolute()
         self._log_folder = log_folder or self.data / "logs"
         self._ports = {NatsServer.name: nats_port, S3Server.name: s3_port}
         self._max_store_gb = max_store_gb
+        self._tls = tls
         self._lock_fd: int | None = None
         self._supervisor: Supervisor | None = None
         self._own_supervisor = False
@@ -93,6 +98,7 @@ class LocalStack:
             port=self._port(NatsServer.name),
             max_store_gb=self._max_store_gb,
             keep_open=shared,
+            certificate=self._certificate("nats"),
         )
         self._s3 = S3Server(
             self.data / "objects",
@@ -100,6 +106,7 @@ class LocalStack:
             secret_key=self._stored_secret("s3.secret_key"),
             port=self._port(S3Server.name),
             keep_open=shared,
+            certificate=self._certificate("s3"),
         )
         servers: tuple[Server, ...] = (self._nats, self._s3)
         for server in servers:
@@ -159,6 +166,14 @@ class LocalStack:
             if port_is_free(last):
                 return last
         return 0
+
+    def _certificate(self, service: str) -> Certificate | None:
+        """Return a certificate of the data folder, made or renewed where needed; None without TLS."""
+        if not self._tls:
+            return None
+        from penstock.deploy import certificates  # noqa: PLC0415  its library is of the extra `local`
+
+        return certificates.kept(self.data / "certificates", service)
 
     def _stored_secret(self, name: str) -> str:
         path = self.data / name
@@ -234,12 +249,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--s3-port", type=int, default=0, help="port of S3 (default: the last one used, else a free one)"
     )
     parser.add_argument("--max-store-gb", type=int, default=50, help="disk space that all streams together may reserve")
+    parser.add_argument("--tls", action="store_true", help="take encrypted connections only, with own certificates")
     options = parser.parse_args(arguments)
     logs.configure("local")
     stop_requested = stop_on_signals()
     try:
         with LocalStack(
-            options.data, nats_port=options.nats_port, s3_port=options.s3_port, max_store_gb=options.max_store_gb
+            options.data,
+            nats_port=options.nats_port,
+            s3_port=options.s3_port,
+            max_store_gb=options.max_store_gb,
+            tls=options.tls,
         ) as stack:
             if options.run:
                 with Bus.connect(stack.nats, name="bootstrap") as bus:

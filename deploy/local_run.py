@@ -93,6 +93,7 @@ class LocalRun:
         rule: RestartRule | None = None,
         trainer_overrides: Callable[[int], Sequence[str]] = lambda _: (),
         own_servers: bool | None = None,
+        tls: bool = False,
     ) -> None:
         """Check the settings of all services; start nothing.
 
@@ -104,6 +105,7 @@ class LocalRun:
             rule: When a process that crashes is restarted.
             trainer_overrides: Further overrides for the trainer's n-th session (from 0), called before each start.
             own_servers: Start NATS and S3 for it even if the run file names others; None: unless it names others.
+            tls: These take encrypted connections only.
 
         Raises:
             ConfigError: A service would refuse them; names file and line.
@@ -125,8 +127,14 @@ class LocalRun:
         self.folder = trainer.run.folder.absolute()
         self.nats: NatsSettings = connection.settings.nats
         self.s3: S3Settings = connection.settings.s3
+        self._tls = tls
         self._limits = connection.settings.retention.limits()
         self._own_servers = _own_servers(connection.origins) if own_servers is None else own_servers
+        if tls and not self._own_servers:
+            raise ConfigError(
+                "--tls is for servers that --local starts, and the settings name others: write nats.url = tls://... and "
+                "s3.endpoint = https://..., or leave out --tls"
+            )
         self._choose_reward_port = reward.origins["reward_service.port"] == "default"
         self._input = trainer.data.from_run  # then nothing is generated or scored
         if self._input is not None and reward_files:
@@ -193,7 +201,7 @@ class LocalRun:
             if self._own_servers:
                 if self._input is not None:
                     local_inputs.copy_input(self._input, self.folder)
-                self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs")
+                self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs", tls=self._tls)
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3
             with Bus.connect(self.nats, name="local-run") as bus:

@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE.py",
         help="also serve this reward file as an HTTP endpoint, in a process of its own; repeatable",
     )
+    parser.add_argument(
+        "--tls", action="store_true", help="encrypt the connections to NATS and S3, with own certificates"
+    )
     parser.add_argument("--json", action="store_true", help="print only one JSON object, as the last line of stdout")
     page_process.add_flag(parser)
     options, rest = parser.parse_known_args(arguments)
@@ -74,7 +77,9 @@ def _train(
     """Run until the trainer exits, write the report, and wait a little for the trackers; returns the exit code."""
     try:
         with contextlib.ExitStack() as stack:
-            run = stack.enter_context(LocalRun(rest, num_workers=options.workers, reward_files=options.serve))
+            run = stack.enter_context(
+                LocalRun(rest, num_workers=options.workers, reward_files=options.serve, tls=options.tls)
+            )
             page = stack.enter_context(PageProcess(run.folder, is_wanted=options.page, as_json=options.json))
             if finished := finished_run.notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)

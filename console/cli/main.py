@@ -216,9 +216,23 @@ def up(*arguments: Raw) -> None:
     """Start NATS and an S3 server on this machine and print their settings.
 
     Example:  penstock up --data runs/store
+              penstock up --tls        encrypted connections only
     Then:     paste the printed lines into another terminal, then: penstock train run.toml
     """
     launch.replace_process(launch.module("penstock.deploy.local", *arguments))
+
+
+@app.command(group=SERVE)
+def certs(*arguments: Raw) -> None:
+    """Make a certificate authority in a folder, and certificates for TLS of NATS and S3.
+
+    Needs the extra `local`. A certificate that exists is replaced only with --renew; the authority stays.
+
+    Example:  penstock certs tls --name nats=nats.example.com --name s3=10.0.0.5
+              penstock certs tls --renew
+    Then:     nats.url=tls://nats.example.com:4222 nats.ca_file=tls/ca.pem, s3.endpoint=https://... s3.ca_file=tls/ca.pem
+    """
+    launch.replace_process(launch.module("penstock.deploy.certificates", *arguments))
 
 
 @app.command(group=SERVE)

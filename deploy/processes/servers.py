@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.deploy.processes.child import Child, DeployError, wait_until
@@ -35,6 +36,15 @@ def find_program(name: str) -> str:
     if found is None:
         raise DeployError(f"no program {name}; install it with: pip install 'penstock[local]'")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A server's certificate and private key, and the authority that its clients trust; all PEM files."""
+
+    file: Path
+    key_file: Path
+    ca_file: Path
 
 
 class Server:
@@ -127,18 +137,23 @@ class NatsServer(Server):
         port: int = 0,
         max_store_gb: float = 50,
         keep_open: Sequence[int] = (),
+        certificate: Certificate | None = None,
     ) -> None:
-        """``password`` empty: a new one is made. ``max_store_gb`` bounds what all streams may reserve."""
+        """``password`` empty: a new one is made. ``max_store_gb`` bounds what all streams may reserve. With a certificate: only TLS."""
         super().__init__(store, log, port, keep_open)
         self._user = user
         self._password = password or secrets.token_urlsafe(24)
         self._max_store_gb = max_store_gb
+        self._certificate = certificate
         self._monitor_port = 0
 
     @property
     def settings(self) -> NatsSettings:
         """How to connect."""
-        return NatsSettings(url=f"nats://{HOST}:{self.port}", user=self._user, password=self._password)
+        scheme, ca_file = ("tls", self._certificate.ca_file) if self._certificate else ("nats", None)
+        return NatsSettings(
+            url=f"{scheme}://{HOST}:{self.port}", user=self._user, password=self._password, ca_file=ca_file
+        )
 
     def resize(self, max_store_gb: float) -> None:
         """Set the storage limit from the next start on; what is stored stays, even if it is more."""
@@ -160,9 +175,16 @@ class NatsServer(Server):
             "  max_memory_store: 64MB\n"
             "}\n"
             f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"
+            + self._tls_block()
         )
         command = [find_program("nats-server"), "-c", str(config)]
         return Child(self.name, command, log=self._log, death_signal=signal.SIGTERM, keep_open=self._keep_open)
+
+    def _tls_block(self) -> str:
+        if self._certificate is None:
+            return ""
+        cert, key = (json.dumps(str(path.absolute())) for path in (self._certificate.file, self._certificate.key_file))
+        return f"tls {{ cert_file: {cert}, key_file: {key}, handshake_first: true, timeout: 5 }}\n"
 
     def _ready(self) -> bool:
         ports = self.store / f"nats-server_{self.child.pid}.ports"
@@ -199,17 +221,23 @@ class S3Server(Server):
         secret_key: str = "",
         port: int = 0,
         keep_open: Sequence[int] = (),
+        certificate: Certificate | None = None,
     ) -> None:
-        """``secret_key`` empty: a new one is made."""
+        """``secret_key`` empty: a new one is made. With a certificate: only TLS."""
         super().__init__(store, log, port, keep_open)
         self._access_key = access_key
         self._secret_key = secret_key or secrets.token_urlsafe(24)
+        self._certificate = certificate
 
     @property
     def settings(self) -> S3Settings:
         """How to connect; the bucket has its default name."""
+        scheme, ca_file = ("https", self._certificate.ca_file) if self._certificate else ("http", None)
         return S3Settings(
-            endpoint=f"http://{HOST}:{self.port}", access_key=self._access_key, secret_key=self._secret_key
+            endpoint=f"{scheme}://{HOST}:{self.port}",
+            access_key=self._access_key,
+            secret_key=self._secret_key,
+            ca_file=ca_file,
         )
 
     def _new_child(self) -> Child:
@@ -223,6 +251,8 @@ class S3Server(Server):
             "--no-checksum",  # else the same at every read and write: half the server's time for a small object
             "--ignore-checksum",  # else once more between its own buffer and the disk
         ]
+        if self._certificate is not None:
+            command += ["--cert", str(self._certificate.file), "--key", str(self._certificate.key_file)]
         environ = {
             **os.environ,
             "RCLONE_CONFIG": os.devnull,  # ignore the user's own configuration
@@ -241,7 +271,7 @@ class S3Server(Server):
         with contextlib.suppress(OSError):
             with self._log.open("rb") as file:
                 file.seek(self._log_offset)
-                found = re.search(rb"Starting s3 server on \[http://[^:]+:(\d+)/", file.read())
+                found = re.search(rb"Starting s3 server on \[https?://[^:]+:(\d+)/", file.read())
             if found:
                 self.port = int(found[1])
                 with socket.create_connection((HOST, self.port), timeout=2.0):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
+
+_TLS = "tls://"
 
 
 class Section(BaseModel):
@@ -56,13 +58,30 @@ class NatsSettings(Section):
     password_file: Path | None = Field(
         default=None, description="File that contains the password, such as a mounted secret."
     )
+    ca_file: Path | None = Field(
+        default=None,
+        description="File of the certificate authorities to trust, for url = tls://...: ca.pem of `penstock certs`; the system's unless given.",
+    )
 
     @field_validator("url")
     @classmethod
     def _no_credentials(cls, value: str) -> str:
         for one in value.split(","):
             _refuse_credentials(one, "nats.user and nats.password_file (or PENSTOCK_NATS__PASSWORD)")
+        if len({one.strip().startswith(_TLS) for one in value.split(",")}) > 1:
+            raise ValueError("either every address is tls://... or none: a password would go unencrypted to the others")
         return value
+
+    @model_validator(mode="after")
+    def _ca_is_used(self) -> NatsSettings:
+        if self.ca_file is not None and not self.is_tls:
+            raise ValueError(f"ca_file is for url = tls://..., got {self.url!r}; write tls:// or leave ca_file out")
+        return self
+
+    @property
+    def is_tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.url.strip().startswith(_TLS)
 
     def secret(self) -> str:
         """Return the password, from ``password_file`` if set; raises ConfigError if it is unreadable."""
@@ -82,6 +101,18 @@ class S3Settings(Section):
     secret_key: str = Field(default="", description="Secret key; prefer secret_key_file.", repr=False)
     secret_key_file: Path | None = Field(default=None, description="File that contains the secret key.")
     region: str = Field(default="us-east-1", description="Region; local servers ignore it.")
+    ca_file: Path | None = Field(
+        default=None,
+        description="File of the certificate authorities to trust, for endpoint = https://...: ca.pem of `penstock certs`; the system's unless given.",
+    )
+
+    @model_validator(mode="after")
+    def _ca_is_used(self) -> S3Settings:
+        if self.ca_file is not None and not self.endpoint.startswith("https://"):
+            raise ValueError(
+                f"ca_file is for endpoint = https://..., got {self.endpoint!r}; write https:// or leave ca_file out"
+            )
+        return self
 
     @field_validator("endpoint")
     @classmethod

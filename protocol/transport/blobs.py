@@ -34,6 +34,7 @@ from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobSt
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.transport.clock_skew import clock_skew
 from penstock.protocol.transport.obstore_fast_path import ObstoreFastPath
+from penstock.protocol.transport.tls import client_context, handshake_problem
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.blobs")
@@ -92,6 +93,7 @@ class Blobs:
                 maxsize=32,
                 timeout=urllib3.Timeout(connect=5, read=read_timeout_s),
                 retries=False,
+                ssl_context=client_context(settings.ca_file, "s3.ca_file") if url.scheme == "https" else None,
             ),
         )
 
@@ -251,6 +253,8 @@ class Blobs:
                     raise final from None
                 problem = f"{err.code}: {apart or err.message}"
             except (InvalidResponseError, ServerError, urllib3.exceptions.HTTPError, OSError) as err:
+                if refused := handshake_problem(err, self._settings.endpoint, "s3.ca_file"):
+                    raise BlobStoreRefused(f"{what}: {refused}") from None
                 problem = f"{type(err).__name__}: {err}"
             if time.monotonic() + pause > deadline:
                 raise BlobStoreUnreachable(
@@ -291,7 +295,12 @@ class Blobs:
                 "s3.access_key and s3.secret_key"
             )
         if 400 <= err.response.status < 500 and code not in _TRANSIENT:
-            return BlobError(f"{what}: {endpoint} refused it: {code}: {err.message}")
+            hint = (
+                "; is it https://? A server that speaks TLS only answers so" if endpoint.startswith("http://") else ""
+            )
+            return BlobError(
+                f"{what}: {endpoint} refused it: {code}: {err.message}{hint if code == 'BadRequest' else ''}"
+            )
         return None
 
 

@@ -22,6 +22,7 @@ from nats.js import JetStreamContext
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable
 from penstock.protocol.transport.pending import LoopThread, Pending
+from penstock.protocol.transport.tls import client_context, handshake_problem
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.bus")
@@ -39,6 +40,8 @@ NO_ANSWER = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.OutboundBufferLimitError,
 )
+_NO_GREETING = (TimeoutError, asyncio.TimeoutError, nats.errors.TimeoutError, nats.errors.Error)
+_CLOSE_S = 0.5
 _MAX_IN_FLIGHT = 64  # requests at a time; more of them make the server slower
 
 
@@ -179,13 +182,20 @@ class Connection:
         options: dict[str, Any] = {}
         if self._settings.user:
             options = {"user": self._settings.user, "password": self._settings.secret()}
+        if self._settings.is_tls:
+            # A client that reads the server's greeting first believes one that says "no TLS", and sends its password.
+            options |= {"tls": client_context(self._settings.ca_file, "nats.ca_file"), "tls_handshake_first": True}
         deadline = time.monotonic() + deadline_s
-        pause = RETRY_S
+        pause, hint = RETRY_S, ""
         while True:
             try:
                 await self._connect_once(options)
                 break
             except Exception as err:  # noqa: BLE001 - the client raises bare OSError, its own errors, and more
+                if problem := handshake_problem(err, self._settings.url, "nats.ca_file"):
+                    raise BusRefused(f"NATS at {problem}") from None
+                if isinstance(err, _NO_GREETING) and not self._settings.is_tls:
+                    hint = "; a server that speaks TLS only sends no greeting: is its URL tls://...?"
                 text = f"{self._last_error} {err}".lower()
                 if "authorization" in text or "authentication" in text:
                     raise BusRefused(
@@ -195,7 +205,7 @@ class Connection:
                 if time.monotonic() + pause > deadline:
                     raise BusUnreachable(
                         f"no NATS server at {self._settings.url} within {deadline_s:.0f} s ({type(err).__name__}: "
-                        f"{err}); is it running? For one machine: penstock up"
+                        f"{err}); is it running? For one machine: penstock up{hint}"
                     ) from None
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_MAX_S)
@@ -221,7 +231,8 @@ class Connection:
                 **options,
             )
         except BaseException:
-            await client.close()
+            with contextlib.suppress(TimeoutError):  # after a refused handshake it would wait without end
+                await asyncio.wait_for(client.close(), _CLOSE_S)
             raise
         client.options.update(allow_reconnect=True, max_reconnect_attempts=-1)  # from now on without limit
         self.client = client

@@ -16,6 +16,7 @@ from obstore.store import S3Store
 
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.facts import BlobRef
+from penstock.protocol.transport.tls import trusted_by_compiled_clients
 
 _MAX_BYTES = 64 * 1024 * 1024  # larger objects are sent in parts by the other client
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -29,23 +30,24 @@ class ObstoreFastPath:
         """Prepare a client; nothing is sent before the first call."""
         self._has_ranges = True
         secret, url = settings.secret(), urlsplit(settings.endpoint)
-        self._store = S3Store(
-            settings.bucket,
-            endpoint=settings.endpoint,
-            region=settings.region,
-            access_key_id=settings.access_key,
-            secret_access_key=secret,
-            skip_signature=not secret,
-            # readers verify a sha256; one more in the signature matters only on an unencrypted network
-            unsigned_payload=url.scheme == "https" or url.hostname in _LOOPBACK,
-            virtual_hosted_style_request=False,
-            client_options={
-                "allow_http": url.scheme == "http",
-                "connect_timeout": "5s",
-                "timeout": f"{timeout_s:.3f}s",
-            },
-            retry_config={"max_retries": 0},  # `blobs` retries
-        )
+        with trusted_by_compiled_clients(settings.ca_file):
+            self._store = S3Store(
+                settings.bucket,
+                endpoint=settings.endpoint,
+                region=settings.region,
+                access_key_id=settings.access_key,
+                secret_access_key=secret,
+                skip_signature=not secret,
+                # readers verify a sha256; one more in the signature matters only on an unencrypted network
+                unsigned_payload=url.scheme == "https" or url.hostname in _LOOPBACK,
+                virtual_hosted_style_request=False,
+                client_options={
+                    "allow_http": url.scheme == "http",
+                    "connect_timeout": "5s",
+                    "timeout": f"{timeout_s:.3f}s",
+                },
+                retry_config={"max_retries": 0},  # `blobs` retries
+            )
 
     def put(self, key: str, data: bytes) -> bool:
         """Store an object; return False unless the server confirmed it."""

@@ -1,0 +1,85 @@
+"""Whom a client trusts when it speaks TLS, and what a failed handshake says to do.
+
+A ``ca_file`` names the certificates of the only authorities that are trusted; without one, those of the system are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.protocol.errors import ConfigError
+
+_ENVIRONMENT = threading.Lock()
+_CA_VARIABLE = "SSL_CERT_FILE"
+# What OpenSSL says of a server that does not speak TLS at all.
+_PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
+
+
+def client_context(ca_file: Path | None, key: str) -> ssl.SSLContext:
+    """Return the context of a client that verifies certificate and name; raises ConfigError that names setting ``key``."""
+    try:
+        return ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+    except ssl.SSLError:
+        raise ConfigError(
+            f"{key} = {ca_file}: no certificates in PEM form in it; name the ca.pem of penstock certs"
+        ) from None
+    except OSError as err:
+        raise ConfigError(f"{key} = {ca_file}: not readable ({err.strerror})") from None
+
+
+@contextlib.contextmanager
+def trusted_by_compiled_clients(ca_file: Path | None) -> Iterator[None]:
+    """Make a compiled client that is created in the block trust ``ca_file`` only; it takes no such option itself."""
+    if ca_file is None:
+        yield
+        return
+    with _ENVIRONMENT:  # the variable belongs to the process
+        before = os.environ.get(_CA_VARIABLE)
+        os.environ[_CA_VARIABLE] = str(ca_file)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_CA_VARIABLE]
+            else:
+                os.environ[_CA_VARIABLE] = before
+
+
+def handshake_problem(err: BaseException, url: str, key: str) -> str:
+    """Return what is wrong when ``err`` is, or was caused by, a refused handshake, with a fix; else "".
+
+    ``key`` is the setting that names the CA, such as ``nats.ca_file``.
+    """
+    found = _ssl_error(err)
+    if isinstance(found, ssl.SSLCertVerificationError):
+        reason = found.verify_message or str(found)
+        if found.verify_code == 10:
+            fix = "renew the server's certificate: penstock certs FOLDER --renew, and restart the server"
+        elif found.verify_code in (62, 64):
+            fix = "connect by a name of the certificate, or make one with this name: penstock certs FOLDER --name"
+        else:
+            fix = f"set {key} to the ca.pem that signed the server's certificate"
+        return f"{url}: the server's certificate is refused: {reason}; {fix}"
+    if found is not None and (found.reason or "") in _PLAIN:
+        return f"{url}: the server does not speak TLS; correct the URL's scheme, or start the server with a certificate"
+    return ""
+
+
+def _ssl_error(err: BaseException | None) -> ssl.SSLError | None:
+    """Return the SSLError among an exception, its ``reason`` (of urllib3), its arguments and its causes."""
+    seen: set[int] = set()
+    waiting: list[object] = [err]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, BaseException) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, ssl.SSLError):
+            return one
+        waiting += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
+    return None
