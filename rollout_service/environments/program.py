@@ -70,6 +70,11 @@ class Program(EpisodeEnvironment):
     name = "program"
     options = ProgramOptions
 
+    def __init__(self) -> None:
+        """Start without a model, and so without a proxy."""
+        super().__init__()
+        self._served: _ServedProxy | None = None
+
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         """Note where the model is; the proxy is served from the first task on."""
         super().use_model(folder, context_tokens)
@@ -78,7 +83,8 @@ class Program(EpisodeEnvironment):
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         """Run the program once; raises EngineError, or RowUnfit."""
-        if self.chosen is None:
+        served = self._served
+        if self.chosen is None or served is None:
             raise RowUnfit(
                 'program needs a command: write [environment.define.NAME] with type = "program" and name that'
             )
@@ -86,8 +92,8 @@ class Program(EpisodeEnvironment):
             Row.of(begun.task)
         except ValueError as err:
             raise RowUnfit(str(err)) from None
-        url = await self._served.url()
-        timed, proxy = _TimedSampler(sampler), self._served.proxy
+        url = await served.url()
+        timed, proxy = _TimedSampler(sampler), served.proxy
         session = proxy.begin(begun.name, site.model, timed, begun.task.sampling)
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(site.executor, _write_task, begun)
@@ -116,8 +122,9 @@ class Program(EpisodeEnvironment):
         return Attempt(session, made, played)
 
     async def close(self) -> None:
-        """End the proxy's server."""
-        await self._served.close()
+        """End the proxy's server; there is none in a worker that is stopped before its first weights."""
+        if self._served is not None:
+            await self._served.close()
 
     def _prepare(self) -> Site:
         killed, deleted = program_process.sweep(Path(tempfile.gettempdir()))

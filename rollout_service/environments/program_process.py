@@ -115,9 +115,11 @@ def sweep(parent: Path) -> tuple[int, int]:
                 os.kill(int(process.name), signal.SIGKILL)
                 killed += 1
     for folder in parent.glob(f"{PREFIX}*"):
-        if _is_left(folder.name.removeprefix(PREFIX).rpartition("-")[0]) and folder.lstat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
-            deleted += 1
+        if _is_left(folder.name.removeprefix(PREFIX).rpartition("-")[0]):
+            with contextlib.suppress(FileNotFoundError):  # another worker deletes it too
+                if folder.lstat().st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    deleted += 1
     return killed, deleted
 
 

@@ -187,6 +187,10 @@ def test_a_failure_of_the_engine_requeues_the_pack(model: Path) -> None:
         run(model, python(_ASKED), engine=Failing)
 
 
+def test_a_worker_that_never_had_a_model_closes_it() -> None:
+    asyncio.run(load_environments(())["program"].close())
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="comand: Extra inputs"):
         load_environments(
