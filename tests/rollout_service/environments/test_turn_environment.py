@@ -199,10 +199,10 @@ def test_time_is_booked_to_who_spent_it(model: Path) -> None:
     assert "timeout: not over after 0.1 s" in str(found)
 
     async def slowly() -> None:
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(0.6)
 
     engine = Engine(ChatTokenizer.read(model), script=["a<|im_end|>"] * 9, before=slowly)
-    quick = playing(model, Script(lambda: say("on", 0.5)), episode_deadline_s=0.2)
+    quick = playing(model, Script(lambda: say("on", 0.5)), episode_deadline_s=1.5)
     (group,) = asyncio.run(quick.rollout([task_of(size=1)], engine))
     assert not isinstance(group, TaskRefused)
     (episode,) = group
