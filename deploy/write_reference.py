@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from penstock.console.tools import reference
-from penstock.deploy import bootstrap, local, quickstart, train_attached, train_local
+from penstock.deploy import bootstrap, certificates, local, quickstart, train_attached, train_local
 from penstock.deploy.config_import import __main__ as config_import
 from penstock.deploy.config_show import SERVICES
 from penstock.deploy.plan import __main__ as plan
@@ -47,6 +47,7 @@ _PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "train --local": train_local.main,
     "up": local.main,
     "bootstrap": bootstrap.main,
+    "certs": certificates.main,
     "data check": data_check.main,
     "config import": config_import.main,
     "plan": plan.main,

@@ -121,7 +121,7 @@ def test_a_run_is_resumed_on_as_many_ranks_as_wrote_its_checkpoint(tmp_path: Pat
     (tmp_path / "r" / "checkpoints" / "step00000006.e1.partial").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"step00000004 was written by 2 rank\(s\), and trainer\.num_ranks = 1.*Resume with trainer\.num_ranks=2, or .*"
+        match=r"step00000004 was written by 2 rank\(s\), and trainer\.num_ranks = 1.*Resume with trainer\.num_ranks=2 until its next checkpoint, or .*"
         r"penstock weights export r ",
     ):
         check_inputs(one)
