@@ -94,7 +94,7 @@ RENAMED: dict[str, str] = {
     "grouping": 'algorithm.reward_norm (state is "group", batch is "batch", inductive is "source")',
     "importance_sampling": 'algorithm.loss ("seq" is gspo, "token" is ppo_clip)',
     "logging_dir": "run.dir",
-    "max_actions_per_traj": "max_turns of [environment.define.NAME], see docs/environments.md",
+    "max_actions_per_traj": "environment.define.NAME.max_turns, see docs/environments.md",
     "max_len_mask": "algorithm.mask_truncated",
     "max_tokens_per_step": "rollout.max_new_tokens",
     "method": 'algorithm.reward_norm and algorithm.asym_clip (identity is reward_norm = "none")',
