@@ -1,6 +1,6 @@
 """`penstock model card`: a model card in Markdown, with what the run itself knows; pure but for reading the run's folder.
 
-The licence is the user's to name: the field is left empty, with a comment.
+The licence is the user's to name: a comment stands in its place.
 """
 
 from __future__ import annotations
@@ -61,10 +61,13 @@ def _config(run_folder: Path) -> dict[str, Any]:
 def _front_matter(settings: Mapping[str, Any]) -> str:
     path = str((settings.get("model") or {}).get("path", ""))
     is_id = _HUB_ID.fullmatch(path) is not None
-    base = json.dumps(path) if is_id else f" # to be filled in; trained from {_public(path)}"
+    base = (
+        f"base_model: {json.dumps(path)}" if is_id else f"# base_model: to be filled in; trained from {_public(path)}"
+    )
+    # Comments where the user is to write: the hub refuses a card whose license is there and is none that it knows.
     return (
-        "---\nlicense:  # to be filled in\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        f"base_model: {base}\ntags:\n- penstock\n- reinforcement-learning\n---"
+        "---\n# license: to be filled in\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        f"{base}\ntags:\n- penstock\n- reinforcement-learning\n---"
     )
 
 

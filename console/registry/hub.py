@@ -69,6 +69,8 @@ def _failures(repo: str, what: str) -> Iterator[None]:
     except PenstockError:
         raise
     except Exception as err:  # noqa: BLE001 - of the library, of its HTTP client, or of the file system
+        while isinstance(err.__cause__, Exception):  # the library wraps the failure of one file
+            err = err.__cause__
         status = getattr(getattr(err, "response", None), "status_code", None)
         reason = f"{type(err).__name__}: {' '.join(str(err).split())[:300]}"
         if status in {401, 403}:

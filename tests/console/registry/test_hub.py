@@ -1,69 +1,33 @@
-"""Models and the Hugging Face hub: a hub that cannot be reached, or refuses, is an error with the reason; nothing is left half done."""
+"""Models and the Hugging Face hub: what was pushed is pulled again; a hub that cannot be reached, or refuses, is an error with the reason."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from tests.console.registry.fake_hub import REPO, WRITER, FakeHub, commit_id, serve
 
 from penstock.console.registry import hub
+from penstock.console.registry.exchange import push_model
 from penstock.protocol.errors import ConfigError
 
-COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """The part of the hub's API that a download needs."""
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
-        name = self.path.rpartition("/")[2]
-        if self.path.startswith("/api/models/owner/model/revision/"):
-            body = json.dumps(
-                {"id": "owner/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
-            ).encode()
-        elif self.path.startswith("/api/models/owner/model/tree/"):
-            entries = [{"type": "file", "path": one, "size": len(data), "oid": one} for one, data in FILES.items()]
-            body = json.dumps(entries).encode()
-        elif self.path.startswith("/owner/model/resolve/") and name in FILES:
-            body = FILES[name]
-        else:
-            self.send_response(401)
-            self.end_headers()
-            return
-        self.send_response(200)
-        for key, value in (("X-Repo-Commit", COMMIT), ("ETag", f'"{name}"'), ("Content-Length", str(len(body)))):
-            self.send_header(key, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Stay silent."""
-
-
 @pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a hub on this machine."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    yield url
-    server.shutdown()
-    server.server_close()
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub on this machine, without the storage that only huggingface.co has; nobody is logged in."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    with serve(FakeHub(FILES)) as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        yield found
 
 
 @pytest.fixture
@@ -74,7 +38,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_model_is_downloaded_whole(endpoint: str, tmp_path: Path) -> None:
+def test_a_model_is_downloaded_whole(fake: FakeHub, tmp_path: Path) -> None:
     """The folder has the repository's files and nothing of the library's own."""
     assert hub.pull("owner/model", tmp_path / "copy", revision=None) == tmp_path / "copy"
     assert {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()} == FILES
@@ -82,11 +46,69 @@ def test_a_model_is_downloaded_whole(endpoint: str, tmp_path: Path) -> None:
         hub.pull("owner/model", tmp_path / "copy", revision=None)
 
 
-def test_a_refusal_of_the_hub_names_the_login(endpoint: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Use 'content:DeprecationWarning"
+)  # of httpx, for the library's upload of a large file
+@pytest.mark.parametrize("revision", [None, "v2/candidate"])
+def test_a_model_is_pushed_with_its_card_and_pulled_again(
+    fake: FakeHub,
+    revision: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The real client creates the repository, private, and uploads every byte to the branch; a second push changes what changed."""
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    fake.branches.clear()  # there is no such repository yet
+    folder = tmp_path / "runs" / "r" / "model"
+    folder.mkdir(parents=True)
+    files = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 4096, "tokenizer.json": b"[1]"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (folder.parent / "config.json").write_text(json.dumps({"settings": {"model": {"path": "start"}}}))
+    arguments, branch = [f"run.dir={tmp_path / 'runs'}"], revision or "main"
+    for text in (b"{}", b'{"changed": true}'):
+        (folder / "config.json").write_bytes(text)
+        assert push_model("r", REPO, arguments, {}, private=True, revision=revision) == 0
+        assert f"r: {fake.url}/{REPO}/commit/{commit_id(branch)}" in capsys.readouterr().out
+    hub.pull(REPO, tmp_path / "copy", revision=revision)
+    pulled = {path.name: path.read_bytes() for path in (tmp_path / "copy").iterdir()}
+    assert "# r, final model" in pulled.pop(hub.CARD).decode()
+    assert pulled == {**files, "config.json": b'{"changed": true}'}
+    assert fake.visibility == "private"
+    assert set(fake.commits) == {branch}
+
+
+def test_a_card_of_the_folder_is_kept(fake: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card of the run does not replace what the user wrote."""
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    (model / hub.CARD).write_text("---\nlicense: mit\n---\n# mine\n")
+    hub.push(model, REPO, private=True, revision=None, card="# of the run")
+    assert fake.branches["main"][hub.CARD].endswith(b"# mine\n")
+    assert fake.branches["main"]["model.safetensors"] == FILES["model.safetensors"]
+
+
+def test_a_refusal_of_the_hub_names_the_login(fake: FakeHub, model: Path, tmp_path: Path) -> None:
     """Another person's repository is neither read nor written; no folder is left under the name."""
     with pytest.raises(hub.HubFailed, match=r"other/model was not pulled: .*hf auth login"):
         hub.pull("other/model", tmp_path / "copy", revision=None)
     assert not (tmp_path / "copy").exists()
+    with pytest.raises(hub.HubFailed, match=r"owner/model was not pushed: .*hf auth login"):
+        hub.push(model, REPO, private=True, revision=None, card="# card")
+    assert fake.branches == {"main": FILES}
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")
+def test_a_file_that_the_storage_refuses_is_an_error_with_the_reason(
+    fake: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library wraps it; nothing is committed."""
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    fake.takes_large = False
+    (model / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(hub.HubFailed, match=r"was not pushed: HTTPStatusError: .*403.*hf auth login"):
+        hub.push(model, REPO, private=True, revision=None, card=None)
+    assert fake.branches == {"main": FILES}
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:

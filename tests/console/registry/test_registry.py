@@ -180,7 +180,7 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
     folder.mkdir(parents=True)
     stored_results.write_result(folder, result(4, 0.5))
     text = card.write(home, 4, "f" * 64, scores.of_run(rows, [result(4, 0.5)]))
-    assert text.startswith("---\nlicense:  # to be filled in\n")
+    assert text.startswith("---\n# license: to be filled in\n")
     assert "# r, version 4" in text
     assert f"`{'f' * 64}`" in text
     assert "trainer.lr = 1e-06" in text
@@ -188,7 +188,7 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
     assert "secret" not in text
     assert "someone" not in text
     assert 'model.path = "start"' in text
-    assert "base_model:  # to be filled in; trained from start" in text
+    assert "# base_model: to be filled in; trained from start" in text
     assert "| eval.accuracy | 0.25 | 8 prompts, 4 samples, r ≥ 1 |" in text
     assert "| math | 10 of 10 | 0.500 [0.400, 0.600] | 50.0% [40.0, 60.0] |" in text
     assert "| training reward | 0.01 |" in text
