@@ -87,8 +87,8 @@ class _Issued:
     def promise(self, group_id: str) -> TaskPromise:
         return self._dispatch.promise(group_id)
 
-    def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
-        return self._dispatch.in_last_chance(version)
+    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        return self._dispatch.is_late(version, holds)
 
     def drop(self, drop: Drop) -> None:
         self._dropped[str(drop.reason)] += 1
@@ -197,7 +197,7 @@ class SimulatedRun:
 
     def _train(self) -> None:
         full_batch_wait_s = self._rule.full_batch_wait * self._step_s
-        overtakes = full_batch_wait_s > 0.0 and bool(self._tracker.overtaken(self._version))
+        overtakes = full_batch_wait_s > 0.0 and self._tracker.overtakes(self._version)
         rest_s = self._backoff.rest_s(full_batch_wait_s, overtakes=overtakes, now=self._now)
         if rest_s > 0.0:
             self._after(rest_s, lambda: None)  # check again then

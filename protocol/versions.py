@@ -59,9 +59,12 @@ def is_fresh(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_
     return staleness(trainer_version, oldest_version) <= max_staleness
 
 
-def is_last_chance(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_staleness: int) -> bool:
-    """Return True if a sample may be trained on at ``trainer_version``, but not at the version after it."""
-    return trainer_version - oldest_version == max_staleness
+def last_chance_version(trainer_version: PolicyVersion, max_staleness: int) -> PolicyVersion:
+    """Return the version whose samples may be trained on at ``trainer_version``, but not at the version after it.
+
+    Below 0 near the start of a run: no sample has it.
+    """
+    return PolicyVersion(trainer_version - max_staleness)
 
 
 def is_newer(candidate: PolicyVersion, current: PolicyVersion | None) -> bool:

@@ -44,8 +44,8 @@ class _EveryGroup:
         """Return what the worker's templates are; as the real issuer it has it at hand."""
         return self._promises[GroupKey.parse(group_id).prompt % len(self._promises)]
 
-    def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
-        return ()
+    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        return False
 
     def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
         return not holds(group_id)

@@ -44,16 +44,24 @@ class LengthMix:
 
     def length(self, prompt: str, sample: int) -> int:
         """Return the length of a prompt's completion, which follows from prompt and number alone: every schedule meets the same."""
-        of_prompt = random.Random(f"prompt {prompt}").gauss()  # noqa: S311  a simulation
-        of_sample = random.Random(f"sample {sample} of {prompt}").gauss()  # noqa: S311  a simulation
-        return round(self._tokens(self.spread_of_prompts * of_prompt + self.spread_of_samples * of_sample))
+        return self._length(_normal(f"prompt {prompt}"), prompt, sample)
 
     def group(self, prompt: str, size: int) -> Sequence[int]:
         """Return the lengths of a group's completions."""
-        return [self.length(prompt, sample) for sample in range(size)]
+        of_prompt = _normal(f"prompt {prompt}")
+        return [self._length(of_prompt, prompt, sample) for sample in range(size)]
+
+    def _length(self, of_prompt: float, prompt: str, sample: int) -> int:
+        of_sample = _normal(f"sample {sample} of {prompt}")
+        return round(self._tokens(self.spread_of_prompts * of_prompt + self.spread_of_samples * of_sample))
 
     def _tokens(self, logarithm: float) -> float:
         return min(float(self.longest_tokens), max(1.0, self.median_tokens * math.exp(logarithm)))
+
+
+def _normal(name: str) -> float:
+    """Return a number of the standard normal distribution that follows from ``name`` alone."""
+    return random.Random(name).gauss()  # noqa: S311  a simulation
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,9 @@ class SimulatedIssuer:
         """Return what the task of a group asked for."""
         return self._dispatch.promise(group_id)
 
-    def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
-        """Return the outstanding ids that may be too old for every later step."""
-        return self._dispatch.in_last_chance(version)
+    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        """Return True if a group under way may be too old for every later step."""
+        return self._dispatch.is_late(version, holds)
 
     def drop(self, drop: Drop) -> None:
         """Close a group and queue its prompt again."""
@@ -250,6 +250,7 @@ class SimulatedRun:
         self._version = self._published = PolicyVersion(0)
         self._training = False
         self._last_step_s = 0.0
+        self._wakes_at = 0.0  # when `_collect` is called again, if that is later than now
 
     def run(self) -> Outcome:
         """Train all steps; return what happened."""
@@ -273,10 +274,10 @@ class SimulatedRun:
         if self._training:
             return
         wait_s = self._patience * self._last_step_s
-        overtakes = wait_s > 0.0 and bool(self._tracker.overtaken(self._version))
+        overtakes = wait_s > 0.0 and self._tracker.overtakes(self._version)
         rest_s = self._backoff.rest_s(wait_s, overtakes=overtakes, now=self._now)
         if rest_s > 0.0:
-            self._after(rest_s, self._collect)
+            self._wake(rest_s)
             return
         dropped = self.outcome.dropped.total()
         batch = self._tracker.take(self._version)
@@ -286,6 +287,14 @@ class SimulatedRun:
             return
         self._backoff.record(overtook=overtakes)
         self._train(batch)
+
+    def _wake(self, delay_s: float) -> None:
+        """Collect again after ``delay_s``, unless that is planned for then or earlier: every arrival asks for it."""
+        at = self._now + delay_s
+        if self._now < self._wakes_at <= at:
+            return
+        self._wakes_at = at
+        self._after(delay_s, self._collect)
 
     def _train(self, batch: Sequence[ReadyGroup]) -> None:
         lengths = [count for one in batch for count in one.scored.generated.completion_tokens]
@@ -302,6 +311,7 @@ class SimulatedRun:
     def _stepped(self, step: Step) -> None:
         self._dispatch.settle(step.groups)
         self._tracker.mark_trained(step.groups)
+        self._tracker.forget(self._tracker.settled())
         self._version = next_version(self._version)
         self.outcome.steps.append(step)
         for engine in self._engines:

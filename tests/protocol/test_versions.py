@@ -60,7 +60,7 @@ def test_the_last_chance_is_the_last_version_at_which_a_sample_is_fresh(now: int
     """It is fresh then, and not at the next version."""
     trainer, sampled = PolicyVersion(now + age), PolicyVersion(now)
     fresh = [versions.is_fresh(PolicyVersion(trainer + more), sampled, max_staleness) for more in (0, 1)]
-    assert versions.is_last_chance(trainer, sampled, max_staleness) == (fresh == [True, False])
+    assert (versions.last_chance_version(trainer, max_staleness) == sampled) == (fresh == [True, False])
 
 
 def test_the_newer_version_wins():

@@ -141,7 +141,7 @@ class Collector:
         while not should_stop():
             with self._changed:
                 self._raise_failure()
-                overtakes = overtake_wait_s > 0.0 and bool(self._tracker.overtaken(version))
+                overtakes = overtake_wait_s > 0.0 and self._tracker.overtakes(version)
                 rest_s = self._backoff.rest_s(overtake_wait_s, overtakes=overtakes, now=time.monotonic())
                 if rest_s <= 0.0 and (batch := self._tracker.take(version)):
                     self._backoff.record(overtook=overtakes)

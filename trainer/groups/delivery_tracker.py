@@ -41,8 +41,8 @@ class IssuedGroups(Protocol):
         """Return what the task of a group asked for; raises ValueError for a foreign id."""
         ...
 
-    def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
-        """Return the outstanding ids that may be too old for every step after the one at ``version``."""
+    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        """Return True if a group that ``holds`` is False for may be too old for every step after the one at ``version``."""
         ...
 
     def drop(self, drop: Drop) -> None:
@@ -119,14 +119,12 @@ class DeliveryTracker:
         new = [scored for scored in wanted if not self._batcher.cancel_reuse(scored.generated.group_id)]
         self._close([_drop(scored, reason) for scored in new])
 
-    def overtaken(self, version: PolicyVersion) -> list[str]:
-        """Return the groups under way that may be too old for every batch after one taken at ``version`` now.
+    def overtakes(self, version: PolicyVersion) -> bool:
+        """Return True if a batch taken at ``version`` now would leave behind groups that may be too old for every later one.
 
-        A group whose pack is being read is still under way. Empty while there is no full batch.
+        They are under way, as is a group whose pack is being read. False while there is no full batch.
         """
-        if not self._batcher.is_full(version):
-            return []
-        return [group_id for group_id in self._issued.in_last_chance(version) if not self._batcher.holds(group_id)]
+        return self._batcher.is_full(version) and self._issued.is_late(version, self._batcher.holds)
 
     def take(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the batch to train at ``version``, or nothing while it is not full; drop what is too old."""

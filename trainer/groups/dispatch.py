@@ -16,13 +16,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from penstock.protocol.facts import Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
-from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
+from penstock.protocol.versions import PolicyVersion, admissible_groups, last_chance_version, staleness
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
@@ -383,6 +384,7 @@ class Dispatch:
         self.state = DispatchState(order_id(order, prompts.fingerprint))
         self.issued_before = _NOTHING  # by earlier sessions; set from the run's log
         self._issued: dict[GroupKey, _Issued] = {}  # outstanding groups that this session issued
+        self._late: dict[PolicyVersion, deque[GroupKey]] = {}  # those, by the version they were issued for (`is_late`)
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
@@ -417,25 +419,34 @@ class Dispatch:
             most_outstanding=most_outstanding,
             lag=0 if trainer_version is None else staleness(trainer_version, version),
         )
-        self._forget_closed()
+        self._forget(version if trainer_version is None else trainer_version)
         return [self._issue(pack, version) for pack in packs]
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
         """Return the pack of groups that are issued already: the same ids, and so the same pack id."""
         return self._issue([GroupKey.parse(group_id) for group_id in group_ids], version)
 
-    def in_last_chance(self, trainer_version: PolicyVersion) -> list[str]:
-        """Return the outstanding ids that may be too old for every step after the one at ``trainer_version``.
+    def is_late(self, trainer_version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        """Return True if a group under way may be too old for every step after the one at ``trainer_version``.
 
-        A worker may have sampled such a group with the version it was issued for. Groups that an earlier session issued
-        are not included, since the version they were issued for is not stored.
+        A worker may have sampled such a group with the version it was issued for. Under way is what is outstanding and not
+        held (``holds`` returns True for groups that have arrived). Groups that an earlier session issued are not considered,
+        since the version they were issued for is not stored.
+
+        This is asked on every arrival while a batch is full, so groups of that version that are not under way are forgotten:
+        a held group stays held until it is closed.
         """
-        limit = self._rollout.max_staleness
-        return [
-            str(key)
-            for key, issued in self._issued.items()
-            if is_last_chance(trainer_version, issued.version, limit) and key in self.state.outstanding
-        ]
+        version = last_chance_version(trainer_version, self._rollout.max_staleness)
+        groups = self._late.get(version, ())
+        while groups and not self._is_under_way(groups[0], version, holds):
+            groups.popleft()
+        return bool(groups)
+
+    def _is_under_way(self, key: GroupKey, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        issued = self._issued.get(key)  # for a newer version, if it was packed again
+        return (
+            issued is not None and issued.version == version and key in self.state.outstanding and not holds(str(key))
+        )
 
     def may_arrive(self, group_id: str) -> bool:
         """Return True if a later attempt that an earlier session issued could still be used."""
@@ -491,11 +502,15 @@ class Dispatch:
         tasks = [self._task(key, version) for key in keys]
         promises = [_Issued(version, self._own_promise(key, task)) for key, task in zip(keys, tasks, strict=True)]
         self._issued.update(zip(keys, promises, strict=True))
+        self._late.setdefault(version, deque()).extend(keys)
         return pack_tasks(tasks)
 
-    def _forget_closed(self) -> None:
+    def _forget(self, trainer_version: PolicyVersion) -> None:
+        """Forget the promises of closed groups, and which groups were issued for versions that are too old by now."""
         may_arrive = self.state.outstanding.union(self.state.dead)
         self._issued = {key: issued for key, issued in self._issued.items() if key in may_arrive}
+        oldest = last_chance_version(trainer_version, self._rollout.max_staleness)
+        self._late = {version: groups for version, groups in self._late.items() if version >= oldest}
 
     def _own_promise(self, key: GroupKey, task: Task) -> TaskPromise:
         """Return the promise of a task that this session issues; an earlier one may have issued it with other settings."""

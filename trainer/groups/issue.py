@@ -150,10 +150,10 @@ class Issuer:
         with self._changed:
             return self._dispatch.promise(group_id)
 
-    def in_last_chance(self, version: PolicyVersion) -> list[str]:
-        """Return the outstanding ids that may be too old for every step after the one at ``version``."""
+    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        """Return True if a group that ``holds`` is False for may be too old for every step after the one at ``version``."""
         with self._changed:
-            return self._dispatch.in_last_chance(version)
+            return self._dispatch.is_late(version, holds)
 
     def mark_trained(
         self,

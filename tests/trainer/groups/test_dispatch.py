@@ -566,3 +566,41 @@ def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issue
     ):
         with pytest.raises(PackError, match=reason):
             promise.check_lengths(issued.group_id, lengths, has_baseline=baseline)
+
+
+@given(
+    st.integers(0, 3),
+    st.lists(st.tuples(st.sampled_from(["arrive", "close", "back", "again", "step"]), st.integers(0, 50)), max_size=40),
+)
+@examples(40)
+def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_step(limit, acts):
+    """Whatever arrived, was closed, came back or was packed again: asked as often as it may be, it says what a search of all says."""
+    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
+    rules = rollout(max_staleness=limit)
+    dispatch = Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rules, stop_token_ids=(2,))  # type: ignore[arg-type]
+    issued: dict[str, PolicyVersion] = {}
+    arrived: set[str] = set()
+    version = PolicyVersion(0)
+
+    def note(packs):
+        issued.update((task.group_id, version) for pack in packs for task in pack.tasks)
+
+    note(dispatch.next_packs(version))
+    for act, pick in acts:
+        outstanding = sorted(str(key) for key in dispatch.state.outstanding)
+        chosen = outstanding[pick % len(outstanding)]
+        if act == "arrive":
+            arrived.add(chosen)
+        elif act == "close":
+            dispatch.settle([chosen])
+        elif act == "back":
+            dispatch.send_back([chosen])
+        elif act == "again":
+            note([dispatch.pack_again([chosen], version)])
+        else:
+            version = PolicyVersion(version + 1)
+        if act != "arrive":
+            note(dispatch.next_packs(version))
+        under_way = {str(key) for key in dispatch.state.outstanding} - arrived
+        expected = any(issued[group_id] == version - limit for group_id in under_way)
+        assert dispatch.is_late(version, arrived.__contains__) == expected

@@ -167,9 +167,9 @@ class Issued:
         """Take every group once."""
         return not holds(group_id)
 
-    def in_last_chance(self, version: PolicyVersion) -> list[str]:
-        """None."""
-        return []
+    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+        """None is."""
+        return False
 
     def pause(self, is_paused: bool) -> None:
         """Nothing is issued."""

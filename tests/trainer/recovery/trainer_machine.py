@@ -232,7 +232,7 @@ class TrainerMachine(RuleBasedStateMachine):
     @rule(waits=st.booleans(), announces=st.sampled_from([True, True, False]))
     def train(self, waits=False, announces=True):
         """Make one step if there is a full batch; its weights are announced at once, or later."""
-        if waits and self.tracker.overtaken(self.version):
+        if waits and self.tracker.overtakes(self.version):
             return
         batch = self.tracker.take(self.version)
         if not batch:
