@@ -38,5 +38,8 @@ class TurnEnvironment(EpisodeEnvironment):
             play = self.play(begun.seed, Row.of(begun.task), self.chosen or self.options())
         except Exception as err:  # noqa: BLE001 - an author's code, which gets rows of any kind
             raise RowUnfit(f"{type(err).__name__}: {err}") from None
-        played = await play_episode(session, play, self.settings, site.executor)
-        return Attempt(session, session.end(), played)
+        try:
+            played = await play_episode(session, play, self.settings, site.executor)
+        finally:
+            made = session.end()  # where it is cancelled too: what the engine samples for it is cancelled
+        return Attempt(session, made, played)

@@ -8,8 +8,11 @@ import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
+import structlog
+
 from penstock.protocol.activity import Activity
 from penstock.protocol.episode import Episode
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Task, TaskList, decode
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
@@ -25,6 +28,8 @@ from penstock.rollout_service.retry import retry
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.version_gate import VersionGate
 from penstock.rollout_service.weights.weight_follower import WeightFollower
+
+log = structlog.get_logger("rollout.packs")
 
 
 class PackGenerator:
@@ -120,24 +125,49 @@ class PackGenerator:
     async def _roll_out(
         self, tasks: Sequence[Task], sampler: Sampler
     ) -> tuple[list[Group], list[tuple[Task, TaskRefused]]]:
-        """Return the groups, and the tasks that their environment has no group for."""
+        """Return the groups, and the tasks that their environment has no group for; its environments run side by side.
+
+        Raises EngineError, or PackError, as soon as one of them does: the pack is requeued as a whole, so the others are cancelled.
+        """
         by_environment: dict[str, list[Task]] = {}
         for task in tasks:
             by_environment.setdefault(task.environment, []).append(task)
+        try:
+            async with asyncio.TaskGroup() as rolling:
+                rolled = [
+                    rolling.create_task(self._roll_out_in(self._environments[name], same, sampler))
+                    for name, same in by_environment.items()
+                ]
+        except* PenstockError as failures:
+            engine, _ = failures.split(EngineError)
+            if engine is not None:
+                await self._engine.check_health()
+            raise (engine or failures).exceptions[0] from None
+        done = [one.result() for one in rolled]
+        return [group for groups, _ in done for group in groups], [one for _, refused in done for one in refused]
+
+    async def _roll_out_in(
+        self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
+    ) -> tuple[list[Group], list[tuple[Task, TaskRefused]]]:
+        """Roll out the tasks of one environment; one that raises loses its own tasks, and no others."""
         groups: list[Group] = []
         refused: list[tuple[Task, TaskRefused]] = []
-        for name, same in by_environment.items():
-            try:
-                rolled = await self._with_baselines(self._environments[name], same, sampler)
-                for task, members in zip(same, rolled, strict=True):
-                    if isinstance(members, TaskRefused):
-                        refused.append((task, members))
-                        continue
-                    self._check_origin(task, [row for one in members for row in rows_of(one)])
-                    groups.append(build_group(task, members))
-            except EngineError:
-                await self._engine.check_health()
-                raise
+        try:
+            rolled = await self._with_baselines(environment, tasks, sampler)
+        except TaskRefused as err:
+            return [], [(task, err) for task in tasks]
+        except PenstockError:
+            raise
+        except Exception as err:
+            log.exception("environment failed", environment=environment.name, num_groups=len(tasks))
+            said = TaskRefused("environment_failed", f"{environment.name} raised {type(err).__name__}: {err}")
+            return [], [(task, said) for task in tasks]
+        for task, members in zip(tasks, rolled, strict=True):
+            if isinstance(members, TaskRefused):
+                refused.append((task, members))
+                continue
+            self._check_origin(task, [row for one in members for row in rows_of(one)])
+            groups.append(build_group(task, members))
         return groups, refused
 
     async def _with_baselines(
