@@ -4,7 +4,7 @@ A run file names an extension in one of four ways:
 
 | written                     | is                                                                                 |
 |-----------------------------|------------------------------------------------------------------------------------|
-| ``ppo_clip``                | built in: one file of a package of Penstock                                        |
+| ``ppo_clip``                | built in: one file of a package of Penstock, or of a package in it                 |
 | ``my_pkg.losses:tilted``    | the attribute ``tilted`` of an importable module                                   |
 | ``my_losses.py:tilted``     | the attribute ``tilted`` of a file, relative to the working directory              |
 | ``tilted``                  | an entry point of that name, in the group of its kind (such as ``penstock.losses``) |
@@ -52,8 +52,8 @@ class Registry(Generic[Kind]):
         Args:
             kind: What messages call it, such as ``"loss"``.
             expected: The class of every extension of this kind.
-            package: Package whose modules hold the built-in ones: every instance of ``expected`` at the top level of a
-                module is registered under its attribute ``name``.
+            package: Package whose modules, and those of its packages, hold the built-in ones: every instance of
+                ``expected`` at the top level of a module is registered under its attribute ``name``.
             group: Entry point group of installed packages.
         """
         self.kind = kind
@@ -133,8 +133,8 @@ def source_digest(module: ModuleType) -> str:
 def _modules(package: str) -> Iterator[ModuleType]:
     parent = importlib.import_module(package)
     yield parent
-    for info in pkgutil.iter_modules(parent.__path__):
-        yield importlib.import_module(f"{package}.{info.name}")
+    for info in pkgutil.walk_packages(parent.__path__, f"{package}."):
+        yield importlib.import_module(info.name)
 
 
 def _import(name: str, what: str) -> ModuleType:

@@ -24,6 +24,9 @@ PACKAGE = {
     "__init__": "",
     "square": "from tests.protocol.test_extensions import Shape\nsquare = Shape('square', 4)\n",
     "triangle": "from tests.protocol.test_extensions import Shape\ntriangle = Shape('triangle', 3)\n",
+    "round/__init__": "",
+    "round/small/__init__": "",
+    "round/small/dot": "from tests.protocol.test_extensions import Shape\ndot = Shape('dot', 0)\n",
 }
 
 
@@ -34,6 +37,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     folder = tmp_path / "site" / package
     folder.mkdir(parents=True)
     for name, text in PACKAGE.items():
+        (folder / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.py").write_text(text)
     installed = tmp_path / "site" / "extra_shapes.py"
     installed.write_text("from tests.protocol.test_extensions import Shape\npenta = Shape('pentagon', 5)\n")
@@ -48,8 +52,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
 
 
 def test_every_file_of_the_package_is_found(registry: Registry[Shape]) -> None:
-    """One file is one extension; entry points are listed with them."""
-    assert registry.names() == ("pentagon", "square", "triangle")
+    """One file is one extension, in packages of the package too; entry points are listed with them."""
+    assert registry.names() == ("dot", "pentagon", "square", "triangle")
     assert registry.find("square").value.sides == 4
     assert registry.find("square").digest == ""
 
@@ -88,7 +92,7 @@ def test_a_module_of_the_working_directory_is_found_when_it_is_named(registry: R
     ("name", "expected"),
     [
         ("sqare", "unknown shape 'sqare'; did you mean 'square'?"),
-        ("zzz", "known are pentagon, square, triangle; write your own as module:attribute"),
+        ("zzz", "known are dot, pentagon, square, triangle; write your own as module:attribute"),
         ("no_such_module:x", "shape 'no_such_module:x': importing no_such_module failed: ModuleNotFoundError"),
         ("absent.py:x", "shape 'absent.py:x': no such file"),
         ("extra_shapes:nothing", "has no attribute 'nothing'"),

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from penstock.protocol.errors import ConfigError
-from penstock.rollout_service.environments.arithmetic import evaluate
-from penstock.rollout_service.environments.calculator import CALCULATOR, draw_expression
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
-from penstock.rollout_service.environments.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path
-from penstock.rollout_service.environments.guess_number import GUESS_NUMBER
+from penstock.rollout_service.environments.games.arithmetic import evaluate
+from penstock.rollout_service.environments.games.calculator import CALCULATOR, draw_expression
+from penstock.rollout_service.environments.games.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path
+from penstock.rollout_service.environments.games.guess_number import GUESS_NUMBER
+from penstock.rollout_service.environments.games.sokoban import SOKOBAN, SokobanPlay
+from penstock.rollout_service.environments.games.sokoban_levels import DIRECTIONS, Level, Place, draw_level
 from penstock.rollout_service.environments.play import Play, Reply, Row
-from penstock.rollout_service.environments.sokoban import SOKOBAN, SokobanPlay
-from penstock.rollout_service.environments.sokoban_levels import DIRECTIONS, Level, Place, draw_level
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message, ToolCall
 

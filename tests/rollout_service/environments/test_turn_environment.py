@@ -24,7 +24,7 @@ from penstock.rollout_service.environments.build_trajectory import build_group
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.environments.episode_environment import group_seed
 from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
-from penstock.rollout_service.environments.lookup import LOOKUP, value_of
+from penstock.rollout_service.environments.games.lookup import LOOKUP, value_of
 from penstock.rollout_service.environments.play import Play, Reply, Row, done, say
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.errors import EngineError, TaskRefused

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from penstock.rollout_service.environments.actions import ActionOptions, find_action, malformed, opening
+from penstock.rollout_service.environments.games.actions import ActionOptions, find_action, malformed, opening
 from penstock.rollout_service.environments.play import Play, Reply, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.rollout_service.environments.actions import ActionOptions, find_action, opening
-from penstock.rollout_service.environments.arithmetic import evaluate
+from penstock.rollout_service.environments.games.actions import ActionOptions, find_action, opening
+from penstock.rollout_service.environments.games.arithmetic import evaluate
 from penstock.rollout_service.environments.play import Play, Reply, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message, ToolCall

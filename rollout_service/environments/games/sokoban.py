@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from penstock.rollout_service.environments.actions import ActionOptions, find_action, malformed, opening
+from penstock.rollout_service.environments.games.actions import ActionOptions, find_action, malformed, opening
+from penstock.rollout_service.environments.games.sokoban_levels import DIRECTIONS, Level, Place, draw_level
 from penstock.rollout_service.environments.play import Play, Reply, Row
-from penstock.rollout_service.environments.sokoban_levels import DIRECTIONS, Level, Place, draw_level
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message
 
