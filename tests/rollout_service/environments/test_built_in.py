@@ -15,7 +15,7 @@ from penstock.rollout_service.environments.games.arithmetic import evaluate
 from penstock.rollout_service.environments.games.calculator import CALCULATOR, draw_expression
 from penstock.rollout_service.environments.games.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path
 from penstock.rollout_service.environments.games.guess_number import GUESS_NUMBER
-from penstock.rollout_service.environments.games.sokoban import SOKOBAN, SokobanPlay
+from penstock.rollout_service.environments.games.sokoban import SOKOBAN, SokobanOptions, SokobanPlay
 from penstock.rollout_service.environments.games.sokoban_levels import DIRECTIONS, Level, Place, draw_level
 from penstock.rollout_service.environments.play import Play, Reply, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
@@ -81,8 +81,9 @@ def test_the_rows_prompt_can_be_the_instructions(environment: TurnEnvironment) -
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     """The error names the definition and the option."""
+    definition = EnvironmentDefinition.model_validate({"type": "frozen_lake", "options": options})
     with pytest.raises(ConfigError, match=rf"environment\.define\.lake\.options: .*{message}"):
-        load_environments((), {"lake": EnvironmentDefinition(type="frozen_lake", options=options)})
+        load_environments((), {"lake": definition})
 
 
 def test_every_lake_can_be_crossed() -> None:
@@ -120,7 +121,7 @@ def test_slippery_ice_moves_to_either_side_but_never_back() -> None:
 def test_a_number_is_found_by_bisection() -> None:
     """Every number up to 100 is found in 7 guesses; the state is what the replies leave."""
     for seed in range(50):
-        play, low, high = new(GUESS_NUMBER, seed), 1, 100
+        play, low, high, reply = new(GUESS_NUMBER, seed), 1, 100, Reply()
         for _ in range(7):
             middle = (low + high) // 2
             reply = answer(play, str(middle))
@@ -159,7 +160,7 @@ def test_a_box_is_pushed_and_never_pulled_or_pushed_into_a_wall() -> None:
     level = Level(
         8, floor, frozenset({Place(1, 5), Place(1, 6)}), frozenset({Place(1, 3), Place(1, 5)}), Place(1, 2), ()
     )
-    play = SokobanPlay(level, ROW, SOKOBAN.options())
+    play = SokobanPlay(level, ROW, SokobanOptions.model_validate({}))
     rows = []
     for move in ("left", "right", "right", "right", "down"):
         answer(play, move)
