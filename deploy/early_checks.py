@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.console.tools import checks
 from penstock.protocol.chat_tokenizer import model_context_tokens
 from penstock.protocol.errors import ConfigError
+from penstock.reward_service.registry import definitions
 from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE, REWARDS
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.settings import RolloutSettings
@@ -22,9 +23,10 @@ from penstock.trainer.settings import TrainerSettings
 
 
 def check_inputs(trainer: TrainerSettings) -> None:
-    """Check that model and data exist, and that a resumed run keeps its model and ranks.
+    """Check that rewards, model and data are right, and that a resumed run keeps its model and ranks.
 
-    Raises ConfigError, and UnsupportedModel for a model folder whose files are not usable.
+    Raises ConfigError, also for rewards that are defined wrongly, and UnsupportedModel for a model folder whose files are not
+    usable.
     """
     trainer = resolve_inputs(trainer)
     if not trainer.model.path.exists():
@@ -36,6 +38,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
     elif (trainer.model.path / "config.json").is_file():
         check_folder(trainer.model.path)
     if trainer.data.from_run is None:
+        definitions.check_settings(trainer.reward)
         sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]
         given = [("data.train", trainer.data.train_files), ("data.eval", trainer.data.eval_files), *sources]
         for key, files in given:

@@ -47,6 +47,7 @@ class Fleet:
         ``now`` is the reader's clock: missing heartbeats are timed by it, so the clocks of two machines are never
         compared.
         """
+        is_first = self._polled_at is None  # what is there already has not joined now
         self._skip_unread_time(now)
         incidents: list[Incident] = []
         spans: dict[_Key, Span | None] = {}
@@ -55,7 +56,7 @@ class Fleet:
             history = self._services.get(key)
             if history is None:
                 self._services[key] = ServiceHistory(beat, now, in_window=self._window_open)
-                if self._window_open:
+                if self._window_open and not is_first and beat.role != "trainer":  # it takes the steps: it was there
                     incidents.append(Incident(now, f"{service_name(*key)} joined", "back"))
                 continue
             num_starts, was_alive, was_known = history.num_starts, history.alive, history.is_of_this_session

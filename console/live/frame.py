@@ -149,7 +149,7 @@ def _figures(s: Snapshot) -> list[RenderableType]:
         groups += f", {share(s.no_signal_share)} without signal"
     reward = Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})")
     before, now = figure(s.held_out.before), figure(s.held_out.now)
-    held_out = Text.assemble(f"{before} → ", (now, "bold"), " mean reward" if s.held_out.measure == "reward" else "")
+    held_out = Text.assemble(f"{before} → ", (now, "bold"), " reward" if s.held_out.measure == "reward" else "")
     pairs = [
         ("reward", reward),
         ("held-out", held_out),
@@ -243,6 +243,6 @@ def _state(line: ServiceLine, s: Snapshot) -> tuple[str, str]:
 def _incidents(s: Snapshot, rows: int) -> list[RenderableType]:
     styles = {"lost": "red", "back": "green", "dead_letter": "red", "note": "yellow"}
     return [
-        _line(Text.assemble((f"{clock(one.at - s.started_at)} ", "dim"), (printable(one.text), styles[one.kind])))
+        _line(Text.assemble((f"{clock(s.elapsed_at(one.at))} ", "dim"), (printable(one.text), styles[one.kind])))
         for one in s.incidents[len(s.incidents) - min(rows, _MAX_INCIDENTS, len(s.incidents)) :]
     ]

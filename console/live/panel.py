@@ -76,6 +76,7 @@ class LivePanel:
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
         self._watcher: Watcher | None = None
+        self._has_caught_up = False
         self._problem = ""  # the last one shown
         self._folder = folder
         if folder is not None and (earlier := watched_totals.load(folder)) is not None:
@@ -161,6 +162,9 @@ class LivePanel:
 
     def _fold(self) -> None:
         assert self._watcher is not None
+        if not self._has_caught_up:  # no line or frame shows a state of the run's past as today's
+            self._has_caught_up = True
+            self._watcher.catch_up()
         self._watcher.step()
         self._fold_notes()
 
@@ -185,7 +189,7 @@ class PlainLines:
     """Plain text for logs and pipes: a line every ``every`` steps, one for each evaluation and incident."""
 
     def __init__(self, write: Callable[[str], None], *, every: int, since: float = 0.0) -> None:
-        """Write through ``write``, one line per call; incidents before ``since``, seconds since 1970, are left out."""
+        """Write through ``write``, one line per call; what was before ``since``, seconds since 1970, is left out."""
         self._write = write
         self._since = since
         self._every = every
@@ -203,12 +207,14 @@ class PlainLines:
         num_new = s.num_incidents - self._num_incidents
         for incident in s.incidents[max(len(s.incidents) - num_new, 0) :]:
             if incident.at >= self._since:
-                self._write(f"{clock(incident.at - s.started_at)} {incident.text}")
+                self._write(f"{clock(s.elapsed_at(incident.at))} {incident.text}")
         self._num_incidents = s.num_incidents
         for step, value in s.held_out.points:
             if (step, value) not in self._held_out:
                 self._held_out.add((step, value))
-                self._write(f"{clock(s.elapsed_s)} {s.held_out.name} {value:.3f} after step {step}")
+                at = s.evaluated_at[step]
+                if at >= self._since:
+                    self._write(f"{clock(s.elapsed_at(at))} {s.held_out.name} {value:.3f} after step {step}")
         for one in s.diagnoses:
             if one.key not in self._diagnoses:
                 self._diagnoses.add(one.key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.console.report.measures import HeldOut
@@ -76,6 +77,12 @@ class Incident:
     kind: str = "note"  # "lost", "back", "dead_letter" or "note"
 
 
+def elapsed_at(at: float, started_at: float, pauses: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of a run until ``at``, without the pauses between its sessions (their ends and lengths)."""
+    paused_s = sum(max(min(at, end) - (end - length), 0.0) for end, length in pauses)
+    return max(at - started_at - paused_s, 0.0)
+
+
 _SERVICE_NAMES = {"reward": "reward service", "rollout": "rollout worker"}
 
 
@@ -121,6 +128,12 @@ class Snapshot:
     num_incidents: int  # of the whole run
     disconnected_s: float  # since the connection to NATS was lost; 0.0 while connected
     finished: bool
+    pauses: tuple[tuple[float, float], ...] = ()  # between sessions: when each ended, and its length in seconds
+    evaluated_at: dict[int, float] = field(default_factory=dict)  # by step, of the primary split
+
+    def elapsed_at(self, at: float) -> float:
+        """Return what `elapsed_s` was at a moment in wall-clock seconds."""
+        return elapsed_at(at, self.started_at, self.pauses)
 
     def versions_behind(self, line: ServiceLine) -> int:
         """Return how many versions a service is behind the trainer, each as of its newest heartbeat.

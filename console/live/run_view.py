@@ -18,8 +18,8 @@ from typing import Any
 from penstock.console.durations import clock
 from penstock.console.live.absent_services import AbsentServices
 from penstock.console.live.fleet import Fleet
-from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint
-from penstock.console.live.watched_totals import NotedIncident, WatchedTotals
+from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint, elapsed_at
+from penstock.console.live.watched_totals import NotedIncident, Pause, WatchedTotals
 from penstock.console.live.weights_view import WeightsView
 from penstock.console.report import diagnoses, event_fields, learning
 from penstock.console.report.event_fields import (
@@ -85,7 +85,9 @@ class RunView:
         self._last_at = 0.0
         self._restored: WatchedTotals | None = None
         self._paused_s = 0.0  # between sessions
-        self._pauses: list[tuple[float, float]] = []  # ends and lengths, seconds; inf for one of an earlier session
+        self._pauses: list[tuple[float, float]] = []  # ends and lengths, seconds
+        self._old_starts: set[float] = set()  # of earlier sessions' trainers
+        self._restored_until = -math.inf
         self._rolled_back: dict[
             int, StepPoint
         ] = {}  # the last step that was rolled back, by the step that was then taken
@@ -97,6 +99,8 @@ class RunView:
         """Continue with what was watched in earlier sessions, before anything else is folded."""
         self._restored = totals
         self._paused_s = totals.paused_s
+        self._pauses = [(pause.end, pause.seconds) for pause in totals.pauses]
+        self._restored_until = totals.until
         self._first_at = totals.since
         self._fleet.restore(totals)
         self._causes.update(i.text for i in totals.incidents if i.kind == "dead_letter")
@@ -108,6 +112,7 @@ class RunView:
             until=self._last_at,
             since=self._first_at,
             paused_s=self._paused_s,
+            pauses=tuple(Pause(end=end, seconds=seconds) for end, seconds in self._pauses),
             both_working_s=self._fleet.both_working_s,
             services=self._fleet.totals(),
             incidents=tuple(NotedIncident(at=i.at, text=i.text, kind=i.kind) for i in self._noted),
@@ -251,11 +256,16 @@ class RunView:
             groups_trained=self._groups.trained,
             no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
             learning=points[-1].learning if points else {},
-            diagnoses=(*(() if self.finished else self._absent.diagnoses(self.queues, now)), *self._diagnoses(points)),
+            diagnoses=(
+                *(() if self.finished else self._absent.diagnoses(self.queues, now)),
+                *self._diagnoses([p for p in points if p.at > self._restored_until]),  # settings may have changed since
+            ),
             incidents=tuple(self.incidents),
             num_incidents=self._num_incidents,
             disconnected_s=self.disconnected_s,
             finished=self.finished,
+            pauses=tuple(self._pauses),
+            evaluated_at={e.step: e.at for e in self._primary_evals()},
         )
 
     def summary(self) -> RunSummary:
@@ -303,7 +313,7 @@ class RunView:
             diagnoses=self._diagnoses(points),
             packs_given_back=self._fleet.count("packs_given_back"),
             incidents=tuple(
-                f"{clock(i.at - (self._first_at or i.at))} {i.text}"
+                f"{clock(elapsed_at(i.at, self._first_at or i.at, self._pauses))} {i.text}"
                 for i in sorted([*self.incidents, *self._stalls(points)], key=lambda one: one.at)
             ),
             wall_s=max(self._last_at - self._first_at - self._paused_s, 0.0) if self._first_at is not None else 0.0,
@@ -382,9 +392,10 @@ class RunView:
         fields = event_fields.read(StateFields, data)
         text = fields.text or fields.state
         if text == _SESSION_STARTS and self._restored is not None:
-            is_old = at <= self._restored.until
-            self._pauses.append((at, math.inf if is_old else at - self._restored.until))
-            if not is_old:
+            if at <= self._restored.until:
+                self._old_starts.add(at)
+            else:
+                self._pauses.append((at, at - self._restored.until))
                 self._paused_s += at - self._restored.until
                 self._restored = None  # once: later starts of the trainer are in this session
         if text and source.startswith("trainer"):
@@ -400,6 +411,8 @@ class RunView:
         gaps: list[tuple[float, StepPoint]] = []
         for earlier, after in pairwise(points):
             before = self._rolled_back.get(after.step, earlier)
+            if any(before.at < start <= after.at for start in self._old_starts):
+                continue  # between two sessions
             paused_s = sum(length for end, length in self._pauses if before.at < end <= after.at)
             gaps.append((after.at - before.at - paused_s, before))
         if len(gaps) < _STEPS_BEFORE_STALLS:

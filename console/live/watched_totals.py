@@ -43,12 +43,20 @@ class NotedIncident(_Frozen):
     kind: str
 
 
+class Pause(_Frozen):
+    """Time between two sessions of a run."""
+
+    end: float  # wall-clock seconds
+    seconds: float
+
+
 class WatchedTotals(_Frozen):
     """All that a resumed run needs of what was watched before."""
 
     until: float  # wall-clock seconds: when this was the state of the run
     since: float | None = None  # when the first service of the first session was seen
     paused_s: float = 0.0  # between sessions
+    pauses: tuple[Pause, ...] = ()  # the same, one by one
     both_working_s: float = 0.0
     services: tuple[ServiceTotals, ...] = ()
     incidents: tuple[NotedIncident, ...] = ()

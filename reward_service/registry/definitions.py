@@ -10,11 +10,37 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.protocol.config.connection import Section
-from penstock.protocol.config.reward_settings import RewardDefinition, RewardPart
+from penstock.protocol.config.reward_settings import RewardDefinition, RewardPart, RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE, Graders, scorer
 from penstock.reward_service.registry.user_rewards import UserRewards, import_path
 from penstock.reward_service.scores import Scorer
+
+
+def check_settings(reward: RewardSettings) -> None:
+    """Check the definitions of a run file and the rewards that it names.
+
+    Raises ConfigError as `check` does, and for a built-in reward that does not work without parameters: no service offers it.
+    """
+    check(reward.define)
+    given = {"reward.name": reward.name} | {f"reward.by_source.{name}": one for name, one in reward.by_source.items()}
+    problems = [_needs_parameters(key, name) for key, name in given.items() if _is_bare(name)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _is_bare(name: str | None) -> bool:
+    return name in BUILT_INS and BUILT_INS[name].default is None
+
+
+def _needs_parameters(key: str, name: str | None) -> str:
+    reward = BUILT_INS[name or ""]
+    parameters = ", ".join(reward.parameters.model_fields)
+    return (
+        f"{key} = {name!r}: this built-in reward needs parameters (of {parameters}). Define a reward "
+        f'with them and name that: reward.define.mine.parts.{name} = {{ reward = "{name}", parameters = {{ ... }} }} and {key} = "mine"; '
+        "docs/graders.md has an example"
+    )
 
 
 def check(define: Mapping[str, RewardDefinition]) -> dict[str, dict[str, Section]]:

@@ -53,6 +53,10 @@ def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         check_inputs(settings(tmp_path, tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"data\.eval: there is no file nowhere\.jsonl"):
         check_inputs(settings(tmp_path, model, eval="nowhere.jsonl"))
+    given = settings(tmp_path, model)
+    named = given.model_copy(update={"reward": given.reward.model_copy(update={"name": "overlong"})})
+    with pytest.raises(ConfigError, match=r"reward\.name = 'overlong': this built-in reward needs parameters"):
+        check_inputs(named)
 
 
 def test_an_engine_that_is_not_installed_is_refused(tmp_path: Path) -> None:

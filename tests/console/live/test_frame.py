@@ -174,7 +174,7 @@ def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
 def test_the_panel_shows_what_is_measured(snapshot: Snapshot):
     """A reward without a rule of success is shown as mean reward, not as accuracy, here and in plain lines."""
     measured = HeldOut("reward", ((0, 3.5), (60, 5.25)))
-    assert "3.50 → 5.25 mean reward" in drawn(replace(snapshot, held_out=measured))
+    assert "3.50 → 5.25 reward" in drawn(replace(snapshot, held_out=measured))
     lines: list[str] = []
     PlainLines(lines.append, every=10).show(replace(snapshot, held_out=measured))
     assert any(line.endswith("held-out mean reward 5.250 after step 60") for line in lines)

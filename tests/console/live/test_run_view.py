@@ -184,12 +184,13 @@ def test_a_service_that_deletes_its_heartbeat_exited_regularly():
 
 
 def test_a_worker_that_joins_during_the_run_is_named():
-    """A new service id after the first step is an incident."""
+    """A new service id after the first step is an incident; one that was there when the watching began is none."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.step(1, recorded.START))
-    view.fold_heartbeats(
-        [recorded.beat("rollout", "gpu-7", recorded.START, busy_s=1, idle_s=0, cpu_s=1)], recorded.START
-    )
+    for second, names in ((0, ["gpu-6"]), (1, ["gpu-6", "gpu-7"])):
+        at = recorded.START + second
+        beats = [recorded.beat("rollout", name, at, busy_s=1 + second, idle_s=0, cpu_s=1) for name in names]
+        view.fold_heartbeats(beats, at)
     assert [i.text for i in view.incidents] == ["rollout gpu-7 joined"]
     assert view.summary().idle_share == {"rollout": 0.0}
 

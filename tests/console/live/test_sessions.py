@@ -9,6 +9,7 @@ import pytest
 from tests.console.record import recorded_run as recorded
 
 from penstock.console.live import watched_totals
+from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.protocol import heartbeats
 from penstock.protocol.facts import Heartbeat
@@ -79,6 +80,37 @@ def test_totals_are_those_of_all_sessions(tmp_path: Path):
     assert summary.workers == {}
     assert "killed w0 on purpose" in " ".join(summary.incidents)
     assert not any("back" in text or "lost" in text or "no step" in text for text in summary.incidents)
+
+
+def test_the_clock_of_what_happened_leaves_pauses_out(tmp_path: Path):
+    """An incident after a resume has the time of the run that panel and report show, in a third session too."""
+    first = RunView(recorded.RUN)
+    first_session(first)
+    watched_totals.save(tmp_path, first.totals())
+    second = resumed(tmp_path)
+    second.note(START + 1003, "killed w0 on purpose")
+    assert second.snapshot(START + 1004).elapsed_at(START + 1003) == pytest.approx(18.0)
+    assert second.snapshot(START + 1004).elapsed_at(START + 500) == pytest.approx(15.0)
+    watched_totals.save(tmp_path, second.totals())
+    assert [text for text in resumed(tmp_path).summary().incidents if "killed" in text] == ["0:18 killed w0 on purpose"]
+
+
+def test_a_session_is_not_blamed_for_the_steps_before_it(tmp_path: Path):
+    """Alarms and evaluations of the earlier session are not printed again, and new ones are of new steps."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.evaluation(0, 0.5, START))
+    for number in range(1, 11):
+        view.fold_event(recorded.step(number, START + number, reward_mean=0.0, reward_std=0.0))
+    view.fold_heartbeats([worker(START + 10, 11_000)], START + 10)
+    assert view.snapshot(START + 10).diagnoses
+    watched_totals.save(tmp_path, view.totals())
+    later, lines = resumed(tmp_path), list[str]()
+    later.fold_event(recorded.evaluation(0, 0.5, START))
+    later.fold_event(recorded.evaluation(20, 0.75, START + 1010))
+    snapshot = later.snapshot(START + 1012)
+    assert snapshot.diagnoses == ()
+    PlainLines(lines.append, every=10, since=START + 500).show(snapshot)
+    assert [line for line in lines if "held-out" in line] == ["0:20 held-out accuracy 0.750 after step 20"]
 
 
 def test_a_third_session_adds_to_both_before(tmp_path: Path):

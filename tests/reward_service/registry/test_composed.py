@@ -186,6 +186,17 @@ def test_a_definition_does_not_take_a_built_ins_name() -> None:
         definitions.check({"gsm8k": _define(one={"reward": "tags"})["mine"]})
 
 
+def test_a_built_in_that_needs_parameters_is_not_named_alone() -> None:
+    """No service offers it, so that a run would wait for one; a definition with the parameters may be named."""
+    with pytest.raises(ConfigError, match=r"reward\.name = 'length': .* \(of unit, shortest, longest\)") as refused:
+        definitions.check_settings(RewardSettings(name="length", by_source={"mine": "overlong", "sums": "gsm8k"}))
+    assert "reward.by_source.mine = 'overlong'" in str(refused.value)
+    assert "sums" not in str(refused.value)
+    parameters = {"longest": 8}
+    mine = _define(one={"reward": "length", "parameters": parameters})
+    definitions.check_settings(RewardSettings(name="mine", define=mine))
+
+
 class Scripted:
     """A scorer with a scripted outcome."""
 
