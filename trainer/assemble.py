@@ -106,7 +106,7 @@ def train(
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
         with recording(environ, "trainer", service_id=SERVICE_ID, run_id=settings.run.id) as traces:
-            _lead(settings, config, ranks, stop, watched, traces)
+            _hold_lease(settings, config, ranks, stop, watched, traces)
     else:
         _follow(settings, ranks)
 
@@ -121,7 +121,7 @@ def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     rank_group.follow(publisher)
 
 
-def _lead(
+def _hold_lease(
     settings: TrainerSettings,
     config: bytes,
     ranks: Ranks,
@@ -130,26 +130,19 @@ def _lead(
     traces: Traces,
 ) -> None:
     folders = {"run.dir": settings.run.folder}
-    with trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts, folders) as metrics:
-        _hold_lease(settings, config, ranks, stop, watched, metrics, traces)
-
-
-def _hold_lease(
-    settings: TrainerSettings,
-    config: bytes,
-    ranks: Ranks,
-    stop: threading.Event,
-    watched: Callable[[], Unchanged | None],
-    metrics: TrainerMetrics,
-    traces: Traces,
-) -> None:
     data = _open_data(settings)
     connections = connect(settings, traces=traces)
     try:
         state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
-        with lease.acquire(
-            state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
-        ) as held:
+        with (
+            lease.acquire(
+                state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
+            ) as held,
+            # after the lease: a second trainer is refused as one, not for the port of the first
+            trainer_metrics.serving(
+                settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts, folders
+            ) as metrics,
+        ):
             session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop, metrics)
             with run_lock.hold(settings.run.folder):
                 _run(session, ranks)

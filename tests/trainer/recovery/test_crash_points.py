@@ -229,7 +229,8 @@ def test_a_suspended_trainer_that_resumes_changes_nothing(scene: Scene, run_id: 
         first.signal(signal.SIGSTOP)
         sessions.append(second := start(run_file))
         wait_for(lambda: '"event": "training"' in second.err, "the second trainer", 60.0)
-        sessions.append(third := start(run_file))
+        taken = scene.nats.settings.url.rpartition(":")[2]  # on one machine the first has the port of the run's metrics
+        sessions.append(third := start(run_file, f"metrics.trainer_port={taken}"))
         third.wait(expected=2)
         assert "is held by trainer-" in third.err
         first.signal(signal.SIGCONT)
