@@ -139,9 +139,7 @@ def _hold_lease(
                 state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
             ) as held,
             # after the lease: a second trainer is refused as one, not for the port of the first
-            trainer_metrics.serving(
-                settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts, folders
-            ) as metrics,
+            trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts, folders) as metrics,
         ):
             session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop, metrics)
             with run_lock.hold(settings.run.folder):
