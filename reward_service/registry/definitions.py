@@ -24,18 +24,14 @@ def check_settings(reward: RewardSettings) -> None:
     """
     check(reward.define)
     given = {"reward.name": reward.name} | {f"reward.by_source.{name}": one for name, one in reward.by_source.items()}
-    problems = [_needs_parameters(key, name) for key, name in given.items() if _is_bare(name)]
+    named = [(key, name) for key, name in given.items() if name is not None and name in BUILT_INS]
+    problems = [_needs_parameters(key, name) for key, name in named if BUILT_INS[name].default is None]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _is_bare(name: str | None) -> bool:
-    return name in BUILT_INS and BUILT_INS[name].default is None
-
-
-def _needs_parameters(key: str, name: str | None) -> str:
-    reward = BUILT_INS[name or ""]
-    parameters = ", ".join(reward.parameters.model_fields)
+def _needs_parameters(key: str, name: str) -> str:
+    parameters = ", ".join(BUILT_INS[name].parameters.model_fields)
     return (
         f"{key} = {name!r}: this built-in reward needs parameters (of {parameters}). Define a reward "
         f'with them and name that: reward.define.mine.parts.{name} = {{ reward = "{name}", parameters = {{ ... }} }} and {key} = "mine"; '

@@ -289,18 +289,18 @@ def test_a_run_that_begins_names_the_service_it_lacks():
 def test_dead_letters_of_one_cause_are_one_incident_with_the_cause():
     """Ids do not make another cause, and a later session does not say it again."""
     view = RunView(recorded.RUN)
-    for number in range(100):
-        group = f"e0.p{number}.a0"
-        letter = recorded.dead_letter(group).model_copy(
-            update={"detail": f"group {group}: KeyError: 'answer'\nTraceback"}
-        )
+    letters = [
+        recorded.dead_letter(group).model_copy(update={"detail": f"group {group}: KeyError: 'answer'\nTraceback"})
+        for group in (f"e0.p{number}.a0" for number in range(100))
+    ]
+    for letter in letters:
         view.fold_dead_letter(letter, recorded.START)
     (said,) = view.incidents
     assert "dead-lettered, endpoint_failed: group …: KeyError: 'answer'; `penstock dead-letters list" in said.text
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 100}
     later = RunView(recorded.RUN)
     later.restore(view.totals())
-    later.fold_dead_letter(letter, recorded.START)
+    later.fold_dead_letter(letters[-1], recorded.START)
     assert len(later.incidents) == 1
 
 
