@@ -100,7 +100,7 @@ def _look_until_the_end(process: subprocess.Popen[bytes], runs: Path) -> Seen:
     from playwright.sync_api import sync_playwright  # of the extra browser-tests
 
     link = _link(process, runs / "quickstart" / "logs" / "console.log")
-    console = next(one for one in psutil.Process(process.pid).children() if "console" in one.cmdline())
+    console = next(one for one in psutil.Process(process.pid).children() if "penstock.console.web" in one.cmdline())
     seen = Seen()
 
     def count(response: object) -> None:

@@ -46,10 +46,12 @@ def console(
     json
         Print one JSON object with the URL on stdout.
     """
+    from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
     from penstock.protocol.errors import ConfigError
 
     try:
-        from penstock.console.web.serve import ServeOptions, serve
+        with lean_imports(without=UNUSED_BY_CONSOLE):
+            from penstock.console.web.serve import ServeOptions, serve
     except ModuleNotFoundError as err:
         raise ConfigError(f"{err.name} is not installed; run: pip install 'penstock[console]'") from None
 

@@ -29,7 +29,6 @@ from penstock.protocol.facts import (
     TaskList,
     decode,
 )
-from penstock.protocol.packs import group_pack
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.trace_context import new_trace
@@ -310,6 +309,8 @@ def _task(task: Task) -> dict[str, Any]:
 
 
 def _answers(pack: bytes, row_groups: Sequence[int]) -> list[dict[str, Any]]:
+    from penstock.protocol.packs import group_pack  # noqa: PLC0415 # numpy and pyarrow: the page's console starts without them
+
     return [
         {
             "group_id": texts.group_id,

@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +15,9 @@ from penstock.console import connections, launch
 from penstock.console.printable import printable
 from penstock.console.tables import console
 from penstock.protocol.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    import httpx
 
 _CONNECT_S = 3.0
 _ANSWER_S = 120.0  # an endpoint may be a slow judge
@@ -45,6 +47,8 @@ class RewardService:
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the service's answer; raises RewardServiceError when it does not answer or refuses."""
+        import httpx  # noqa: PLC0415 # the page's console starts without it
+
         timeout = httpx.Timeout(self._answer_s, connect=_CONNECT_S)
         try:
             with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:

@@ -51,7 +51,7 @@ class PageProcess:
             raise ConfigError(f"--page: {_LIBRARY} is not installed; run: pip install 'penstock[console]'")
         self._is_wanted = is_installed and not as_json and sys.stdout.isatty() if is_wanted is None else is_wanted
         self._again = launch.page_command(run_folder.parent)
-        command = launch.module("penstock", "console", f"run.dir={run_folder.parent}", "--port", "0", "--json")
+        command = launch.module("penstock.console.web", f"run.dir={run_folder.parent}")
         self._child = Child("console", command, log=run_folder / "logs" / "console.log")
         self._is_reported = False
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from penstock.console.report.measures import mean
 from penstock.console.web.reading.recorded_groups import Entry, QueryRefused, group_row
-from penstock.protocol.trajectory import Group, Trajectory
+
+if TYPE_CHECKING:  # the console starts without numpy
+    from penstock.protocol.trajectory import Group, Trajectory
 
 MAX_TEXT = 20_000  # characters of one text
 MAX_TRAJECTORIES = 128  # of one group
@@ -41,7 +42,7 @@ def group_document(entry: Entry, group: Group | None, problem: str = "") -> dict
 
 def _trajectory(index: int, entry: Entry, group: Group, rows: range) -> dict[str, Any]:
     own = [group.trajectories[row] for row in rows]
-    logprobs = np.concatenate([one.behaviour_logprobs[one.loss_mask] for one in own])
+    logprobs = [value for one in own for value in one.behaviour_logprobs[one.loss_mask].tolist()]
     text = own[0].completion_text
     scored = entry.scored
     document: dict[str, Any] = {
@@ -56,8 +57,8 @@ def _trajectory(index: int, entry: Entry, group: Group, rows: range) -> dict[str
         "is_cut": len(text) > MAX_TEXT,
         "tokens": len(logprobs),
         "rows": [len(one.token_ids) for one in own],
-        "logprob_mean": round(float(logprobs.mean()), 5) if len(logprobs) else None,
-        "logprob_min": round(float(logprobs.min()), 5) if len(logprobs) else None,
+        "logprob_mean": round(mean(logprobs), 5) if logprobs else None,
+        "logprob_min": round(min(logprobs), 5) if logprobs else None,
         "versions": sorted({int(run.version) for one in own for run in one.version_runs}),
         "turns": [],
         "messages": [],

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.console import connections
 from penstock.console.live import watched_totals
@@ -18,12 +18,14 @@ from penstock.console.tools import runs
 from penstock.console.web.reading import documents
 from penstock.console.web.reading.page_view import PageView
 from penstock.console.web.reading.recorded_groups import QueryRefused
-from penstock.console.web.reading.stored_groups import StoredGroups
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
 from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+
+if TYPE_CHECKING:
+    from penstock.console.web.reading.stored_groups import StoredGroups
 
 _CONNECT_S = 3.0
 _RETRY_S = 10.0  # between two attempts to reach the servers of a run
@@ -168,6 +170,8 @@ class RunReading:
         """Return the run's groups, to be used in a ``with`` by one request at a time. Raises PenstockError."""
         with self._lock:
             if self._groups is None:
+                from penstock.console.web.reading.stored_groups import StoredGroups  # noqa: PLC0415 # numpy and pyarrow
+
                 self._require_store()
                 blobs = Blobs(self.settings.s3, deadline_s=_BLOBS_S)
                 self._groups = StoredGroups(self.run_id, self.folder, blobs, self._checkpoint)

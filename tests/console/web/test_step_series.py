@@ -103,3 +103,26 @@ def test_a_histogram_of_few_values_counts_each() -> None:
     assert histogram([0.0, 1.0, 1.0]) == {"edges": [0.0, 1.0], "counts": [1, 2]}
     assert sum(histogram([n / 10 for n in range(100)])["counts"]) == 100
     assert histogram([-1.7e308, *[float(n) for n in range(9)], 1.7e308])["counts"]
+
+
+@given(
+    steps=st.lists(st.integers(0, 40), min_size=1, max_size=50),
+    points=st.lists(st.integers(2, 40), min_size=1, max_size=3),
+)
+def test_what_is_kept_of_full_buckets_is_what_a_first_request_gets(steps: list[int], points: list[int]) -> None:
+    """Whatever steps follow, are taken again or filled in, and however many points are asked for."""
+    asked, late = StepSeries(), StepSeries()
+    filled = series(*[0.5] * 10, first=20)
+    for place, step in enumerate(steps):
+        for found in (asked, late):
+            found.add(step, 0.0, {"x": float(place)} if place % 3 else {"x": float(place), "y": 1.0})
+            if place == len(steps) // 2:
+                found.fill(filled)
+        for number in points:
+            asked.sampled(points=number, last=None if place % 2 else 30)
+    for number in points:
+        fresh = StepSeries()
+        fresh.fill(late)
+        found, expected = asked.sampled(points=number), fresh.sampled(points=number)
+        assert found | {"figures": {}} == expected | {"figures": {}}
+        assert {name: found["figures"][name] for name in expected["figures"]} == expected["figures"]

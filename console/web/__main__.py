@@ -1,0 +1,32 @@
+"""``python -m penstock.console.web run.dir=FOLDER``: the console that a local run starts beside it, on a free port.
+
+It is what ``penstock console --port 0 --json`` does, without the arguments and help texts of all verbs, whose import takes
+as much CPU as a tenth of the console's start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock.console.lean_imports import UNUSED_BY_CONSOLE, lean_imports
+from penstock.protocol import internal_errors
+from penstock.protocol.errors import PenstockError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until SIGINT or SIGTERM; return the exit code."""
+    internal_errors.install("console")
+    with lean_imports(without=UNUSED_BY_CONSOLE):
+        from penstock.console.web.serve import ServeOptions, serve  # noqa: PLC0415
+
+    try:
+        return serve(arguments, os.environ, ServeOptions(port=0, as_json=True))
+    except PenstockError as err:
+        print(f"penstock: {err}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
