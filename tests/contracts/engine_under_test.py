@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.forked import ForkedProcess
 
 DEADLINE_S = 60.0
 
@@ -134,21 +135,16 @@ def _parse(data: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def embedded_engine(model: Path, scratch: Path, *arguments: str) -> Iterator[EngineUnderTest]:
-    """Run an embedded engine on a model folder for the length of the block."""
+    """Run an embedded engine on a model folder for the length of the block, forked from a process that has imported it."""
     port_file = scratch / "port"
     log = scratch / "engine.log"
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.rollout_service.embedded_engine",
-        "--model-path",
-        str(model),
-        "--port",
-        "0",
-    ]
-    command += ["--port-file", str(port_file), "--die-with-parent", *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(__file__).parents[2])
+    process = ForkedProcess(
+        "penstock.rollout_service.embedded_engine.__main__",
+        "penstock.rollout_service.embedded_engine.run_engine",
+        arguments=["--model-path", str(model), "--port", "0", "--port-file", str(port_file), *arguments],
+        log=log,
+        environ=os.environ,
+    )
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not port_file.exists():

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from tests.forked import ForkedProcess
 from tests.servers import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +30,14 @@ class Process:
     ) -> None:
         """Start it."""
         self.log = log
-        with log.open("ab") as file:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=cwd,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+        self._popen = self._start(command, {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}, cwd)
+
+    def _start(
+        self, command: Sequence[str], environ: dict[str, str], cwd: Path
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        with self.log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environ
             )
 
     @property
@@ -68,7 +70,7 @@ class Process:
 
 
 class Service(Process):
-    """``python -m penstock.reward_service`` for one run."""
+    """``python -m penstock.reward_service`` for one run, forked from a process that has imported it."""
 
     def __init__(
         self,
@@ -98,6 +100,20 @@ class Service(Process):
         secrets = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
         super().__init__(
             ["penstock.reward_service", *given], folder / "reward.log", environ={**secrets, **(environ or {})}, cwd=cwd
+        )
+
+    def _start(
+        self, command: Sequence[str], environ: dict[str, str], cwd: Path
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        module = f"{command[0]}.__main__"
+        if cwd != ROOT or not ForkedProcess.can_have(environ):
+            return super()._start(command, environ, cwd)
+        return ForkedProcess(
+            module,
+            "penstock.reward_service.service",
+            arguments=command[1:],
+            log=self.log,
+            environ=environ,
         )
 
     def ready(self) -> Service:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -40,6 +42,7 @@ from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.publishing.snapshot import AdapterBase
+from tests.forked import ForkedProcess
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import secret_file, wait_for
 from tests.weights_source import WeightsSource, adapter_base
@@ -187,6 +190,20 @@ def attached(engine: FaultyEngine) -> tuple[str, str]:
     return "worker.engine=sglang-url", f"worker.engine_url={engine.url}"
 
 
+class ForkedWorker(Child):
+    """A worker that is forked from a process that has imported it; it does not end with this one."""
+
+    def _popen(self) -> Any:
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        return ForkedProcess(
+            "penstock.rollout_service.__main__",
+            arguments=self.command[3:],
+            log=self.log,
+            environ=os.environ,
+            new_session=True,
+        )
+
+
 def worker_process(
     folder: Path, run_id: str, worker_id: str, nats: NatsSettings, s3: S3Settings, *overrides: str
 ) -> Child:
@@ -202,6 +219,7 @@ def worker_process(
         ),
         *overrides,
     ]
-    child = Child(f"worker {worker_id}", command, log=folder / f"{worker_id}.log")
+    kind = ForkedWorker if ForkedProcess.can_have(os.environ) else Child
+    child = kind(f"worker {worker_id}", command, log=folder / f"{worker_id}.log")
     child.start()
     return child

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from tests.console.cli.test_command import penstock
+from tests.console.command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 from tests.servers import secret_file
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.console.cli.test_command import penstock
+from tests.console.command import penstock
 from tests.servers import secret_file
 
 from penstock.console.tools.removal import find_holdings, remove_holdings

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.console.cli.test_command import penstock
+from tests.console.command import penstock
 from tests.reward_service.processes import Service
 from tests.servers import secret_file
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.console.cli.test_command import penstock
+from tests.console.command import penstock
 from tests.console.record import recorded_run as recorded
 
 from penstock.console.live import watched_totals

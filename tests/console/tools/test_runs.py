@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.console.cli.test_command import penstock
+from tests.console.command import penstock
 from tests.console.record import recorded_run as recorded
 
 from penstock.console import connections

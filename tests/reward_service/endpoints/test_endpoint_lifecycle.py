@@ -131,7 +131,7 @@ def test_a_drained_endpoint_gets_no_calls_until_it_is_resumed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """Drained at one replica it is drained at all; its groups wait, for a bounded time; resumed, they are scored."""
-    service = start_service("reward_service.patience_s=3")
+    service = start_service("reward_service.patience_s=10")
     endpoint, name = start_endpoint(good(0.5)), f"drained-{wire.run_id}"
     service.register(name, endpoint.url)
     assert service.post(f"/v1/endpoints/{name}/drain").json()["live"]["state"] == "EndpointDrained"
