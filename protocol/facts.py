@@ -49,6 +49,9 @@ MAX_NESTING = 32  # hostile nesting is refused before pydantic sees it
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
 Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#-]+$")]
+RewardName = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#/-]+$")
+]  # rewards/mine.py:score
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -98,7 +101,7 @@ class RewardRequest(Wire):
     ``ground_truth`` and ``extra_info`` are JSON texts, so that any value of a data set is preserved.
     """
 
-    name: Identifier
+    name: RewardName
     data_source: str = ""
     ground_truth: str | None = None
     extra_info: str = "{}"
@@ -155,7 +158,7 @@ class GeneratedGroup(Wire):
     row_group: Count
     split: Split
     attempt: Count
-    reward_name: Identifier
+    reward_name: RewardName
     issued_version: Count
     oldest_version: Count
     newest_version: Count

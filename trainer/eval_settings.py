@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.protocol.facts import Identifier
+from penstock.protocol.facts import RewardName
 from penstock.trainer.fine_tuning_settings import Files, listed
 
 ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
@@ -41,7 +41,7 @@ class EvalSource(Section):
     environment: str | None = Field(
         default=None, pattern=ENVIRONMENT, max_length=200, description="Environment; none: eval.environment."
     )
-    reward: Identifier | None = Field(
+    reward: RewardName | None = Field(
         default=None, description="Reward that scores its completions; none: as the rows of training, by [reward]."
     )
 

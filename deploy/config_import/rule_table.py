@@ -9,6 +9,7 @@ from penstock.deploy.config_import.rules import (
     ACTOR,
     OFF,
     READ,
+    REWARD_ARGUMENTS,
     ROLLOUT,
     Rule,
     aggregation,
@@ -42,6 +43,7 @@ from penstock.deploy.config_import.rules import (
     positive,
     reward_argument,
     reward_code,
+    reward_file,
     reward_kl,
     run_folder,
     run_name,
@@ -177,8 +179,8 @@ _RULES: dict[str, Rule] = {
     "use_peft": lambda given, values: ignored(OFF) if not is_on(given) or "lora_r" in values else set_to(model__lora__rank=16),
     "use_lora": lambda given, values: ignored(OFF) if not is_on(given) or "lora_r" in values else set_to(model__lora__rank=16),
     "dataset_name": as_rule("data.train"),
-    "reward_func": reward_code,
-    "custom_rm_path": reward_code,
+    "reward_func": reward_file,
+    "custom_rm_path": reward_file,
     "model": as_rule("model.path"),
     "n_gpus": gpus,
     "top_p": _PASSES,
@@ -282,12 +284,8 @@ _OF_SYSTEM: dict[str, dict[str, Rule]] = {
 }
 
 
-_REWARD_ARGUMENTS = ("custom_reward_function.reward_kwargs.",)
-
-
 def rule_for(system: str, key: str) -> Rule | None:
     """Return the rule of a key in a system's file; None when the tables answer for it."""
-    for prefix in _REWARD_ARGUMENTS:
-        if key.startswith(prefix):
-            return reward_argument(key.removeprefix(prefix))
+    if key.startswith(REWARD_ARGUMENTS):
+        return reward_argument(key.removeprefix(REWARD_ARGUMENTS))
     return _OF_SYSTEM.get(system, {}).get(key) or _RULES.get(key)

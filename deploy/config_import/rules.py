@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
@@ -19,6 +20,9 @@ Rule = Callable[[Any, Values], Outcome]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
+REWARD_ARGUMENTS = "custom_reward_function.reward_kwargs."  # of verl
+_REWARD_FILE = "custom_reward_function.path"
+_REWARD_CODE = r"[A-Za-z0-9_./-]+\.py:[A-Za-z_][A-Za-z0-9_]*"
 
 
 def first(values: Values, *keys: str, default: Any = None) -> Any:
@@ -238,24 +242,55 @@ def clip_low(given: Any, values: Values) -> Outcome:
     return set_to(algorithm__clip_low=given, algorithm__clip_high=given if high is None else high)
 
 
-def reward_code(given: Any, values: Values) -> Outcome:
-    """Name the command that serves a reward function."""
+def reward_file(given: Any, values: Values) -> Outcome:
+    """Name the command that serves a file whose function is not named."""
     if not given:
         return ignored(OFF)
     file = str(given).rpartition("/")[2]
-    name = str(
-        values.get("custom_reward_function.name") or values.get("custom_reward_function_name") or "compute_score"
-    )
     return decide(
-        f'copy {given} beside the run file and set reward.name = "{file}:{name}"; or start `penstock reward serve {given}`, whose '
-        f"reward is called like the file: {file.removesuffix('.py')}"
+        f'set reward.name = "{given}:FUNCTION"; or start `penstock reward serve {given}`, whose reward is called like the file: '
+        f"{file.removesuffix('.py')}"
     )
+
+
+def reward_code(given: Any, values: Values) -> Outcome:
+    """Name a reward function by file, in a definition where it is called with arguments."""
+    if not given:
+        return ignored(OFF)
+    function = str(values.get("custom_reward_function.name") or "compute_score")
+    code, name = f"{given}:{function}", re.sub(r"[^A-Za-z0-9]+", "_", Path(str(given)).stem).strip("_")
+    if not re.fullmatch(_REWARD_CODE, code) or not name:
+        return decide(
+            f"copy {given} to a path of letters, digits, '.', '-' and '_', and set reward.name = \"PATH.py:{function}\""
+        )
+    where = "the path is relative to the folder where the reward service is started"
+    arguments = {
+        key.removeprefix(REWARD_ARGUMENTS): value
+        for key, value in values.items()
+        if key.startswith(REWARD_ARGUMENTS) and is_given(value)
+    }
+    if not arguments:
+        return Outcome("translated", {"reward.name": code}, where)
+    part = f"reward.define.my_{name}.parts.{name}"  # my_: no built-in reward is called like that
+    named = {f"{part}.parameters.{key}": value for key, value in arguments.items()}
+    return Outcome("translated", {"reward.name": f"my_{name}", f"{part}.reward": code, **named}, where)
 
 
 def reward_argument(key: str) -> Rule:
-    """Return a rule for an argument of the reward function, which the reward function gets otherwise here."""
-    text = f"the function was called with {key}=VALUE: write the value into its file as a default, or give it to each row in extra_info"
-    return lambda given, values: ignored("not set") if given in (None, {}, "") else decide(text)
+    """Return a rule for an argument of the reward function: its file's rule gives it, where the function is named by file."""
+    text = f"the function was called with {key}=VALUE: `parameters.{key}` of a part in reward.define (docs/rewards.md)"
+    return lambda given, values: (
+        ignored("not set")
+        if not is_given(given)
+        else ignored(f"{READ} {_REWARD_FILE}")
+        if values.get(_REWARD_FILE)
+        else decide(text)
+    )
+
+
+def is_given(value: Any) -> bool:
+    """Return True for an argument that a file gives a value to."""
+    return value not in (None, {}, "")
 
 
 def gpus(given: Any, values: Values) -> Outcome:

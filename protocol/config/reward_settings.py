@@ -19,7 +19,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import Finite, Identifier
+from penstock.protocol.facts import Finite, Identifier, RewardName
 
 MAX_PARTS = 16
 
@@ -31,7 +31,7 @@ SuccessThreshold = Finite | dict[PartName, Finite]
 class RewardPart(Section):
     """One part of a reward: its scorer, its weight, and an optional gate."""
 
-    reward: Identifier = Field(
+    reward: RewardName = Field(
         description="A built-in reward, a registered endpoint, your own code (my_pkg.rewards:tilted, my_rewards.py:tilted), or "
         "auto (by data_source)."
     )
@@ -43,7 +43,7 @@ class RewardPart(Section):
     otherwise: _Weight = Field(default=0.0, description="The whole reward when the gate is closed.")
     parameters: dict[str, Any] = Field(
         default={},
-        description="Parameters of a built-in reward or your own; `python -m penstock.reward_service rewards NAME` lists them.",
+        description="Parameters of a built-in reward (`python -m penstock.reward_service rewards NAME` lists them), or arguments of your own function.",
     )
 
     @model_validator(mode="after")
@@ -126,16 +126,16 @@ class RewardDefinition(Section):
 class RewardSettings(Section):
     """The reward of each row, and the definitions of rewards made of parts."""
 
-    name: Identifier | None = Field(
+    name: RewardName | None = Field(
         default=None,
         description="Reward of rows that by_source does not name: built in, an endpoint, or code (my_rewards.py:tilted); "
         "none: chosen by the row's data_source.",
     )
-    by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
+    by_source: dict[str, RewardName] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
     define: dict[Identifier, RewardDefinition] = Field(
         default={}, description="Rewards made of parts with weights, gates and parameters, by name (docs/graders.md)."
     )
-    success: dict[Identifier, SuccessThreshold] = Field(
+    success: dict[RewardName, SuccessThreshold] = Field(
         default={},
         description="From which reward on a held-out completion counts as correct, by reward: my_reward = 0.5, or from which "
         "scores of its parts on: my_reward = {correct = 1.0}. Built-in graders of 0 and 1: 1. Without any: no accuracy, only "

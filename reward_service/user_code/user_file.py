@@ -8,8 +8,9 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.reward_service.errors import UserFileError
@@ -40,12 +41,19 @@ def load(file: Path, function: str | None = None, *, conversational: bool | None
 
 
 def of(
-    found: Any, name: str, file: Path, *, conversational: bool | None = None, full_tracebacks: bool = False
+    found: Any,
+    name: str,
+    file: Path,
+    *,
+    conversational: bool | None = None,
+    full_tracebacks: bool = False,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> UserReward:
     """Return what is called for a function, a callable object, or a class that is built without arguments.
 
-    ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``.
-    Raises UserFileError when it has none of the signatures of a reward function.
+    ``file`` may be what stands for the file of a function in a notebook, such as ``<ipython-input-1>``. ``arguments`` are given to
+    every call, by name.
+    Raises UserFileError when it has none of the signatures of a reward function, or does not take the arguments.
     """
     called = _built(found, file, name)
     parameters = inspect.signature(called).parameters
@@ -59,17 +67,23 @@ def of(
         )
     if conversational and style is not Style.GROUP:
         raise UserFileError(f"{file}: --conversational is for TRL-style functions; {name} takes {style}")
-    _refuse_unfillable(file, name, parameters, style)
+    _refuse_arguments(file, name, parameters, style, arguments)
+    _refuse_unfillable(file, name, {n: p for n, p in parameters.items() if n not in arguments}, style)
     return UserReward(
         name=name,
         function=called,
         parameters=tuple(parameters),
-        needed=tuple(p.name for p in parameters.values() if p.default is p.empty and p.kind in _BY_NAME),
+        needed=tuple(
+            p.name
+            for p in parameters.values()
+            if p.default is p.empty and p.kind in _BY_NAME and p.name not in arguments
+        ),
         takes_any=style is Style.GROUP and any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
         style=style,
         file=file.resolve() if file.exists() else file,
         conversational=style is Style.GROUP and takes_messages(called) if conversational is None else conversational,
         full_tracebacks=full_tracebacks,
+        arguments=dict(arguments),
     )
 
 
@@ -151,6 +165,19 @@ def _fits(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return any(style in parameters for style in Style)
+
+
+def _refuse_arguments(
+    file: Path, name: str, parameters: Mapping[str, inspect.Parameter], style: Style, arguments: Mapping[str, Any]
+) -> None:
+    """Raise UserFileError for arguments that the function does not take, or that the reward service gives itself."""
+    own = {*_GIVEN.get(style, ("prompts", "completions"))}
+    taken = [n for n, p in parameters.items() if p.kind in _BY_NAME and n not in own]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if refused := sorted(n for n in arguments if n in own or not (n in taken or takes_any)):
+        raise UserFileError(
+            f"{file}: {name} takes no parameter {', '.join(refused)} from the run file; it takes {', '.join(taken) or 'none'}"
+        )
 
 
 def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:

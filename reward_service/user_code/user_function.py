@@ -8,7 +8,7 @@
 | OpenRLHF       | ``queries``             | once a request: ``reward_func(queries, prompts, labels)``, a list or ``{"rewards", "scores", "extra_logs"}`` |
 | callable class | either, of ``__call__`` | as above; built once, without arguments, its ``setup()`` called before and its ``close()`` after |
 
-Any of them may be ``async``. What a call raises, and anything it returns that is not a finite number,
+Any of them may be ``async``, and may have more parameters, which the run file gives (``parameters`` of a part in ``reward.define``). What a call raises, and anything it returns that is not a finite number,
 becomes the error of its score, with the file and line: never a 0.
 """
 
@@ -18,7 +18,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -48,11 +48,12 @@ class UserReward:
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any
-    needed: tuple[str, ...]  # those of them without a default
+    needed: tuple[str, ...]  # those of them without a default, and without an argument
     takes_any: bool  # has **kwargs
     style: Style
     file: Path
     conversational: bool = False  # TRL: texts as lists of messages (`message_style`)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # the same at every call: the run file's parameters
     full_tracebacks: bool = False  # the error of a score has the traceback from the user's code on
     shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already
 
@@ -141,7 +142,7 @@ class UserReward:
 
     async def _call(self, given: dict[str, Any]) -> Any:
         wanted = given if self.takes_any else {name: given[name] for name in self.parameters if name in given}
-        result = self.function(**wanted)
+        result = self.function(**{**wanted, **self.arguments})
         return await result if inspect.isawaitable(result) else result
 
     def _explain(self, err: BaseException) -> str:

@@ -96,12 +96,8 @@ def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
         raise ConfigError(
             f"reward {name!r}: expected a function, a callable object or a PureReward, got {type(found.value).__name__}"
         )
-    if parameters:
-        raise ConfigError(
-            f"reward {name!r} is a {type(found.value).__name__}, which takes no parameters; build a "
-            "penstock.reward_service.rewards.reward.PureReward with a parameters class"
-        )
-    return user_file.of(found.value, name.rpartition(":")[2], _file_of(found.value)), found.digest
+    attribute, file = name.rpartition(":")[2], _file_of(found.value)
+    return user_file.of(found.value, attribute, file, arguments=parameters), found.digest
 
 
 def _file_of(value: Any) -> Path:

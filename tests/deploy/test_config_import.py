@@ -156,7 +156,27 @@ def test_what_a_silent_file_means_there_is_said_and_in_comments(
     load_all([to], [], {})
 
 
-def test_arguments_of_a_reward_function_need_a_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_function_is_named_by_file_and_called_with_its_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a definition where it has arguments; in a folder too."""
+    file, to = tmp_path / "run.yaml", tmp_path / "run.toml"
+    named = "actor_rollout_ref: {model: {path: m}}\ncustom_reward_function: {path: my/tilt.py, name: score}\n"
+    file.write_text(named)
+    imported(file, to, capsys=capsys)
+    assert tomllib.loads(to.read_text())["reward"] == {"name": "my/tilt.py:score"}
+    file.write_text(named.replace("score}", "score, reward_kwargs: {bonus: 0.5, words: [a], off: null}}"))
+    to.unlink()
+    imported(file, to, capsys=capsys)
+    reward = tomllib.loads(to.read_text())["reward"]
+    part = {"reward": "my/tilt.py:score", "parameters": {"bonus": 0.5, "words": ["a"]}}
+    assert reward == {"name": "my_tilt", "define": {"my_tilt": {"parts": {"tilt": part}}}}
+    load_all([to], [], {})
+
+
+def test_arguments_of_a_reward_function_without_its_file_need_a_decision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are not dropped in silence; what verl's examples write for its own layout is no question."""
     file = tmp_path / "run.sh"
     file.write_text(

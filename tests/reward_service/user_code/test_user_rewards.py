@@ -55,6 +55,11 @@ def tilted(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "settings_seen": seen, "pid": os.getpid()}
 
 
+def weighed(solution_str, ground_truth, *, factor, offset=0.0):
+    """verl's with arguments of the run file (reward_kwargs)."""
+    return factor * (solution_str == ground_truth) + offset
+
+
 async def by_length(prompts, completions, **columns):
     """TRL's signature."""
     return [len(text) for text in completions]
@@ -86,6 +91,10 @@ parameters.factor = 4.0
 [reward.define.both.parts.form]
 reward = "my_module:by_length"
 weight = 0.5
+
+[reward.define.arguments.parts.one]
+reward = "rewards/mine.py:weighed"
+parameters = { factor = 3, offset = -0.5 }
 """
 
 
@@ -94,6 +103,8 @@ def code(tmp_path: Path) -> Path:
     """A working directory with user code, once as a file and once as a module."""
     for name in ("my_rewards.py", "my_module.py"):
         (tmp_path / name).write_text(MODULE)
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "mine.py").write_text(MODULE)
     (tmp_path / "run.toml").write_text(RUN_FILE)
     return tmp_path
 
@@ -107,23 +118,26 @@ def asking(group_id: str, reward: str, *texts: str, truth: str | None = '"4"') -
 def test_code_of_the_run_file_scores_and_its_digest_is_recorded(
     wire: Wire, start_service: Callable[..., Service], code: Path
 ) -> None:
-    """By file, by module and with parameters: rewards, parts and the digest of the source are in the scored group."""
+    """By file, also in a folder, by module and with parameters: rewards, parts and the digest of the source are in the scored group."""
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce(
         [
             asking("file", "my_rewards.py:tilted", "4", "5"),
             asking("module", "my_module:by_length", "four", "4"),
             asking("parts", "both", "4", "12"),
+            asking("arguments", "arguments", "4", "5"),
             asking("truthless", "both", "4", truth=None),
         ]
     )
-    found = {name: groups[0] for name, groups in wire.wait_scored("file", "module", "parts").items()}
+    found = {name: groups[0] for name, groups in wire.wait_scored("file", "module", "parts", "arguments").items()}
     assert found["file"].rewards == (1.0, 0.0)
     assert found["file"].parts["settings_seen"] == (0.0, 0.0)
     name, _, digest = found["file"].scorer.partition("@")
     assert (name, len(digest)) == ("my_rewards.py:tilted", 16)
     assert found["module"].rewards == (4.0, 1.0)
     assert found["parts"].rewards == (4.5, 1.0)
+    assert found["arguments"].rewards == (2.5, -0.5)
+    assert found["arguments"].scorer.startswith("arguments(rewards/mine.py:weighed@")
     digest = found["module"].scorer.partition("@")[2]
     assert found["parts"].scorer == f"both(my_module:scaled@{digest}, my_module:by_length@{digest})"
     (letter,) = wire.wait_dead("truthless")
@@ -178,7 +192,13 @@ def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[
         ("my_module:number", "", "expected a function, a callable object or a PureReward, got int"),
         ("my_module:absent", "", "has no attribute 'absent'"),
         ("my_module:scaled", "parameters.factor = -1.0", "parameters.factor: Input should be greater than 0"),
-        ("my_module:tilted", "parameters.factor = 1.0", "which takes no parameters"),
+        (
+            "my_module:tilted",
+            "parameters.factor = 1.0",
+            "tilted takes no parameter factor from the run file; it takes none",
+        ),
+        ("my_module:weighed", "parameters = {factor = 1, ground_truth = 2}", "takes no parameter ground_truth from"),
+        ("my_module:weighed", "parameters.offset = 1", "weighed needs factor, which a reward service cannot give"),
     ],
 )
 async def test_code_that_cannot_be_used_is_refused_at_the_start(
