@@ -80,7 +80,7 @@ def engine(arguments: Sequence[str], environ: Mapping[str, str]) -> Iterator[Fin
     python = str(own.value) if own is not None else sys.executable
     fix = (
         f"install {name} into an environment of its own and set {name}.python to its Python ({_ENGINES[name]}), or choose "
-        'worker.engine = "embedded"'
+        f'worker.engine = "embedded" and take the section [{name}] out'
     )
     command = [python, "-I", "-c", f"import importlib.metadata as found; print(found.version({name!r}))"]
     try:
