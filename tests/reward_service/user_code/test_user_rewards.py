@@ -251,10 +251,10 @@ async def test_a_worker_that_is_killed_is_replaced(code: Path, monkeypatch: pyte
     """The group in progress is an error; the next one gets a new process, which reloads the code."""
     monkeypatch.chdir(code)
     pool = WorkerPool("my_rewards.py:tilted", {}, num_workers=1, timeout_s=20.0)
-    group = GroupToScore(completions=["4"], ground_truth="4")
+    group = GroupToScore.model_validate({"completions": ["4"], "ground_truth": "4"})
     first = await pool.score(group)
     (pid,) = pool.pids
-    slow = asyncio.create_task(pool.score(GroupToScore(completions=["hang"])))
+    slow = asyncio.create_task(pool.score(GroupToScore.model_validate({"completions": ["hang"]})))
     await asyncio.sleep(0)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(UserCodeFailed, match="was ended by SIGKILL"):
