@@ -125,6 +125,21 @@ def copied_pack(run_id: str, key: str) -> str:
     return groups_prefix(run_id) + key.partition("/groups/")[2]
 
 
+def logprobs_prefix(run_id: str) -> str:
+    """Return the prefix of the log-probabilities of all steps."""
+    return f"runs/{run_id}/logprobs/"
+
+
+def step_logprobs_prefix(run_id: str, step: int, epoch: int) -> str:
+    """Return the prefix of the log-probabilities of one step, as the trainer session of ``epoch`` made it."""
+    return f"{logprobs_prefix(run_id)}s{step:08d}.e{epoch:04d}/"
+
+
+def step_logprobs(run_id: str, step: int, epoch: int, sha256: str) -> str:
+    """Return the key of the log-probabilities of one step, addressed by content."""
+    return f"{step_logprobs_prefix(run_id, step, epoch)}{sha256}.safetensors"
+
+
 def run_prefix(run_id: str) -> str:
     """Return the prefix of all objects of a run."""
     return f"runs/{run_id}/"

@@ -6,7 +6,7 @@
     │   ├── MalformedFact         the fields do not fit the schema
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── ReaderKilled             two readers were killed while they processed this message
-    ├── PackError                 a group pack (Parquet) is not readable or not what the message says
+    ├── PackError                 a group pack, or a step's log-probabilities, is not readable or not what it should be
     │   ├── TextMismatch          the text that was scored is not that of the tokens to train on
     │   └── UnpublishedVersion    tokens are said to be sampled by a version that was never published
     ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
@@ -59,7 +59,7 @@ class MessageTooLarge(WireError):
 
 
 class PackError(PenstockError):
-    """A group pack cannot be read, or does not match its message."""
+    """A group pack cannot be read, or does not match its message; or so the stored log-probabilities of a step."""
 
 
 class UnpublishedVersion(PackError):

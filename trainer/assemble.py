@@ -72,6 +72,7 @@ from penstock.trainer.submit_weights import WeightSubmitter
 from penstock.trainer.telemetry import trainer_metrics
 from penstock.trainer.telemetry.event_writer import METRICS_FILE, EventWriter
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
+from penstock.trainer.telemetry.logprob_writer import LogprobWriter
 from penstock.trainer.telemetry.queue_reader import QueueReader
 from penstock.trainer.telemetry.step_reporter import StepReporter
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
@@ -353,6 +354,12 @@ def _training(
         before = tuple(dict.fromkeys(each.evaluation for each in source.issued_before.all_settings()))
         evaluator = _evaluator(session, publisher, on_end, history.accounting, success, before)
     planner = Planner(settings, rank_group, resumed.algorithm if resumed else {})
+    logprobs = LogprobWriter(
+        connections.blobs,
+        connections.run_id,
+        epoch=session.lease.epoch,
+        on_first_loss=lambda text: events.write("log", {"text": text}),
+    )
     training = Training(
         settings=settings,
         rank_group=rank_group,
@@ -365,6 +372,7 @@ def _training(
         early_stop=early_stop,
         events=events,
         reporter=StepReporter(events, heartbeat, source.issuer.groups()["dropped"]),
+        logprobs=logprobs,
         heartbeat=heartbeat,
         activity=activity,
         metrics=session.metrics,
@@ -392,7 +400,7 @@ def _training(
     )
     holder = session.lease.holder
     group_gc = GroupGc(connections, settings.retention, holder=holder, clock=lambda: datetime.now(UTC))
-    threads = [gpus, heartbeat, *source.threads, weight_gc, group_gc]
+    threads = [gpus, heartbeat, *source.threads, weight_gc, group_gc, logprobs]
     if session.metrics.url is not None:
         threads.append(QueueReader(connections.bus, connections.run_id, session.metrics))
     with contextlib.ExitStack() as running:

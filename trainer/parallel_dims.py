@@ -45,6 +45,10 @@ class ParallelDims:
         """Return the element-wise sum over all shares of the rows; collective."""
         return self.ranks.sum(values)
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the ``data`` of all shares of the rows on rank 0, in their order; nothing on the others; collective."""
+        return self.ranks.gather(data)
+
     def maximum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise maximum over all shares of the rows; collective."""
         return self.ranks.maximum(values)

@@ -303,6 +303,12 @@ class OptimizerSettings(Section):
         description="Completions of each group whose text (which was scored) is compared with their decoded tokens (which are "
         "trained on); only of the environment single_turn. A number: as many, chosen at random. 0: none.",
     )
+    store_logprobs: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        default="all",
+        description="Trained groups of each step of which the object store keeps the log-probability of every trained token under "
+        "the policy before the step, for the ratios on the live page. A number: the first ones of the batch. Five bytes a token, "
+        "at most 3 million tokens of a step, kept as long as its packs. 0: none.",
+    )
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = Field(
         default="as-trained",
         description="Number format of published weights; bfloat16 halves their size and suits engines on GPUs.",

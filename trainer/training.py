@@ -42,6 +42,7 @@ from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
 from penstock.trainer.telemetry.event_writer import EventWriter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
+from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
 from penstock.trainer.telemetry.step_reporter import StepReporter
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
@@ -67,6 +68,7 @@ class Training:
     early_stop: EarlyStop
     events: EventWriter
     reporter: StepReporter
+    logprobs: LogprobWriter
     heartbeat: HeartbeatWriter
     activity: Activity
     metrics: TrainerMetrics
@@ -165,7 +167,8 @@ class Training:
         started = time.monotonic()
         try:
             with self.activity.working("training"):
-                learned = learn(self.planner, self.rank_group, batch, self.version)
+                keep_groups = self.settings.trainer.store_logprobs
+                learned = learn(self.planner, self.rank_group, batch, self.version, keep_groups=keep_groups)
             crash_points.reach(CrashPoint.STEPPED)
             self.engine_check.check(compare_fresh_tokens(learned.figures.sums, learned.figures.maxima), self.version)
         except (EngineMismatch, TrainingDiverged) as err:
@@ -192,6 +195,7 @@ class Training:
             "skipped": skipped,
             **learned.reported,
             "reused_groups": num_reused,
+            "logprobs_lost": self.logprobs.num_lost,
         }
         ids = [group.group_id for group in batch]
         made = next_version(self.version)
@@ -205,6 +209,7 @@ class Training:
         self.record_writer.add_step(
             self.num_steps_done, self.version, made, batch, skipped, uses, updates=learned.updates
         )
+        self.logprobs.submit(StepNumbers(self.num_steps_done, self.version, made), batch, learned)
         self.version = made
         self._record_s = time.monotonic() - started
 

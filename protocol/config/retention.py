@@ -3,6 +3,7 @@
 | what                          | how long                                                            |
 |-------------------------------|---------------------------------------------------------------------|
 | packs of trained groups       | `retention.trained_packs_h`; 0, the default: until the run is removed |
+| log-probabilities of a step   | as long as its packs; those of a step that a crash rolled back: as unused packs |
 | packs of a rescored input     | until it is removed by `penstock runs rm` of its name                |
 | packs and task lists that nothing references | `retention.unused_packs_h` after they were written: dropped groups, repeated attempts |
 | events, dead letters          | `retention.events_h`, `retention.dead_letters_h`, the streams' own age; 0: until they are full |
@@ -47,7 +48,8 @@ class RetentionSettings(Section):
     trained_packs_h: float = Field(
         default=0.0,
         ge=0.0,
-        description="Hours to keep the packs of trained groups; 0: until the run is removed, so that it can be replayed.",
+        description="Hours to keep the packs of trained groups, and the log-probabilities of their steps; 0: until the run is "
+        "removed, so that it can be replayed.",
     )
     unused_packs_h: float = Field(
         default=24.0,
@@ -83,12 +85,12 @@ def expired(
     settings: RetentionSettings,
     now: datetime,
 ) -> list[str]:
-    """Return the keys of the packs and task lists that may be deleted.
+    """Return the keys of the packs, task lists and log-probabilities that may be deleted.
 
     Args:
-        stored: All packs and task lists of the run.
+        stored: All of these of the run.
         named: Keys that a message of a work queue or a dead letter references; kept at any age.
-        trained: Keys that a step of the committed record references.
+        trained: Keys that a step of the committed record references, and those of its log-probabilities.
         settings: The retention times.
         now: The current time; compared with times of the object store's clock.
     """

@@ -75,6 +75,7 @@ _TRAINER = (
         ("penstock_trainer_last_step_timestamp_seconds", "gauge", "Unix time", "", "When the newest step was reported."),
         ("penstock_trainer_last_checkpoint_timestamp_seconds", "gauge", "Unix time", "", "When the newest checkpoint of this session was committed."),
         ("penstock_trainer_groups_outstanding", "gauge", "groups", "", "Groups issued and neither trained nor dropped, at the newest step."),
+        ("penstock_trainer_logprobs_lost_total", "counter", "steps", "", "Steps of this session whose log-probabilities could not be stored for the live page."),
         ("penstock_trainer_loss", "gauge", "", "", "The objective of the newest step."),
         ("penstock_trainer_reward_mean", "gauge", "reward", "", "Mean over the trajectories of the newest step."),
         ("penstock_trainer_reward_stddev", "gauge", "reward", "", "Standard deviation over the trajectories of the newest step."),

@@ -20,6 +20,16 @@ from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, P
 from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenOutcomes:
+    """What the loss read and did, token by token, without gradient."""
+
+    logprobs: Tensor  # [N] of the policy before the optimizer step
+    clipped: Tensor  # [N] bool, as in `LossTerms`
+    dual_clipped: Tensor  # [N] bool
+    kept: Tensor  # [N] bool, False where a correction rejects the token
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The loss of one micro-batch, already divided by the whole batch's denominators.
@@ -30,6 +40,7 @@ class Outcome:
     loss: Tensor  # scalar with gradient
     sums: Mapping[str, Tensor | float]
     maxima: Mapping[str, Tensor | float]
+    tokens: TokenOutcomes | None = None  # None: the objective compares no policies
 
 
 class Objective(Protocol):
@@ -170,6 +181,7 @@ class PolicyGradient:
             loss=(losses * batch.weights).sum() - (logprobs * batch.sft_weights).sum(),
             sums=sums,
             maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0), **mismatch_maxima(*arguments)},
+            tokens=TokenOutcomes(held, terms.clipped, terms.dual_clipped, keep),
         )
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:

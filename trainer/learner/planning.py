@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
+from penstock.protocol.packs.step_logprobs import MAX_GROUPS, MAX_ROWS, MAX_TOKENS
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.learner.passes import Passes, plan_passes
@@ -105,11 +106,43 @@ class Learned:
         return self.plan.passes.updates(len(self.figures.passes)) if self.plan.passes else ()
 
 
-def learn(planner: Planner, rank_group: RankGroup, batch: Sequence[ReadyGroup], version: int) -> Learned:
-    """Make the optimizer steps on a batch at ``version``; the only code that changes weights, in a run and its replay."""
+def learn(
+    planner: Planner,
+    rank_group: RankGroup,
+    batch: Sequence[ReadyGroup],
+    version: int,
+    *,
+    keep_groups: int | Literal["all"] = 0,
+) -> Learned:
+    """Make the optimizer steps on a batch at ``version``; the only code that changes weights, in a run and its replay.
+
+    The figures keep the log-probabilities of the first ``keep_groups`` groups, see `num_kept_rows`.
+    """
     plan = planner.plan(batch, version)
-    figures = rank_group.step(plan, batch)
+    figures = rank_group.step(plan, batch, keep_rows=num_kept_rows(plan, batch, keep_groups))
     return Learned(plan, figures, planner.learned(figures))
+
+
+def num_kept_rows(
+    plan: StepPlan, groups: Sequence[ReadyGroup], wanted: int | Literal["all"], *, max_tokens: int = MAX_TOKENS
+) -> int:
+    """Return how many of the plan's first rows are kept: those of the first ``wanted`` trained groups that fit into an object.
+
+    ``groups`` are those of the batch. Groups are kept whole.
+    """
+    most = MAX_GROUPS if wanted == "all" else min(wanted, MAX_GROUPS)
+    tokens = {(group.pack.key, group.scored.generated.row_group): group.num_tokens for group in groups}
+    counts: dict[tuple[str, int], int] = {}
+    for row in plan.rows:
+        place = plan.packs[row.pack].key, row.row_group
+        counts[place] = counts.get(place, 0) + 1
+    num_rows = num_tokens = 0
+    for place, count in list(counts.items())[:most]:
+        num_tokens += tokens[place]
+        if num_tokens > max_tokens or num_rows + count > MAX_ROWS:
+            break
+        num_rows += count
+    return num_rows
 
 
 def _with_kl(groups: Sequence[Scored], gaps: Sequence[float]) -> list[Scored]:

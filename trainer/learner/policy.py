@@ -18,11 +18,12 @@ from torch import Tensor
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.objective import Objective, Outcome
+from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.attention.models import pair_cost
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
+from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.trainable import Trainable
@@ -31,6 +32,9 @@ from penstock.trainer.publishing.weight_buckets import WeightBuckets
 
 _PREFIX = "language_model."  # of parameter names, added by wrapping the model
 _TAG = "engine"
+
+# Called with what the loss did with the tokens of each micro-batch, in their order; None where it compares no policies.
+Observer = Callable[[TokenOutcomes | None, MicroBatch], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class StepFigures:
     critic: Mapping[str, float] = field(default_factory=dict)  # its figures, in a run with a critic
     lr_factor: float = 1.0  # of the schedule's learning rate, contained in ``lr``
     passes: tuple[PassFigures, ...] = ()  # in a run with several optimizer steps on a batch
+    kept: KeptRows | None = field(default=None, compare=False)  # the log-probabilities that were asked for; on rank 0
 
 
 class Policy:
@@ -89,6 +94,7 @@ class Policy:
         reference: ReferencePolicy | None = None,
         *,
         ends_batch: bool = True,
+        observe: Observer | None = None,
     ) -> StepFigures:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
@@ -103,6 +109,8 @@ class Policy:
             outcome = self._outcome(batch.to(self.device), objective, reference)
             self._trainable.backward(outcome.loss)
             sums_of_step.add(outcome)
+            if observe is not None:
+                observe(outcome.tokens, batch)
         loss, sums, maxima = sums_of_step.over(self._dims)
         lr_factor = objective.lr_factor(sums)
         update = self._trainable.update(lr_factor, ends_batch=ends_batch)
@@ -116,12 +124,16 @@ class Policy:
         reference: ReferencePolicy | None = None,
         *,
         ends_batch: bool = True,
+        observe: Observer | None = None,
     ) -> StepFigures:
         """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
         sums_of_step = _StepSums()
         with torch.no_grad():
             for batch in micro_batches:
-                sums_of_step.add(self._outcome(batch.to(self.device), objective, reference))
+                outcome = self._outcome(batch.to(self.device), objective, reference)
+                sums_of_step.add(outcome)
+                if observe is not None:
+                    observe(outcome.tokens, batch)
         self.steps_done += ends_batch
         loss, sums, maxima = sums_of_step.over(self._dims)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)

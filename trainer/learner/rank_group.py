@@ -26,8 +26,9 @@ from penstock.trainer.algorithm.objective import PolicyGradient
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.learner.captured_state import CapturedState
 from penstock.trainer.learner.critic import Critic
+from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
-from penstock.trainer.learner.policy import Policy, StepFigures
+from penstock.trainer.learner.policy import Observer, Policy, StepFigures
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, rows_of
 from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies, name_of
@@ -66,10 +67,13 @@ class RankGroup:
         """Return what micro-batches of at most ``budget_tokens`` are cut for."""
         return Capacity(budget_tokens, self._dims.rows.count, self.policy.pair_cost, self.policy.pads_rows)
 
-    def step(self, plan: StepPlan, groups: Iterable[ReadyGroup]) -> StepFigures:
-        """Make the optimizer step or steps of a batch (rank 0); ``groups`` are those of the plan, already fetched."""
-        self._order("step", plan.to_wire)
-        return self._train(plan, _by_place(plan, groups))
+    def step(self, plan: StepPlan, groups: Iterable[ReadyGroup], *, keep_rows: int = 0) -> StepFigures:
+        """Make the optimizer step or steps of a batch (rank 0); ``groups`` are those of the plan, already fetched.
+
+        The figures keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
+        """
+        self._order("step", lambda: [plan.to_wire(), keep_rows])
+        return self._train(plan, _by_place(plan, groups), keep_rows)
 
     def reference_gaps(self, plan: StepPlan, groups: Iterable[ReadyGroup], form: AnyKlForm) -> list[float]:
         """Return each row's estimated KL from its sampler to the reference, summed over its tokens (rank 0)."""
@@ -123,8 +127,8 @@ class RankGroup:
             what, detail = self._dims.ranks.broadcast(None)
             match what:
                 case "step":
-                    plan = StepPlan.from_wire(detail)
-                    self._train(plan, self._fetch(plan))
+                    plan = StepPlan.from_wire(detail[0])
+                    self._train(plan, self._fetch(plan), detail[1])
                 case "gaps":
                     plan = StepPlan.from_wire(detail[0])
                     self._gaps(plan, self._fetch(plan), detail[1])
@@ -145,31 +149,50 @@ class RankGroup:
         if self._dims.ranks.num_ranks > 1:
             self._dims.ranks.broadcast([what, detail() if detail else None])
 
-    def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group]) -> StepFigures:
+    def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], keep_rows: int) -> StepFigures:
+        own = plan.micro_batches[self._dims.rows.index]
+        recorder = RowRecorder(own, keep_rows) if keep_rows else None
+        figures = self._learn(plan, groups, recorder)
+        if recorder is None:
+            return figures
+        parts = self._dims.gather(recorder.kept.to_bytes())
+        return replace(figures, kept=KeptRows.joined([KeptRows.from_bytes(part) for part in parts]))
+
+    def _learn(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], observe: Observer | None) -> StepFigures:
         own = plan.micro_batches[self._dims.rows.index]
         objective = self._objective.with_kl(plan.kl_coefficient)
         priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
         batches = [self._complete(build(rows_of(plan, rows, groups)), objective, priced) for rows in own]
         if self._critic is None:
-            return self._update(batches, plan.passes, objective)
+            return self._update(batches, plan.passes, objective, observe)
         credited = self._critic.credit(batches, plan.token_kl)
         waits = self._critic.learns_alone(self.policy.steps_done)
-        figures = self._update(credited.micro_batches, plan.passes, objective, waits=waits)
+        figures = self._update(credited.micro_batches, plan.passes, objective, observe, waits=waits)
         return replace(figures, critic=self._critic.learn(credited))
 
     def _update(
-        self, batches: Sequence[MicroBatch], passes: Passes | None, objective: PolicyGradient, *, waits: bool = False
+        self,
+        batches: Sequence[MicroBatch],
+        passes: Passes | None,
+        objective: PolicyGradient,
+        observe: Observer | None,
+        *,
+        waits: bool = False,
     ) -> StepFigures:
-        """Make the optimizer steps of a batch; with ``waits`` only measure it, in one pass."""
+        """Make the optimizer steps of a batch; with ``waits`` only measure it, in one pass.
+
+        ``observe`` is called in the first pass, which takes the micro-batches in their order.
+        """
         take_step = self.policy.measure_step if waits else self.policy.train_step
         if passes is None:
-            return take_step(self._bounded(batches), objective, self._reference)
+            return take_step(self._bounded(batches), objective, self._reference, observe=observe)
         pieces, made = passes.cut(batches), list[list[StepFigures]]()
         for order in passes.orders[:1] if waits else passes.orders:
             made.append([])
             for number in order:
                 bounded = self._bounded(pieces[number])
-                made[-1].append(take_step(bounded, objective, self._reference, ends_batch=False))
+                watching = observe if len(made) == 1 else None
+                made[-1].append(take_step(bounded, objective, self._reference, ends_batch=False, observe=watching))
                 crash_points.reach(CrashPoint.UPDATED)
             if passes.is_exceeded(pass_figures(made[-1]).kl_proximal):  # the same on every rank
                 break

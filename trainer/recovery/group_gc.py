@@ -1,4 +1,4 @@
-"""Deletes packs and task lists whose retention has ended (`protocol/config/retention.py`), in a separate thread.
+"""Deletes packs, task lists and log-probabilities whose retention has ended (`protocol/config/retention.py`), in a separate thread.
 
 What is still needed is read from storage, as an audit does: the queues in the order in which a group passes them, so that
 none is missed, then the dead letters, then the record that the newest checkpoint names. The packs of a rescored input
@@ -58,6 +58,7 @@ class GroupGc:
         )
         self._last: BlobRef | None = None  # newest chapter of the record that was read
         self._trained: set[str] = set()
+        self._steps: set[str] = set()  # prefixes of the log-probabilities of committed steps
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="group-gc", daemon=True)
 
@@ -73,13 +74,15 @@ class GroupGc:
 
     def sweep(self) -> list[str]:
         """Delete what has expired; return its keys. Raises BlobError, BusError or WireError."""
-        prefixes = (blob_keys.groups_prefix(self._run_id), blob_keys.task_lists_prefix(self._run_id))
+        run = self._run_id
+        prefixes = (blob_keys.groups_prefix(run), blob_keys.task_lists_prefix(run), blob_keys.logprobs_prefix(run))
         stored = [stat for prefix in prefixes for stat in self._blobs.list(prefix)]
-        named = set(self._named()) | packs_of_input(self._run_id, self._blobs)
+        named = set(self._named()) | packs_of_input(run, self._blobs)
         if self._settings.trained_packs_h:  # before the record is read: a pack may be newer than the listing
             self._trained.intersection_update(stat.key for stat in stored)
         self._read_record()
-        keys = expired(stored, named=named, trained=self._trained, settings=self._settings, now=self._clock())
+        trained = self._trained | {stat.key for stat in stored if stat.key.rpartition("/")[0] in self._steps}
+        keys = expired(stored, named=named, trained=trained, settings=self._settings, now=self._clock())
         if keys:
             self._blobs.delete(keys)
             log.info("expired objects deleted", num_objects=len(keys), first=keys[0])
@@ -118,13 +121,17 @@ class GroupGc:
                 yield from _keys(letter.payload, kinds[letter.stage])
 
     def _read_record(self) -> None:
-        """Add the packs that committed steps name to those trained; each chapter is read once."""
+        """Add the packs of committed steps, and their log-probabilities, to what was trained; each chapter is read once."""
         entry = self._state.get(streams.CHECKPOINT_KEY).wait()
         newest = None if entry is None else decode(entry.value, CheckpointCommitted).record
         at = newest
         while at is not None and at != self._last:
             chapter = decode(self._blobs.get(at), LineageChapter)
             self._trained.update(pack.key for step in chapter.steps for pack in step.packs)
+            self._steps.update(
+                blob_keys.step_logprobs_prefix(self._run_id, step.step, step.epoch).rstrip("/")
+                for step in chapter.steps
+            )
             at = chapter.parent
         self._last = newest
 

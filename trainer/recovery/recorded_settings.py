@@ -21,7 +21,7 @@ _WITHOUT_EFFECT = frozenset(
     for key in (
         "kill_at", "lease_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "keep_versions", "collect_deadline_s",
         "keep_best", "milestone_every", "keep_milestones",
-        "max_mismatch", "mismatch_patience", "check_texts",
+        "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs",
     )
 )  # fmt: skip
 _SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step

@@ -10,6 +10,7 @@
 | `state`           | the run's phase changes           | ``text``, ``total_steps``, ``finished``                      |
 | `alarm`           | the run stops by itself           | ``text``                                                     |
 | `log`             | a run is resumed                  | ``text``, ``rolled_back``: steps, groups, seconds            |
+|                   | log-probabilities are not stored  | ``text``; once in a session                                  |
 
 `step`, `eval` and `evaluation_lost` are written to metrics.jsonl too.
 """

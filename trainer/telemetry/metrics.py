@@ -40,6 +40,7 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
+| `logprobs_lost`            | steps    | of this session, not stored: `telemetry/logprob_writer.py`         |
 | `groups_digest`            | sha256   | what was trained, for an audit: `protocol/record/step_digest.py`   |
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
 | `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |

@@ -111,6 +111,7 @@ class TrainerMetrics:
             return
         samples.add("penstock_trainer_steps_total", step["step"])
         samples.add("penstock_trainer_last_step_timestamp_seconds", self._step_at)
+        samples.add("penstock_trainer_logprobs_lost_total", step.get("logprobs_lost", 0))
         for name, key in _OF_STEP.items():
             if step.get(key) is not None:
                 samples.add(name, step[key])

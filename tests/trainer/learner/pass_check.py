@@ -28,7 +28,7 @@ from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.learner.critic import Regression, load_critic
 from penstock.trainer.learner.load_model import load_policy
-from penstock.trainer.learner.planning import Planner, learn
+from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.learner.trainable import Optimisation
@@ -56,8 +56,9 @@ def plain_torch(model: str, groups: Sequence[ReadyGroup], plans: Sequence[Sequen
     """Train one batch after another without any of Penstock's learner; ``plans`` are the groups of each optimizer step."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    losses, norms, clipped = [], [], []
+    losses, norms, clipped, first = [], [], [], []
     for step, updates in enumerate(plans):
+        first.append({})
         with torch.no_grad():
             before = [logprobs(policy, group) for group in groups]
         for group in optimizer.param_groups:
@@ -68,6 +69,7 @@ def plain_torch(model: str, groups: Sequence[ReadyGroup], plans: Sequence[Sequen
                 rewards = torch.tensor(groups[place].scored.rewards)
                 advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6) if rewards.std() > 0 else rewards * 0.0
                 for row, (new, old) in enumerate(zip(logprobs(policy, groups[place]), before[place], strict=True)):
+                    first[-1].setdefault(f"{place}.{row}", new.tolist())
                     trajectory = groups[place].group.trajectories[row]
                     sampled = torch.from_numpy(trajectory.behaviour_logprobs[trajectory.loss_mask])
                     ratio = (new - old).exp()
@@ -81,7 +83,10 @@ def plain_torch(model: str, groups: Sequence[ReadyGroup], plans: Sequence[Sequen
             optimizer.step()
             losses.append(float(total.detach() / count))
             clipped.append(num_clipped)
-    return {"losses": losses, "norms": norms, "clipped": clipped, "weights": sketch(dict(policy.named_parameters()))}
+    return {
+        "losses": losses, "norms": norms, "clipped": clipped, "first": first,
+        "weights": sketch(dict(policy.named_parameters())),
+    }  # fmt: skip
 
 
 def logprobs(policy: torch.nn.Module, group: ReadyGroup) -> list[Tensor]:
@@ -119,7 +124,7 @@ def lead(rank_group: RankGroup, settings: TrainerSettings, groups: list[ReadyGro
     for step in range(NUM_STEPS):
         if step == 1:
             rank_group.save(folder)
-        learned.append(learn(planner, rank_group, groups, 0))
+        learned.append(learn(planner, rank_group, groups, 0, keep_groups="all" if step else 2))
         digests.append(digest(rank_group))
     last = rank_group.snapshot()
     rank_group.load(folder)
@@ -135,9 +140,23 @@ def lead(rank_group: RankGroup, settings: TrainerSettings, groups: list[ReadyGro
         "fresh": [one.figures.sums["fresh_tokens"] for one in learned],
         "passes": [[(p.num_updates, p.clip_fraction, p.kl_proximal) for p in one.figures.passes] for one in learned],
         "critic": [dict(one.figures.critic) for one in learned],
+        "kept": [kept(one, groups) for one in learned],
         "weights": sketch(last),
         "again_equal": (again.figures == learned[1].figures, digest(rank_group) == digests[1]),
     }
+
+
+def kept(learned: Learned, groups: list[ReadyGroup]) -> dict[str, tuple[list[float], list[int]]]:
+    """Return the log-probabilities and outcomes that a step kept, by group and trajectory."""
+    places = {group.scored.generated.row_group: place for place, group in enumerate(groups)}
+    rows = learned.figures.kept
+    assert rows is not None
+    found, end = {}, 0
+    for number, count in zip(rows.rows.tolist(), rows.counts.tolist(), strict=True):
+        row, part, end = learned.plan.rows[number], slice(end, end + count), end + count
+        name = f"{places[row.row_group]}.{row.trajectory}"
+        found[name] = rows.logprobs[part].tolist(), rows.outcomes[part].tolist()
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:

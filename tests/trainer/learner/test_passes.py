@@ -17,10 +17,12 @@ from tests.trainer.learner.forks import Fork
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.facts import encode
+from penstock.protocol.packs.step_logprobs import CLIPPED
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.passes import Passes, batch_figures, plan_passes
+from penstock.trainer.learner.planning import num_kept_rows
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.step_plan import Capacity, StepPlan, make_plan
 from penstock.trainer.recovery.recorded_settings import what_steps_read
@@ -179,6 +181,41 @@ def test_two_passes_by_two_mini_batches_are_those_of_plain_torch(results: dict[i
     assert found["weights"].keys() == hand["weights"].keys()
     for name, values in found["weights"].items():
         assert values == pytest.approx(hand["weights"][name], rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_log_probabilities_that_a_step_keeps_are_those_of_a_forward_pass(
+    results: dict[int, dict], num_ranks: int
+) -> None:
+    """Of every token before the optimizer step that trains it first, from whichever rank; of two groups if only two are kept."""
+    kept, hand = results[num_ranks]["plain"]["kept"], results[1]["hand"]["first"]
+    assert sorted(kept[0]) == [f"{place}.{row}" for place in (0, 1) for row in range(4)]
+    assert sorted(kept[1]) == sorted(hand[1])
+    for found, expected in zip(kept, hand, strict=True):
+        for row, (logprobs, _) in found.items():
+            assert logprobs == pytest.approx(expected[row], abs=1e-5), row
+    whole = results[num_ranks]["plain"]
+    clipped = sum(outcome & CLIPPED for _, outcomes in kept[1].values() for outcome in outcomes)
+    assert clipped == pytest.approx(whole["passes"][1][0][1] * whole["tokens"][1])
+    in_head_start = results[num_ranks]["critic"]["kept"][
+        0
+    ]  # measured, without an optimizer step before any of its groups
+    first = [row for row in kept[0] if int(row[0]) in whole["updates"][0][0]]
+    assert first
+    for row in first:
+        assert in_head_start[row] == [pytest.approx(hand[0][row], abs=1e-5), [0] * len(hand[0][row])]
+
+
+def test_groups_are_kept_whole_and_as_many_as_fit() -> None:
+    """The first ones that are trained on; a group that does not fit ends the object."""
+    plan = plan_of([(1.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 1.0)], 1, drop_zero_advantage=True)
+    groups = [ready(number, some) for number, some in enumerate([(1.0, 1.0), (1.0, 0.0), (1.0, 0.0), (0.0, 1.0)])]
+    sizes = [group.num_tokens for group in groups]
+    assert [num_kept_rows(plan, groups, wanted) for wanted in (0, 1, 2, 9, "all")] == [0, 2, 4, 6, 6]
+    assert num_kept_rows(plan, groups, "all", max_tokens=sizes[1] + sizes[2]) == 4
+    assert num_kept_rows(plan, groups, "all", max_tokens=sizes[1] - 1) == 0
 
 
 @pytest.mark.slow

@@ -59,6 +59,10 @@ def commit(bus: Bus, blobs: Blobs, run: str, pack: BlobRef, number: int = 1, par
     return last
 
 
+def store_logprobs(blobs: Blobs, run: str, step: int, epoch: int) -> str:
+    return blobs.put(blob_keys.step_logprobs(run, step, epoch, "a" * 64), b"logprobs").key
+
+
 def announce(bus: Bus, run: str, pack: BlobRef) -> GroupGenerated:
     fact = make_generated(run, [make_group("e0.p7.a0")]).model_copy(update={"pack": pack, "pack_id": pack.sha256})
     bus.publish(subjects.generated(run, "train"), fact, msg_id=pack.sha256).wait()
@@ -68,12 +72,15 @@ def announce(bus: Bus, run: str, pack: BlobRef) -> GroupGenerated:
 def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     """Trained, queued and dead-lettered packs are kept; a dropped group's pack and an old task list are deleted after a day.
 
+    So are the log-probabilities of a step that the record does not have.
     A message that is no dead letter lies among them.
     """
     run, clock = run_streams, Clock()
     trained, queued, dead, dropped = (store(blobs, run, name) for name in ("trained", "queued", "dead", "dropped"))
     tasks = blobs.put(blob_keys.task_list(run, "p"), b"tasks")
     commit(bus, blobs, run, trained)
+    logprobs = store_logprobs(blobs, run, step=1, epoch=1)
+    rolled_back = store_logprobs(blobs, run, step=2, epoch=0)
     letter = DeadLetter(
         run_id=run, stage="generated", subject="s", reason="r", detail="d", num_delivered=1,
         payload=encode(make_generated(run, [make_group()]).model_copy(update={"pack": dead})),
@@ -83,16 +90,17 @@ def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs
     group_gc = GroupGc(Connections(run, bus, blobs), RetentionSettings(), holder="t", clock=clock)
     assert group_gc.sweep() == []
     clock.hours = 25.0
-    assert sorted(group_gc.sweep()) == sorted([dropped.key, tasks.key])
+    assert sorted(group_gc.sweep()) == sorted([dropped.key, tasks.key, rolled_back])
     clock.hours = 1e5
     assert group_gc.sweep() == []
-    assert all(blobs.exists(ref.key) for ref in (trained, queued, dead))
+    assert all(blobs.exists(key) for key in (trained.key, queued.key, dead.key, logprobs))
 
 
 def test_trained_packs_are_deleted_if_their_retention_is_set(bus: Bus, blobs: Blobs, run_streams: str) -> None:
-    """The record is read on from the chapter up to which it was read before."""
+    """With the log-probabilities of their steps. The record is read on from the chapter up to which it was read before."""
     run, clock = run_streams, Clock()
     first, second = store(blobs, run, "first"), store(blobs, run, "second")
+    logprobs = store_logprobs(blobs, run, step=2, epoch=1)
     settings = RetentionSettings(trained_packs_h=48.0)
     group_gc = GroupGc(Connections(run, bus, blobs), settings, holder="t", clock=clock)
     last = commit(bus, blobs, run, first)
@@ -102,7 +110,7 @@ def test_trained_packs_are_deleted_if_their_retention_is_set(bus: Bus, blobs: Bl
     clock.hours = 47.0
     assert group_gc.sweep() == []
     clock.hours = 49.0
-    assert sorted(group_gc.sweep()) == sorted([first.key, second.key])
+    assert sorted(group_gc.sweep()) == sorted([first.key, second.key, logprobs])
     third = store(blobs, run, "third")
     commit(bus, blobs, run, third, number=3)
     clock.hours = 0.0

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
+import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
-from tests.trainer.conftest import StoredRun
+from tests.trainer.conftest import RUN, StoredRun
+from tests.weights_source import read_version
+from transformers import AutoModelForCausalLM
 
 from penstock.deploy.quickstart_task import write_model
+from penstock.protocol import blob_keys
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.packs import group_pack, step_logprobs
 from penstock.protocol.record.lineage import RecordedStep
+from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.replay.replay_findings import other_updates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -61,6 +70,42 @@ def test_the_optimizer_steps_of_a_batch_are_recorded(run: StoredRun) -> None:
     assert "updates" not in reports[7]
     shown = run.console("lineage", "--version", str(ninth.made_version))
     assert "4 optimizer steps, on 2, 2, 2, 2 groups" in shown
+
+
+def test_the_stored_log_probabilities_are_those_of_the_weights_before_the_step(run: StoredRun) -> None:
+    """One object for every recorded step; its values are those of a forward pass of the published weights.
+
+    The first session was killed, perhaps with writes under way.
+    """
+    listed = {one.key.rpartition("/")[0] + "/": one for one in run.blobs.list(blob_keys.logprobs_prefix(RUN))}
+    assert [step.step for step in run.record.steps if step.epoch > run.record.steps[0].epoch] == [4, 5, 6, 7, 8, 9]
+    for step in run.record.steps[3:]:
+        stat = listed[blob_keys.step_logprobs_prefix(RUN, step.step, step.epoch)]
+        sha256 = stat.key.rpartition("/")[2].removesuffix(".safetensors")
+        data = run.blobs.get(BlobRef(key=stat.key, size_bytes=stat.size_bytes, sha256=sha256))
+        found = step_logprobs.decode(data, run_id=RUN, step=step.step)
+        assert (found.header.trained_version, found.header.made_version) == (step.trained_version, step.made_version)
+        assert sorted(one.group_id for one in found.header.groups) == sorted(group.group_id for group in step.groups)
+        assert len(found.logprobs) == sum(group.num_tokens for group in step.groups)
+        if step.step != 7:  # the last one with a single optimizer step; its weights are still published
+            continue
+        model = AutoModelForCausalLM.from_pretrained(run.folder / "model").eval()
+        prefix = blob_keys.weights_prefix(RUN, PolicyVersion(step.trained_version))
+        (manifest,) = [one for one in run.blobs.list(prefix) if one.key.endswith("/manifest.json")]
+        digest = hashlib.sha256(run.blobs.get_unverified(manifest.key)).hexdigest()
+        reference = BlobRef(key=manifest.key, size_bytes=manifest.size_bytes, sha256=digest)
+        model.load_state_dict(read_version(run.blobs, RUN, step.trained_version, reference), strict=False)
+        for group in step.groups:
+            pack = step.packs[group.pack]
+            (whole,) = group_pack.decode(run.blobs.get(pack), [group.scored.generated.row_group])
+            rows = found.group(group.group_id, pack.sha256)
+            assert rows is not None
+            for number, row in rows.items():
+                ids = torch.tensor(whole.trajectories[number].token_ids, dtype=torch.int64)
+                where = np.flatnonzero(whole.trajectories[number].loss_mask)
+                with torch.no_grad():
+                    scores = model(ids[None]).logits[0].float().log_softmax(-1)[where - 1, ids[where]]
+                assert row.logprobs.tolist() == pytest.approx(scores.tolist(), abs=1e-5)
 
 
 def test_optimizer_steps_on_other_groups_are_reported(run: StoredRun) -> None:
