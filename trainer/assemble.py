@@ -47,6 +47,7 @@ from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.build_rank_group import build_rank_group
+from penstock.trainer.learner.checkpoint_writer import CheckpointWriter, serve_writes
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.parallel_dims import ParallelDims
@@ -118,6 +119,7 @@ def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     rank_group = build_rank_group(settings, dims, blobs)
     publisher = RankPublisher(blobs, settings.run.id, dims.buckets)
     serve_requests(publisher, PublishChannels(ranks.channel(), ranks.channel()))
+    serve_writes(rank_group.captured, ranks.channel())
     process_memory.end_start()
     rank_group.follow(publisher)
 
@@ -199,6 +201,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
     publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets)
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     coordinator = PublishCoordinator(publisher, channels)
+    writer = CheckpointWriter(rank_group.captured, ranks.channel() if ranks.num_ranks > 1 else None)
     success = SuccessRules()
     if session.data.sets:
         given = settings.reward.success
@@ -221,7 +224,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
         # The trainer may have been killed between the rename that commits a checkpoint and its key in NATS.
         record_writer.mark_committed(found[1], state_json)
     copies = stored if settings.trainer.store_checkpoints else None
-    parts = _training(session, rank_group, coordinator, record_writer, resumed, success, copies)
+    parts = _training(session, rank_group, writer, coordinator, record_writer, resumed, success, copies)
     with parts as (training, evaluation_log):
         started, is_complete = time.monotonic(), False
         process_memory.end_start()
@@ -289,6 +292,7 @@ def _open_data(settings: TrainerSettings) -> _Data:
 def _training(
     session: _Session,
     rank_group: RankGroup,
+    writer: CheckpointWriter,
     coordinator: PublishCoordinator,
     record_writer: RunRecordWriter,
     resumed: CheckpointState | None,
@@ -383,6 +387,8 @@ def _training(
         committer=Committer(
             settings=settings,
             rank_group=rank_group,
+            writer=writer,
+            on_committed=session.metrics.checkpoint_written,
             planner=planner,
             issuer=source.issuer,
             collector=source.collector,
@@ -407,6 +413,7 @@ def _training(
         running.callback(events.close)
         for part in [evaluator, *threads] if evaluator is not None else threads:
             running.enter_context(part)
+        running.callback(training.committer.thread.close)
         yield training, evaluation_log
         if training.is_done and not session.stop.is_set():
             weight_gc.run_is_finished()

@@ -1,6 +1,7 @@
 """Commits in the order that makes a group's effect exactly-once: chapter, checkpoint, its key in NATS, acknowledgements.
 
-A chapter is what one checkpoint adds to the run record.
+A chapter is what one checkpoint adds to the run record. The training thread copies the state in memory and stores the chapter;
+everything after that is done by a thread, while training goes on. One checkpoint is under way at a time.
 
 ```
 state ──▶ chapter (S3) ──▶ folder.partial ──fsync──▶ lease confirmed ──rename──▶ key ``checkpoint`` ──▶ acknowledgements
@@ -12,7 +13,11 @@ state ──▶ chapter (S3) ──▶ folder.partial ──fsync──▶ lease
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
 
 from penstock.protocol.facts import GroupScored
 from penstock.protocol.record.checkpoint_state import CheckpointState, folder_name
@@ -25,14 +30,18 @@ from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
+from penstock.trainer.learner.checkpoint_writer import CheckpointWriter
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.recovery import checkpoint
+from penstock.trainer.recovery.commit_thread import CommitThread
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.telemetry.event_writer import EventWriter
+
+log = structlog.get_logger("trainer.commit")
 
 CHECKPOINTS = "checkpoints"
 _ABANDONED_KEPT = 16  # newest ranges of rolled-back versions that later sessions know; older samples are long stale
@@ -44,6 +53,7 @@ class Committer:
 
     settings: TrainerSettings
     rank_group: RankGroup
+    writer: CheckpointWriter
     planner: Planner
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
@@ -53,13 +63,17 @@ class Committer:
     record_writer: RunRecordWriter
     stored: StoredCheckpoints | None  # None: checkpoints stay in the run's folder alone
     events: EventWriter
+    on_committed: Callable[[float], None] = lambda _: None  # with the seconds since the copy in memory; on the thread
+    thread: CommitThread = field(default_factory=CommitThread)
 
     def commit(self, *, step: int, version: PolicyVersion, weights_dtype: str) -> None:
-        """Commit everything so far; only then acknowledge what it covers.
+        """Begin to commit everything so far; only after the commit is acknowledged what it covers.
 
+        Returns when the state is copied; `CommitThread.wait` waits for the commit. One that is under way is waited for first.
         Settled messages are read before the state, so that the checkpoint covers every message that is acknowledged.
-        Raises LeaseLost, before anything is committed or acknowledged, when another trainer holds the run.
+        The commit raises LeaseLost, before anything is committed or acknowledged, when another trainer holds the run.
         """
+        self.thread.wait()
         trained = self.collector.settled()
         evaluated = self.evaluator.settled() if self.evaluator else []
         issued = self.issuer.take_state()
@@ -91,22 +105,34 @@ class Committer:
             record=record,
             chapter=chapter,
         )
+        self.rank_group.capture()
+        crash_points.reach(CrashPoint.CAPTURED)
+        self.thread.start(lambda: self._finish(state, trained, evaluated), step=step)
+
+    def _finish(
+        self, state: CheckpointState, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]
+    ) -> None:
+        """Write a checkpoint, name it in NATS, and acknowledge; on the thread of commits."""
+        started = time.monotonic()
         data = checkpoint.commit(
             self.settings.run.folder / CHECKPOINTS,
             state,
-            self.rank_group.save,
+            self.writer.write,
             keep=self.settings.trainer.keep_checkpoints,
             confirm=self.lease.confirm,
         )
         crash_points.reach(CrashPoint.COMMITTED)
         if self.stored is not None:
-            self.stored.store(self.settings.run.folder / CHECKPOINTS / folder_name(step))
+            self.stored.store(self.settings.run.folder / CHECKPOINTS / folder_name(state.step))
             crash_points.reach(CrashPoint.COPIED)
         self.record_writer.mark_committed(state, data)
         crash_points.reach(CrashPoint.POINTED)
         if self.stored is not None:
             self.stored.prune(self.lease.epoch)
         self._acknowledge(trained, evaluated)
+        took_s = time.monotonic() - started
+        self.on_committed(took_s)
+        log.info("checkpoint committed", step=state.step, took_s=round(took_s, 3))
 
     def _acknowledge(self, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]) -> None:
         self.collector.acknowledge(trained)

@@ -5,7 +5,7 @@
 comparison.
 
     one of several optimizer steps ▸ [updated] ▸ …
-    step ▸ each shard [shard_written] ▸ [written] ▸ commit ▸ [committed] ▸ copy ▸ [copied] ▸ point ▸ [pointed] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
+    step ▸ copy in memory [captured] ▸ each shard [shard_written] ▸ [written] ▸ commit ▸ [committed] ▸ copy ▸ [copied] ▸ point ▸ [pointed] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
          ▸ each object [object_stored] ▸ [shards_stored] ▸ manifest ▸ [manifest_stored] ▸ head ▸ [head_moved] ▸ announce ▸ [announced]
 """
 
@@ -23,6 +23,7 @@ class CrashPoint(StrEnum):
 
     STEPPED = "stepped"  # the optimizer step is made ▸ its groups are entered in the ledger
     RECORDED = "recorded"  # the chapter is in the object store ▸ the checkpoint is written
+    CAPTURED = "captured"  # the state is copied in memory ▸ the first file of the checkpoint
     SHARD_WRITTEN = "shard_written"  # one of a rank's shards of a checkpoint ▸ its next, or the answer to rank 0
     WRITTEN = "written"  # every file of the checkpoint is on the disk ▸ the rename that commits it
     COMMITTED = "committed"  # the rename ▸ the copy in the object store, or the checkpoint key in NATS

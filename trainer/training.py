@@ -235,8 +235,10 @@ class Training:
             self._fields, self._checkpoint_s = None, 0.0
 
     def checkpoint_if_due(self) -> None:
-        """Commit a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds."""
-        if self.schedule.is_due(self.num_steps_done, time.monotonic()):
+        """Begin a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds."""
+        self.committer.thread.check()
+        is_writing = self.committer.thread.is_busy
+        if self.schedule.is_due(self.num_steps_done, time.monotonic(), is_writing=is_writing):
             self._checkpoint()
 
     def finish(self) -> None:
@@ -260,6 +262,7 @@ class Training:
             if self.evaluations.is_enabled:
                 self.evaluations.wait_for_all(self._should_stop)
                 self._checkpoint()  # acknowledges the groups of evaluations too
+        self.committer.thread.wait()
         self.publisher.close()
         ended = "finished" if not self.stop.is_set() else "paused" if self._is_pausing else "stopped"
         self._set_state(ended, finished=not self.stop.is_set())
@@ -288,6 +291,7 @@ class Training:
         self.lease.check()
         self.publisher.check()
         self.issuer.check()
+        self.committer.thread.check()
         self._pause_if_requested()
         return self.stop.is_set()
 
@@ -306,7 +310,6 @@ class Training:
         finished = time.monotonic()
         self.schedule.written(started=started, now=finished)
         self._checkpoint_s += finished - started
-        self.metrics.checkpoint_written(finished - started)
 
     def _set_state(self, text: str, **more: object) -> None:
         self.activity.state = text

@@ -1,6 +1,6 @@
 """The ranks that train together: rank 0 sends orders, and every rank carries out its part.
 
-Rank 0 calls `step`, `weights`, `snapshot`, `save` and `load`; the other ranks run `follow`, which carries out the
+Rank 0 calls `step`, `weights`, `snapshot`, `capture`, `save` and `load`; the other ranks run `follow`, which carries out the
 same orders in the same order until rank 0 calls `dismiss`. Each rank fetches and builds only its own rows.
 """
 
@@ -25,6 +25,7 @@ from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.objective import PolicyGradient
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.learner.captured_state import CapturedState
+from penstock.trainer.learner.checkpoint_writer import CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
@@ -60,6 +61,7 @@ class RankGroup:
         self._reference = reference
         self._critic = critic
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
+        self.captured = CaptureSlot()
         self._num_copies = 0
         self._copies = WeightCopies(policy, dims, self.copied_root)
 
@@ -104,6 +106,11 @@ class RankGroup:
         self._order("copied_root")
         return self._copies.root()
 
+    def capture(self) -> None:
+        """Copy every rank's part of a checkpoint in memory, for `CheckpointWriter` (rank 0)."""
+        self._order("capture")
+        self.captured.put(self._capture())
+
     def save(self, folder: Path) -> None:
         """Write the policy's part of a checkpoint (rank 0); the folder is on storage that all ranks share."""
         self._order("save", lambda: str(folder.absolute()))
@@ -138,6 +145,8 @@ class RankGroup:
                     self._copies.copy(CopyOrder.from_wire(detail), publisher)
                 case "copied_root":
                     self._copies.root()
+                case "capture":
+                    self.captured.put(self._capture())
                 case "save":
                     self._save(Path(detail))
                 case "load":

@@ -19,10 +19,12 @@ class CheckpointSchedule:
         self._previous_at = now
         self._previous_took_s = 0.0
 
-    def is_due(self, step: int, now: float) -> bool:
-        """Return True if a checkpoint is due after ``step`` steps."""
+    def is_due(self, step: int, now: float, *, is_writing: bool = False) -> bool:
+        """Return True if a checkpoint is due after ``step`` steps; while one ``is_writing``, none is due by time."""
         if step % self._every_steps == 0:
             return True
+        if is_writing:
+            return False
         pause_s = max(self._every_s, self._previous_took_s / _MAX_TIME_SHARE)
         return self._every_s > 0 and now - self._previous_at >= pause_s
 

@@ -31,7 +31,7 @@ from penstock.trainer.recovery.lease import FencedKey
 
 
 class RunRecordWriter:
-    """Collects sessions and steps until a checkpoint writes them as a chapter; for the training thread only."""
+    """Collects sessions and steps until a checkpoint writes them as a chapter; `mark_committed` may be called by another thread."""
 
     def __init__(
         self, connections: Connections, pointer: FencedKey, *, epoch: int, resumed: CheckpointState | None
@@ -137,7 +137,7 @@ class RunRecordWriter:
     def write(self, entries: Entries, *, step: int, version: PolicyVersion) -> tuple[BlobRef, int, str]:
         """Store the next chapter; return its reference and number, and the digest of the weights.
 
-        A chapter counts once a committed checkpoint names it. Raises the errors of `Blobs.put`.
+        A chapter counts once a committed checkpoint names it; `mark_committed` must follow before the next one. Raises the errors of `Blobs.put`.
         """
         self._close_step()
         chapter = LineageChapter(
@@ -157,6 +157,7 @@ class RunRecordWriter:
             closed_packs=entries.closed_packs,
             account=entries.account,
         )
+        self._sessions, self._steps = [], []  # what is added from now on is of the next chapter
         key = blob_keys.lineage_chapter(self._run_id, chapter.number, self._epoch, secrets.token_hex(4))
         return self._blobs.put(key, encode_unbounded(chapter)), chapter.number, chapter.weights_digest
 
@@ -176,7 +177,6 @@ class RunRecordWriter:
         self._pointer.move(encode(committed))
         self._last, self._number = state.record, state.chapter
         self.committed = state
-        self._sessions, self._steps = [], []
 
     def _close_step(self) -> None:
         if self._open_step is not None:

@@ -135,7 +135,8 @@ class Commits:
                 publishes_adapters=False,
                 run=SimpleNamespace(id=RUN, folder=self.folder), trainer=SimpleNamespace(keep_checkpoints=1)
             ),
-            "rank_group": SimpleNamespace(save=lambda _: None),
+            "rank_group": SimpleNamespace(capture=lambda: None),
+            "writer": SimpleNamespace(write=lambda _: None),
             "planner": SimpleNamespace(document=dict),
             "events": SimpleNamespace(num_bytes=0, sync=lambda: 0),
             "collector": acks,
@@ -146,6 +147,7 @@ class Commits:
             issuer=issuer, evaluator=None, ledger=ledger, record_writer=self._record_writer, **replaced
         )
         committer.commit(step=self.step, version=version, weights_dtype="float32")
+        committer.thread.wait()
         state = self._record_writer.committed
         if state is None or state is before:
             return None
