@@ -388,7 +388,7 @@ def _training(
             settings=settings,
             rank_group=rank_group,
             writer=writer,
-            on_committed=session.metrics.checkpoint_written,
+            on_committed=lambda took_s: training.on_committed(took_s),  # noqa: PLW0108  bound below
             planner=planner,
             issuer=source.issuer,
             collector=source.collector,

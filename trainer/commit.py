@@ -1,13 +1,14 @@
 """Commits in the order that makes a group's effect exactly-once: chapter, checkpoint, its key in NATS, acknowledgements.
 
-A chapter is what one checkpoint adds to the run record. The training thread copies the state in memory and stores the chapter;
-everything after that is done by a thread, while training goes on. One checkpoint is under way at a time.
+A chapter is what one checkpoint adds to the run record. The training thread stores the chapter and copies the state in memory;
+everything after that is done by `CommitThread`, while training goes on. One checkpoint is under way at a time: the next one waits
+for it, so that a rank holds one copy, and its chapter follows a chapter that counts.
 
 ```
-state ──▶ chapter (S3) ──▶ folder.partial ──fsync──▶ lease confirmed ──rename──▶ key ``checkpoint`` ──▶ acknowledgements
-          counts once      does not count            no other trainer     │      a trainer that lost its lease
-          it is named                                holds the run        ▼      fails here and acknowledges nothing
-                                                                 copy (S3), if ``trainer.store_checkpoints``
+state ──▶ chapter (S3) ──▶ copy ══▶ folder.partial ──fsync──▶ lease confirmed ──rename──▶ key ``checkpoint`` ──▶ acknowledgements
+          counts once      in       does not count            no other trainer     │      a trainer that lost its lease
+          it is named      memory   (thread from here on)     holds the run        ▼      fails here and acknowledges nothing
+                                                                          copy (S3), if ``trainer.store_checkpoints``
 ```
 """
 
@@ -63,15 +64,15 @@ class Committer:
     record_writer: RunRecordWriter
     stored: StoredCheckpoints | None  # None: checkpoints stay in the run's folder alone
     events: EventWriter
-    on_committed: Callable[[float], None] = lambda _: None  # with the seconds since the copy in memory; on the thread
+    on_committed: Callable[[float], None]  # called on the thread with the seconds since the copy in memory
     thread: CommitThread = field(default_factory=CommitThread)
 
     def commit(self, *, step: int, version: PolicyVersion, weights_dtype: str) -> None:
-        """Begin to commit everything so far; only after the commit is acknowledged what it covers.
+        """Begin to commit everything so far; what it covers is acknowledged only after the commit.
 
-        Returns when the state is copied; `CommitThread.wait` waits for the commit. One that is under way is waited for first.
-        Settled messages are read before the state, so that the checkpoint covers every message that is acknowledged.
-        The commit raises LeaseLost, before anything is committed or acknowledged, when another trainer holds the run.
+        Returns when the state is copied; `CommitThread.wait` waits for the commit, and raises its error. One that is under
+        way is waited for first. Settled messages are read before the state, so that the checkpoint covers every message that
+        is acknowledged. When another trainer holds the run the error is LeaseLost, and nothing was committed or acknowledged.
         """
         self.thread.wait()
         trained = self.collector.settled()
@@ -105,14 +106,15 @@ class Committer:
             record=record,
             chapter=chapter,
         )
-        self.rank_group.capture()
+        if not checkpoint.has_weights_of(self.settings.run.folder / CHECKPOINTS, state):
+            self.rank_group.capture()
         crash_points.reach(CrashPoint.CAPTURED)
         self.thread.start(lambda: self._finish(state, trained, evaluated), step=step)
 
     def _finish(
         self, state: CheckpointState, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]
     ) -> None:
-        """Write a checkpoint, name it in NATS, and acknowledge; on the thread of commits."""
+        """Write a checkpoint, name it in NATS, and acknowledge; on the thread."""
         started = time.monotonic()
         data = checkpoint.commit(
             self.settings.run.folder / CHECKPOINTS,

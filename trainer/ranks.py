@@ -156,7 +156,9 @@ class RankChannel:
                 return
 
     def _send(self, data: bytes, rank: int) -> None:
-        tensors = (torch.tensor([len(data)], dtype=torch.int64), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        tensors = [torch.tensor([len(data)], dtype=torch.int64)]
+        if data:  # an empty tensor is not sent
+            tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         try:
             for tensor in tensors:
                 dist.send(tensor, dst=rank, group=self._group)
@@ -168,7 +170,8 @@ class RankChannel:
             size = torch.zeros(1, dtype=torch.int64)
             self._wait(size, rank, deadline)
             data = torch.empty(int(size), dtype=torch.uint8)
-            self._wait(data, rank, deadline)
+            if len(data):
+                self._wait(data, rank, deadline)
         except RuntimeError as err:
             raise RankUnresponsive(
                 f"rank {rank} of {self._num_ranks} has exited, or did not answer for {deadline.total_seconds():.0f} s "

@@ -235,21 +235,24 @@ class Training:
             self._fields, self._checkpoint_s = None, 0.0
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds."""
+        """Begin a checkpoint every ``trainer.checkpoint_every`` steps, and every ``trainer.checkpoint_every_s`` seconds.
+
+        While one is being written, one by steps waits for it, and one by time is left out.
+        """
         self.committer.thread.check()
         is_writing = self.committer.thread.is_busy
         if self.schedule.is_due(self.num_steps_done, time.monotonic(), is_writing=is_writing):
             self._checkpoint()
 
     def finish(self) -> None:
-        """Commit a checkpoint; when all steps are done, also export the model and wait for evaluations."""
+        """Commit a checkpoint and wait for it; when all steps are done, also export the model and wait for evaluations."""
         self.issuer.stop()
         if (end := self.early_stop.ended) is not None:
             self.events.write("log", {"text": end.text, "early_stop": self.early_stop.document()})
             log.info(end.text, step=self.num_steps_done)
         if self.is_done:
             self.collector.close()
-        self._checkpoint()
+        self._checkpoint(waits=True)
         if not self.stop.is_set():
             tensors = self.rank_group.snapshot()
             folder = self.settings.run.folder / "model"
@@ -261,8 +264,7 @@ class Training:
                 self.evaluations.wait_for_newest(self._should_stop)
             if self.evaluations.is_enabled:
                 self.evaluations.wait_for_all(self._should_stop)
-                self._checkpoint()  # acknowledges the groups of evaluations too
-        self.committer.thread.wait()
+                self._checkpoint(waits=True)  # acknowledges the groups of evaluations too
         self.publisher.close()
         ended = "finished" if not self.stop.is_set() else "paused" if self._is_pausing else "stopped"
         self._set_state(ended, finished=not self.stop.is_set())
@@ -280,6 +282,11 @@ class Training:
         """
         steps_left = self.settings.trainer.steps - self.num_steps_done
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
+
+    def on_committed(self, took_s: float) -> None:
+        """Take note of a checkpoint that was committed ``took_s`` after its copy in memory (called on its thread)."""
+        self.schedule.committed(took_s)
+        self.metrics.checkpoint_written(took_s)
 
     def _resume_evaluations(self) -> bool:
         """Continue evaluations of an earlier session; return True if one of the current weights is unfinished."""
@@ -303,10 +310,12 @@ class Training:
             self.collector.drain()
             self._set_state("pausing: training what is under way")
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, *, waits: bool = False) -> None:
         started = time.monotonic()
         with self.activity.working("checkpointing"):
             self.committer.commit(step=self.num_steps_done, version=self.version, weights_dtype=self.submitter.dtype)
+            if waits:
+                self.committer.thread.wait()
         finished = time.monotonic()
         self.schedule.written(started=started, now=finished)
         self._checkpoint_s += finished - started

@@ -46,7 +46,7 @@ def commit(
     Args:
         root: Folder of the run's checkpoints.
         state: The content of ``state.json``.
-        write: Writes the policy's files into the folder it is given.
+        write: Writes the policy's files into the folder it is given; not called where `has_weights_of` is true.
         keep: Number of checkpoints that stay.
         confirm: Called immediately before the rename; if it raises, the previous checkpoint is unchanged.
 
@@ -58,13 +58,14 @@ def commit(
         CheckpointError: It could not be written, or could not be read again; the previous one is unchanged.
     """
     partial, final = partial_of(root, state), root / folder_name(state.step)
-    if final.exists() and _is_ours(found := read_state(final), state, final):
-        data = _to_json(state, found.files)
+    if has_weights_of(root, state):
+        data = _to_json(state, read_state(final).files)
         _replace_state(final, data, confirm)
         return data
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    root.mkdir(parents=True, exist_ok=True)
     try:
+        partial.mkdir()
         write(partial)
         data = _to_json(state, hash_files(partial))
         (partial / STATE_FILE).write_bytes(data)
@@ -82,6 +83,15 @@ def commit(
     for old, _ in committed(root)[:-keep]:
         durable_folders.remove(old)
     return data
+
+
+def has_weights_of(root: Path, state: CheckpointState) -> bool:
+    """Return True if the checkpoint before ``state`` holds the same weights: only its ``state.json`` will be replaced.
+
+    Raises LeaseLost for a checkpoint of a newer epoch.
+    """
+    folder = root / folder_name(state.step)
+    return folder.exists() and _is_ours(read_state(folder), state, folder)
 
 
 def partial_of(root: Path, state: CheckpointState) -> Path:

@@ -30,6 +30,7 @@ from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.learner.checkpoint_writer import CaptureSlot, CheckpointWriter, serve_writes
 from penstock.trainer.learner.critic import Regression, load_critic
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.policy import Policy
@@ -57,6 +58,7 @@ CROSSED = [  # checkpoints that the other number of ranks wrote, and the ZeRO st
     *(("2-float32", stage) for stage in (0, 1, 3)),
     ("0-float32", 3), ("3-float32", 2), ("ppo-1", 3), ("lora-3", 1), ("2-bfloat16", 1),
 ]  # fmt: skip
+REFUSED = "2-float32"  # whose checkpoint is also written where a rank cannot write
 SAVED = "saved"  # file that says that every checkpoint is written
 PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bfloat16"]  # each a session of one run
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
@@ -119,6 +121,20 @@ class TwoWays:
         }
 
 
+def refusals(rank_group: RankGroup, writer: CheckpointWriter, folder: Path, num_ranks: int) -> list[str]:
+    """Return the errors of writes that each rank in turn cannot make; a copy that was not written is released."""
+    found = []
+    for rank in range(num_ranks):
+        in_its_place = folder / str(rank) / "engine" / f"rank{rank:05d}.safetensors"
+        in_its_place.mkdir(parents=True)
+        rank_group.capture()
+        try:
+            writer.write(folder / str(rank))
+        except OSError as err:
+            found.append(str(err))
+    return found
+
+
 def num_bytes(weights: ModelWeights) -> int:
     return sum(raw.size for raw in weights.buckets.raw.values())
 
@@ -135,15 +151,18 @@ def lead(
     folder: Path,
     settings: AlgorithmSettings,
     ways: TwoWays | None,
+    writer: CheckpointWriter,
 ) -> dict:
-    """Make four steps, with a checkpoint after two; returns what must not depend on the number of ranks."""
+    """Make four steps, with a checkpoint of the state after two; returns what must not depend on the number of ranks."""
     ready, plan = planned(rank_group, blobs, message, settings)
     published = [ways.publish(rank_group)] if ways else []
     figures = []
     for step in range(NUM_STEPS):
         if step == 2:
-            rank_group.save(folder)
+            rank_group.capture()
         figures.append(rank_group.step(plan, ready))
+        if step == 2:  # a step after the copy, one after the write
+            writer.write(folder)
     rank_group.load(folder)
     again = [rank_group.step(plan, ready) for _ in range(2)]
     tensors = rank_group.snapshot()
@@ -306,15 +325,22 @@ def main(arguments: Sequence[str]) -> int:
         ways = TwoWays(Connections(setup["run_id"], bus, blobs), PublishCoordinator(own, channels), Path(model))
     else:
         serve_requests(own, channels)
+    copies, channel = CaptureSlot(), ranks.channel()
+    writer = CheckpointWriter(copies, channel if ranks.num_ranks > 1 else None)
+    if not ranks.is_leader:
+        serve_writes(copies, channel)
     scene = Scene(Path(model), blobs, dims)
     results = {}
     for name, stage, dtype, algorithm in CASES:
         policy, rank_group, settings = scene.build(name, stage, dtype, algorithm)
+        rank_group.captured = copies
         if ranks.is_leader:
             target = Path(folder) / name
             target.mkdir(parents=True)
             published = ways if name in PUBLISHED else None
-            results[name] = lead(rank_group, blobs, scene.message, target, settings, published)
+            results[name] = lead(rank_group, blobs, scene.message, target, settings, published, writer)
+            if name == REFUSED:
+                results[name]["refused"] = refusals(rank_group, writer, Path(folder) / "refused", ranks.num_ranks)
             rank_group.dismiss()
         else:
             rank_group.follow(own)

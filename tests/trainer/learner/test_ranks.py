@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.trainer.groups.stored_groups import invent_group, store_scored
 from tests.trainer.learner.forks import Fork
-from tests.trainer.learner.rank_check import CROSSED, PUBLISHED
+from tests.trainer.learner.rank_check import CROSSED, PUBLISHED, REFUSED
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -148,9 +148,21 @@ def test_bfloat16_stays_close(results: dict[int, dict], case: str) -> None:
 
 
 def test_resumed_steps_are_bitwise_equal(results: dict[int, dict]) -> None:
-    """Steps after loading a checkpoint have exactly the losses of the same steps before."""
+    """Steps after loading a checkpoint have exactly the losses of the same steps before.
+
+    The state was copied before those steps and written by all ranks during them: later steps do not change a copy.
+    """
     for of_ranks in results.values():
         assert {name: case["resumed_equal"] for name, case in of_ranks.items()} == dict.fromkeys(of_ranks, True)
+
+
+def test_a_rank_that_cannot_write_its_part_is_named(results: dict[int, dict]) -> None:
+    """Whichever it is, rank 0 gets the error when all have answered, and the next copy is written."""
+    assert ["rank00000" in error and "Is a directory" in error for error in results[1][REFUSED]["refused"]] == [True]
+    own, others = results[2][REFUSED]["refused"]
+    assert "rank00000" in own
+    assert others.startswith("rank 1: IsADirectoryError: ")
+    assert "rank00001" in others
 
 
 @pytest.mark.parametrize("case", PUBLISHED)

@@ -1,8 +1,8 @@
 """The commit of the state machine: the trainer's own, over a folder in memory and objects in a dictionary.
 
-`Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The other parts of a trainer are replaced here: an object store,
-a key in NATS and a lease that never fail, weights that are a digest, and a collector whose acknowledgements reach the
-broker later, if at all.
+`Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The other parts of a trainer are replaced
+here: an object store, a key in NATS and a lease that never fail, weights that are a digest, a thread whose work is done when
+the machine says so, and a collector whose acknowledgements reach the broker later, if at all.
 """
 
 from __future__ import annotations
@@ -73,6 +73,22 @@ class DelayedAcks:
         self.unsent = list(sequences)
 
 
+class HeldCommit:
+    """Replaces the thread of commits: what it was given is done when it is waited for."""
+
+    def __init__(self) -> None:
+        self._commit: Callable[[], None] | None = None
+
+    def start(self, commit: Callable[[], None], *, step: int) -> None:
+        assert self._commit is None, f"the commit after step {step} did not wait for the one before"
+        self._commit = commit
+
+    def wait(self) -> None:
+        commit, self._commit = self._commit, None
+        if commit is not None:
+            commit()
+
+
 class Commits:
     """The checkpoints of one run, and the chapters they name, over many sessions."""
 
@@ -82,6 +98,7 @@ class Commits:
         self.lease = SimpleNamespace(epoch=0, confirm=lambda: None)
         self._type = record_writer
         self._record_writer: RunRecordWriter | None = None
+        self._thread, self._has_copy = HeldCommit(), False
         self._effects: dict[int, tuple[tuple[str, int], ...]] = {0: ()}  # groups and versions trained, by step
         self.step = 0
 
@@ -103,6 +120,7 @@ class Commits:
         state = self.newest()
         self.step = state.step if state else 0
         self.lease.epoch += 1
+        self._thread, self._has_copy = HeldCommit(), False  # a killed session leaves neither
         connections = Connections(RUN, None, self.objects)  # type: ignore[arg-type]
         pointer: Any = SimpleNamespace(move=lambda _: None)
         self._record_writer = self._type(connections, pointer, epoch=self.lease.epoch, resumed=state)
@@ -124,34 +142,46 @@ class Commits:
         self._record_writer.add_step(self.step, version, made, batch, {}, uses)
         self._record_writer.set_weights(self._digest)
 
-    def commit(
-        self, issuer: Issuer, ledger: Ledger, version: PolicyVersion, acks: DelayedAcks
-    ) -> LineageChapter | None:
-        """Commit everything; return the chapter that was written, if any."""
+    def commit(self, issuer: Issuer, ledger: Ledger, version: PolicyVersion, acks: DelayedAcks) -> None:
+        """Begin to commit everything; nothing else may be under way."""
         assert self._record_writer is not None
-        before = self._record_writer.committed
         replaced: dict[str, Any] = {
             "settings": SimpleNamespace(
                 publishes_adapters=False,
                 run=SimpleNamespace(id=RUN, folder=self.folder), trainer=SimpleNamespace(keep_checkpoints=1)
             ),
-            "rank_group": SimpleNamespace(capture=lambda: None),
-            "writer": SimpleNamespace(write=lambda _: None),
+            "rank_group": SimpleNamespace(capture=self._copy),
+            "writer": SimpleNamespace(write=self._write),
             "planner": SimpleNamespace(document=dict),
             "events": SimpleNamespace(num_bytes=0, sync=lambda: 0),
             "collector": acks,
             "lease": self.lease,
             "stored": None,
+            "on_committed": lambda _: None,
+            "thread": self._thread,
         }  # fmt: skip
         committer = Committer(
             issuer=issuer, evaluator=None, ledger=ledger, record_writer=self._record_writer, **replaced
         )
         committer.commit(step=self.step, version=version, weights_dtype="float32")
-        committer.thread.wait()
+
+    def finish(self) -> LineageChapter | None:
+        """End the commit that is under way; return the chapter that it wrote, if any."""
+        assert self._record_writer is not None
+        before = self._record_writer.committed
+        self._thread.wait()
         state = self._record_writer.committed
         if state is None or state is before:
             return None
         return decode(self.objects.stored[state.record.key], LineageChapter)
+
+    def _copy(self) -> None:
+        assert not self._has_copy, "a second copy of the state before the first is written"
+        self._has_copy = True
+
+    def _write(self, _: Path) -> None:
+        assert self._has_copy, "a checkpoint without a copy of the state"
+        self._has_copy = False
 
     def _digest(self) -> str:
         return hashlib.sha256(repr(self._effects[self.step]).encode()).hexdigest()

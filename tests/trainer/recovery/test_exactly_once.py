@@ -53,6 +53,14 @@ class AcknowledgedTooEarly(TrainerMachine):
         return list(self.scored.held)
 
 
+class AcknowledgedAtTheCopy(TrainerMachine):
+    """A checkpoint acknowledges when the state is copied in memory, before it is committed."""
+
+    def begin_checkpoint(self):
+        super().begin_checkpoint()
+        self.acks.unsent = self.covered()
+
+
 class EntriesOnly(IssuerState):
     """A state that compares equal to a checkpoint as long as there are no entries."""
 
@@ -113,6 +121,32 @@ def test_the_machine_finds_a_planted_bug(broken: type[TrainerMachine]) -> None:
     """A trainer that omits state from its checkpoint, or acknowledges before the commit, fails the machine."""
     with pytest.raises((AssertionError, ValueError)):
         run_state_machine_as_test(broken, settings=HUNT)
+
+
+@pytest.mark.parametrize("kind", [TrainerMachine, AcknowledgedAtTheCopy])
+def test_a_kill_between_copy_and_commit_loses_no_group(kind: type[TrainerMachine]) -> None:
+    """Its message was not acknowledged: it is delivered again and trained. Acknowledged at the copy, it would be in no queue."""
+    machine = kind()
+    machine.begin(groups_per_step=1, max_staleness=0, groups_per_message=1, max_attempts=2, uses=1)
+    machine.issue(sends=True)
+    machine.checkpoint()
+    machine.answer(0, 0, acknowledges=True)
+    machine.receive(0)
+    machine.fetched(0, readable=True)
+    machine.train()
+    machine.begin_checkpoint()
+    if machine.acks.unsent:
+        machine.acknowledge(1)
+    machine.crash()
+    if kind is AcknowledgedAtTheCopy:
+        with pytest.raises(AssertionError, match="outstanding, but in no place"):
+            machine.every_outstanding_group_is_somewhere()
+        return
+    machine.every_outstanding_group_is_somewhere()
+    machine.receive(0)
+    machine.fetched(0, readable=True)
+    machine.teardown()
+    assert machine.effect
 
 
 def test_a_group_for_another_use_whose_pack_is_unreadable_stays_trained() -> None:

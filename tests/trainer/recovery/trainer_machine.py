@@ -262,11 +262,22 @@ class TrainerMachine(RuleBasedStateMachine):
     @rule()
     def checkpoint(self):
         """Commit; the acknowledgements are sent later, if at all."""
-        chapter = self.commits.commit(self.issuer, self.ledger, self.version, self.acks)
-        if chapter is not None:
-            self.record.fold(chapter)
+        self.begin_checkpoint()
+        self.finish_checkpoint()
         if self.acks.unsent:
             self._require_state_is_stored()
+
+    @rule()
+    def begin_checkpoint(self):
+        """The state is copied in memory; until the commit anything may happen, a kill too."""
+        self.finish_checkpoint()
+        self.commits.commit(self.issuer, self.ledger, self.version, self.acks)
+
+    @rule()
+    def finish_checkpoint(self):
+        """The copy is written, committed, and what it covers may be acknowledged."""
+        if (chapter := self.commits.finish()) is not None:
+            self.record.fold(chapter)
 
     @rule(what=st.sampled_from(["train", "receive", "fetched", "read_letter"]), pick=PICK)
     def checkpoint_twice(self, what, pick):
