@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
-.PHONY: bench-page-overhead proof-page proof-upgrade
+.PHONY: bench-checkpoints bench-page-overhead proof-page proof-upgrade
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -77,6 +77,9 @@ check: $(STAMP)  ## check style, types and allowed imports
 
 bench-memory: $(STAMP)  ## the memory that `penstock plan` estimates, compared with measured peaks (minutes)
 	$(BIN)/python -m benchmarks.trainer_memory --phases --record benchmarks/trainer_memory.json
+
+bench-checkpoints: $(STAMP)  ## for how long training stands still for a checkpoint, written in the step and by a thread (minutes)
+	$(BIN)/python -m benchmarks.checkpoints
 
 bench-trainer: $(STAMP)  ## tokens per CPU second, peak memory and exactness of packed rows, compared with padding (minutes)
 	$(BIN)/python -m benchmarks.trainer_packing

@@ -41,7 +41,7 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.memory_plan.estimate import Method
-from penstock.trainer.memory_plan.memory_plan import COPY, MemoryPlan
+from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, MemoryPlan
 from penstock.trainer.memory_plan.model_shape import shape_of
 from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
 from penstock.trainer.parallel_dims import ParallelDims
@@ -283,8 +283,9 @@ def measure(name: str) -> dict[str, int]:
 
 
 def estimated(name: str) -> dict[str, int]:
-    """Return the estimated peak of each phase in bytes."""
-    phases = {phase.name: phase.total for phase in MemoryPlan(inputs_of(CONFIGURATIONS[name])).phases}
+    """Return the estimated peak of each phase in bytes, while no checkpoint is written."""
+    plan = MemoryPlan(inputs_of(CONFIGURATIONS[name]))
+    phases = {phase.name: phase.total - plan.host[CHECKPOINT] for phase in plan.phases}
     passes = [phases[phase] for phase in ("log-probabilities and loss", "backward", "end of the backward")]
     return {PASSES: max(passes), "optimizer step": phases["optimizer step"], COPY: phases.get(COPY, 0)}
 

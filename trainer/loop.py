@@ -7,10 +7,11 @@
 | record     | the finished step        | nothing                      |                                  |
 | publish    | a copy of the weights    | nothing (a thread uploads)   |                                  |
 | evaluate   | held-out prompts         | nothing, but at start and end| workers, reward service          |
-| checkpoint | everything               | the disk                     |                                  |
+| checkpoint | everything               | a copy in memory, and for    | a thread that writes, commits    |
+|            |                          | the checkpoint before        | and acknowledges                 |
 
 In parallel run the issuer (new tasks as soon as the staleness bound admits them), the collector (fetches and decodes the
-next batch while this one trains), the publisher and the evaluator.
+next batch while this one trains), the publisher, the evaluator and the thread of checkpoints.
 """
 
 from __future__ import annotations

@@ -252,7 +252,8 @@ class OptimizerSettings(Section):
         default=60.0,
         ge=0.0,
         description="Longest time between checkpoints besides, in s, so that a crash costs no more than this; longer where "
-        "writing one takes more than a twentieth of it. 0: only every checkpoint_every steps.",
+        "training would stand still for more than a twentieth of it, or one be written for more than half. 0: only every "
+        "checkpoint_every steps.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
     store_checkpoints: bool = Field(

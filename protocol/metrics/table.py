@@ -101,7 +101,7 @@ _TRAINER = (
         ("penstock_queue_ack_pending", "gauge", "messages", "stream consumer", "Messages that readers hold and have not acknowledged."),
         ("penstock_queue_redelivered", "gauge", "messages", "stream consumer", "Of these, messages that were delivered more than once."),
     ),
-    Metric("penstock_trainer_step_seconds", "histogram", "s", ("phase",), ("trainer",), "Time of one step: wait (for the batch), train, publish (in parallel with the next step), checkpoint.", SECONDS_BUCKETS),
+    Metric("penstock_trainer_step_seconds", "histogram", "s", ("phase",), ("trainer",), "Time of one step: wait (for the batch), train, publish and checkpoint (both in parallel with later steps).", SECONDS_BUCKETS),
     Metric("penstock_trained_staleness_versions", "histogram", "versions", (), ("trainer",), "Age of each trained token: the trainer's version less the version that sampled it.", VERSION_BUCKETS),
 )  # fmt: skip
 _ROLLOUT = _rows(

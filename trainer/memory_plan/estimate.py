@@ -97,6 +97,18 @@ def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
     )
 
 
+def checkpoint_copy(shape: ModelShape, method: Method) -> int:
+    """Return what a rank copies to host memory for a checkpoint: master weights and both moments of its part, in float32.
+
+    At stage 0, where ranks take whole parameters in turn, at least the largest one.
+    """
+    trained = _trained(shape, method)
+    part = trained // method.num_ranks
+    if method.zero_stage == 0 and method.num_ranks > 1:
+        part = max(part, _largest_tensor(shape, method))
+    return 3 * FLOAT32 * part
+
+
 def _trained(shape: ModelShape, method: Method) -> int:
     return _adapters(shape, method) if method.lora_rank else shape.parameters
 

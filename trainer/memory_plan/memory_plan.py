@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.trainer.memory_plan.estimate import Network, Sizes, network
+from penstock.trainer.memory_plan.estimate import Method, Network, Sizes, checkpoint_copy, network
+from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.memory_plan.plan_inputs import PlanInputs
 
 _COPIES = 2  # of the weights: the newest published one, which the next patch is made against, and the one on its way
 COPY = "copy of the weights"
+CHECKPOINT = "copy for a checkpoint"  # of weights and optimizer states, until a thread has written it
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,16 @@ class MemoryPlan:
 
     @cached_property
     def _critic(self) -> Network | None:
-        inputs = self.inputs
-        if inputs.critic is None:
+        if self.inputs.critic is None:
             return None
-        body = replace(inputs.critic, tied=True)  # its head is one number for each token
-        method = replace(inputs.method, lora_rank=0, lora_targets=(), with_entropy=False)
-        return network(body, method, replace(inputs.largest, predictors=0))
+        return network(*self._critics, replace(self.inputs.largest, predictors=0))
+
+    @property
+    def _critics(self) -> tuple[ModelShape, Method]:
+        """The critic's body, and how it is trained: whole. Its head is one number for each token."""
+        assert self.inputs.critic is not None
+        method = replace(self.inputs.method, lora_rank=0, lora_targets=(), with_entropy=False)
+        return replace(self.inputs.critic, tied=True), method
 
     @cached_property
     def device(self) -> Sizes:
@@ -65,7 +71,10 @@ class MemoryPlan:
         """What is held all the time in the memory of the host."""
         copies = 1 if self.inputs.publishes_adapter else _COPIES  # of the adapters' base, which is never copied again
         kept = self._reference if self.inputs.reference_on_host else 0
-        return _present({"copies of the weights": copies * self._copy, "reference": kept})
+        checkpoint = checkpoint_copy(self.inputs.shape, self.inputs.method)
+        if self.inputs.critic is not None:
+            checkpoint += checkpoint_copy(*self._critics)
+        return _present({"copies of the weights": copies * self._copy, CHECKPOINT: checkpoint, "reference": kept})
 
     @cached_property
     def phases(self) -> list[Phase]:

@@ -46,7 +46,7 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |
 | `publish_s`                | s        | of the newest publication, which runs in parallel                  |
 | `record_s`, `submit_s`     | s        | enter the step in the run record; copy the new weights             |
-| `checkpoint_s`             | s        | of the checkpoint between the step before and this one, if any     |
+| `checkpoint_s`             | s        | that training stood still for a checkpoint before this step, if any|
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from penstock.console.record.audit_inputs import gather
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol import streams
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name
 from penstock.protocol.record.lineage import chapters
@@ -194,6 +197,65 @@ def test_a_trainer_without_the_folder_resumes_from_the_object_store(
     metrics = (scene.checkpoints(run_id).parent / "metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in map(json.loads, metrics) if line["kind"] == "step"] == list(range(1, STEPS + 1))
     delete_run(scene.bus, run_id)
+
+
+def test_whatever_ends_a_trainer_while_it_writes_a_checkpoint_the_one_before_counts(
+    scene: Scene, run_id: str, sessions: list[Command]
+) -> None:
+    """Killed with a copy in memory, with a shard on the disk, and before the first acknowledgement; then the disk is full.
+
+    Each session resumes from the newest whole checkpoint, and the accounting closes after each. The error of the thread
+    that writes ends the trainer with its cause, and no group of that checkpoint is acknowledged.
+    """
+    run_file = scene.run_file(run_id)
+    (disk := scene.checkpoints(run_id)).mkdir(parents=True)
+    scored = streams.scored_consumer(run_id, "train").stream
+    whole = {
+        CrashPoint.CAPTURED: 1,
+        CrashPoint.SHARD_WRITTEN: 2,
+        CrashPoint.POINTED: 4,
+    }  # each session makes one step more
+    with scene.producer(run_id):
+        for point, step in whole.items():
+            sessions.append(start(run_file, f"trainer.kill_at={point}:2"))
+            sessions[-1].wait(expected=-9)
+            assert scene.state(run_id).step == step
+            assert (proof := scene.audit(run_id)).closes, (point, proof.breaches)
+        size = sum(path.stat().st_size for path in disk.rglob("*") if path.is_file())
+        with full_disk(disk, size * 5 // 4):
+            sessions.append(start(run_file))
+            sessions[-1].wait(expected=2)
+            ended = scene.state(run_id)
+            assert "could not be written below" in sessions[-1].err
+            assert "No space left on device" in sessions[-1].err
+            assert not list(disk.glob("*.partial"))
+            unacknowledged = scene.bus.stream_state(scored).wait().num_messages * 2
+            assert unacknowledged >= GROUPS_PER_STEP, "a group of a checkpoint that was not written is acknowledged"
+            assert (proof := scene.audit(run_id)).closes, proof.breaches
+        sessions.append(start(run_file))
+        sessions[-1].wait()
+    assert ended.step >= whole[CrashPoint.POINTED]
+    assert_whole(scene, run_id)
+    delete_run(scene.bus, run_id)
+
+
+@contextmanager
+def full_disk(folder: Path, size_bytes: int) -> Iterator[None]:
+    """Have ``folder`` on a file system of that size, and back with its files where it was."""
+    kept = folder.with_name("kept")
+    shutil.copytree(folder, kept)
+    options = ["-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        yield
+        shutil.rmtree(kept)
+        shutil.copytree(folder, kept)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    shutil.rmtree(folder)
+    kept.rename(folder)
 
 
 def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(
