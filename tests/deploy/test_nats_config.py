@@ -24,6 +24,17 @@ def test_the_committed_file_matches_the_rights(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == CONFIG.read_text()
 
 
+def test_a_server_without_a_container_has_its_own_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    """Passwords and data are where they are said to be; a path that would be something else in the file is refused."""
+    assert command.main(["--run", "r", "--passwords", "nats_passwords.conf", "--store", "secrets/nats"]) == 0
+    text = capsys.readouterr().out
+    assert '\ninclude "nats_passwords.conf"\n' in text
+    assert "\n  store_dir: secrets/nats\n" in text
+    assert "nats_config --run r --passwords nats_passwords.conf --store secrets/nats`" in text
+    assert command.main(["--store", "a\n}"]) == 1
+    assert "--store" in capsys.readouterr().err
+
+
 def test_an_invalid_run_id_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A run id is checked before it becomes part of a pattern."""
     with pytest.raises(ConfigError, match="run id"):
