@@ -6,6 +6,8 @@ FOLDER/ca.pem         the authority's certificate: every client gets it
 FOLDER/ca.key         its private key: keep it away from all services
 FOLDER/NAME.pem       the certificate of service NAME, for the host names NAME, localhost and the loopback addresses
 FOLDER/NAME.key       its private key, readable for its owner only
+FOLDER/signing.key    the private key with which the trainer signs weights: trainer.signing_key_file
+FOLDER/signing.pem    its public key, by which workers know the trainer's weights: worker.trusted_keys_file
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.deploy.processes.child import DeployError
@@ -32,6 +34,7 @@ from penstock.deploy.processes.servers import Certificate
 SERVICES = ("nats", "s3")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _CA = "ca"
+_SIGNING = "signing"
 _CA_DAYS = 3650
 _CLOCKS_APART = timedelta(minutes=5)  # a client whose clock is behind must not see a certificate of the future
 _RENEW_BEFORE = timedelta(days=30)
@@ -96,11 +99,29 @@ def write_certificates(
     return written
 
 
+def signing_key(folder: Path) -> tuple[Path, Path]:
+    """Return the files of the private and the public key that sign weights, made when there are none.
+
+    Raises DeployError when one of them is missing: a new key would be of another public key than workers trust.
+    """
+    private, public = folder / f"{_SIGNING}.key", folder / f"{_SIGNING}.pem"
+    if private.exists() != public.exists():
+        there, gone = (private, public) if private.exists() else (public, private)
+        raise DeployError(f"{gone} is missing; put it back, or remove {there} too for a new key")
+    if not private.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        key = ed25519.Ed25519PrivateKey.generate()
+        _write(private, _private(key), 0o600)
+        encoding, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        _write(public, key.public_key().public_bytes(encoding, form), 0o644)
+    return private, public
+
+
 def _checked(services: Sequence[str], names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Return the further names of each service; raises DeployError for what is no name of a service or a host."""
     for service in services:
-        if not _SERVICE.fullmatch(service) or service == _CA:
-            raise DeployError(f"{service!r} is no name of a service: a-z, 0-9 and '-', not {_CA!r}")
+        if not _SERVICE.fullmatch(service) or service in (_CA, _SIGNING):
+            raise DeployError(f"{service!r} is no name of a service: a-z, 0-9 and '-', not {_CA!r} or {_SIGNING!r}")
     more: dict[str, list[str]] = {service: [] for service in services}
     for service, host in names:
         if service not in more:
@@ -208,7 +229,7 @@ def _read(path: Path) -> x509.Certificate:
         raise DeployError(f"{path} is no certificate in PEM form; choose another folder") from None
 
 
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _private(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -228,7 +249,9 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write certificates and list their paths and last days; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="penstock certs", description="A local certificate authority and certificates for TLS.", allow_abbrev=False
+        prog="penstock certs",
+        description="A local certificate authority, certificates for TLS, and a key that signs weights.",
+        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="folder of the authority and the certificates")
     parser.add_argument("--service", action="append", help="service to certify; repeatable (default: nats and s3)")
@@ -251,12 +274,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = write_certificates(
             options.folder, services=options.service or SERVICES, names=pairs, days=options.days, renew=options.renew
         )
+        private, public = signing_key(options.folder)
     except (DeployError, OSError) as err:
         print(f"penstock certs: {err}", file=sys.stderr)
         return 1
     for path in written:
         print(f"{path}: {', '.join(_hosts_of(path))}; until {_read(path).not_valid_after_utc:%Y-%m-%d}")
-    print(f"clients trust {options.folder / 'ca.pem'}: nats.ca_file and s3.ca_file", file=sys.stderr)
+    print(f"{private}: signs weights; its public key is {public}")
+    print(
+        f"clients trust {options.folder / 'ca.pem'}: nats.ca_file and s3.ca_file; the trainer signs with {private}: "
+        f"trainer.signing_key_file; workers trust {public}: worker.trusted_keys_file",
+        file=sys.stderr,
+    )
     return 0
 
 

@@ -151,8 +151,20 @@ class LocalStack:
         return self._nats.child.pid, self._s3.child.pid
 
     def environment(self) -> dict[str, str]:
-        """Return the PENSTOCK_ variables that make every service use these servers; they name the files of secrets."""
-        return connection_environment(self.nats, self.s3)
+        """Return the PENSTOCK_ variables that make every service use these servers; they name the files of secrets.
+
+        With TLS the trainer signs its weights, and workers load no others.
+        """
+        environment = connection_environment(self.nats, self.s3)
+        if self._tls:
+            from penstock.deploy import certificates  # noqa: PLC0415  its library is of the extra `local`
+
+            private, public = certificates.signing_key(self._certificates)
+            environment |= {
+                "PENSTOCK_TRAINER__SIGNING_KEY_FILE": str(private),
+                "PENSTOCK_WORKER__TRUSTED_KEYS_FILE": str(public),
+            }
+        return environment
 
     @property
     def _port_file(self) -> Path:
@@ -173,7 +185,11 @@ class LocalStack:
             return None
         from penstock.deploy import certificates  # noqa: PLC0415  its library is of the extra `local`
 
-        return certificates.kept(self.data / "certificates", service)
+        return certificates.kept(self._certificates, service)
+
+    @property
+    def _certificates(self) -> Path:
+        return self.data / "certificates"
 
     def _stored_secret(self, name: str) -> str:
         path = self.data / name

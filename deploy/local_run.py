@@ -144,6 +144,7 @@ class LocalRun:
             )
         self._num_workers = num_workers if self._input is None else 0
         self._worker_overrides = adapter_overrides(trainer, rollout)
+        self._has_own_keys = _names_keys(trainer, rollout)
         self._reward_files = [file.absolute() for file in reward_files]
         check_reward_files(self._reward_files)
         self._rollout_settings = rollout
@@ -391,7 +392,8 @@ class LocalRun:
         return self._service(TRAINER, command, death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL)
 
     def _service(self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL) -> Child:
-        environ = {**self._environ, **connection_environment(self.nats, self.s3)}
+        stack = None if self._stack is None or self._has_own_keys else self._stack.environment()
+        environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3))}
         # else torch uses all cores in every process, and they wait for one another
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._num_workers + 1))))
         return Child(name, command, log=self.log(name), environ=environ, death_signal=death_signal)
@@ -416,6 +418,17 @@ def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> lis
     if not trainer.publishes_adapters or rollout.worker.engine != "sglang" or is_set:
         return []
     return [f"sglang.max_lora_rank={trainer.model.lora.rank}"]
+
+
+def _names_keys(trainer: TrainerSettings, rollout: RolloutSettings) -> bool:
+    """Return True if the run file names the keys of signed weights; raises ConfigError if only workers have any."""
+    signing_key, trusted_keys = trainer.trainer.signing_key_file, rollout.worker.trusted_keys_file
+    if trusted_keys is not None and signing_key is None:
+        raise ConfigError(
+            f"worker.trusted_keys_file = {trusted_keys}, and no trainer.signing_key_file: no worker would load the trainer's "
+            "weights; set both, or neither"
+        )
+    return signing_key is not None
 
 
 def worker_name(index: int) -> str:

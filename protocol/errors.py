@@ -98,6 +98,10 @@ class ChainBroken(PenstockError):
     """Manifests of weights do not continue one another: wrong parent, epoch, layout or base."""
 
 
+class SignatureRefused(PenstockError):
+    """A manifest of weights has no signature of a trusted key."""
+
+
 class StateMismatch(PenstockError):
     """A version assembled from its objects differs from its manifest."""
 

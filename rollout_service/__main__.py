@@ -87,7 +87,7 @@ async def _serve(settings: RolloutSettings) -> None:
         GpuSampler() as gpus,
     ):
         await asyncio.to_thread(blobs.check)
-        mirror = Mirror(blobs, settings.cache_dir, run_id)
+        mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys())
         engine = _engine(settings)
         try:
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus)

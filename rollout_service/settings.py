@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -22,6 +22,9 @@ from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.engines.vllm.settings import VllmSettings
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
 from penstock.rollout_service.environments.episode_settings import EnvironmentSettings
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -78,6 +81,11 @@ class WorkerSettings(Section):
         None,
         description="Folder for local copies of weights; the engine's server must see the same path. "
         "Default: 'cache' in the run's folder.",
+    )
+    trusted_keys_file: Path | None = Field(
+        None,
+        description="Ed25519 public keys in PEM form, such as the signing.pem of penstock certs: only weights whose manifest one of "
+        "them has signed are loaded (trainer.signing_key_file). Default: signatures are not verified.",
     )
     roles: Annotated[tuple[Split, ...], Field(min_length=1)] = Field(
         ("train", "eval"), description="Which tasks to take: 'train', 'eval' or both; evaluation goes first."
@@ -184,6 +192,14 @@ class WorkerSettings(Section):
     def engine_urls(self) -> tuple[str, ...]:
         """The URLs in `engine_url`."""
         return tuple(url.strip().rstrip("/") for url in self.engine_url.split(",") if url.strip())
+
+    def trusted_keys(self) -> TrustedKeys | None:
+        """Return the keys that must have signed manifests, None when none are set; raises ConfigError when unreadable."""
+        if self.trusted_keys_file is None:
+            return None
+        from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
+
+        return TrustedKeys.from_file(self.trusted_keys_file, "worker.trusted_keys_file")
 
     def engine_api_key(self) -> str:
         """Return the server's key, empty when none is needed; raises ConfigError when unreadable."""

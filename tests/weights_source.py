@@ -18,6 +18,7 @@ from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES
+from penstock.protocol.weights.signature import SigningKey
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import VersionPublisher
@@ -103,6 +104,7 @@ class WeightsSource:
         policy: FullSnapshotPolicy = NEVER,
         bucket_bytes: int = BUCKET_BYTES,
         epoch: int = 0,
+        signing_key: SigningKey | None = None,
     ) -> None:
         self._store = _Store(blobs._settings)
         self._bus: Any = _Bus(bus)
@@ -110,9 +112,8 @@ class WeightsSource:
         self._bucket_bytes = bucket_bytes
         coordinator = PublishCoordinator(RankPublisher(self._store, run_id))
         self._num_copies = 0
-        self.publisher = VersionPublisher(
-            connections, VersionWriter(connections, model_folder), coordinator, policy=policy, epoch=epoch
-        )
+        writer = VersionWriter(connections, model_folder, signing_key)
+        self.publisher = VersionPublisher(connections, writer, coordinator, policy=policy, epoch=epoch)
 
     def publish(
         self,

@@ -323,6 +323,7 @@ def _training(
         policy=FullSnapshotPolicy(settings.trainer.anchor_ratio, settings.trainer.anchor_every),
         on_published=lambda publication: training.on_published(publication),  # noqa: PLW0108  bound below
         coordinator=coordinator,
+        signing_key=settings.trainer.signing_key(),
     )
     if data.train is None:
         source = open_stored(settings, connections, history, resumed)

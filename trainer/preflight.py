@@ -49,8 +49,10 @@ _SAMPLED_ROWS = 1000
 def connect(settings: TrainerSettings, *, deadline_s: float = 20.0, traces: Traces = NO_TRACES) -> Connections:
     """Connect to NATS and the object store; ``traces`` records what becomes of groups.
 
-    Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused.
+    Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused; ConfigError for a file
+    that is not a key.
     """
+    settings.trainer.signing_key()  # a wrong file is an error now, not after the model was loaded
     blobs = Blobs(settings.s3)
     blobs.check()
     bus = Bus.connect(settings.nats, name="trainer", deadline_s=deadline_s)

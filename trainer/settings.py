@@ -7,7 +7,7 @@ Lengths are in tokens, times in seconds, sizes of a batch in groups (one group: 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -30,6 +30,9 @@ from penstock.trainer.fine_tuning_settings import (
     listed,
 )
 from penstock.trainer.lora_settings import LoraSettings
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import SigningKey
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
 
@@ -255,6 +258,11 @@ class OptimizerSettings(Section):
         "training would stand still for more than a twentieth of it, or one be written for more than half. 0: only every "
         "checkpoint_every steps.",
     )
+    signing_key_file: Path | None = Field(
+        default=None,
+        description="Ed25519 private key in PEM form, such as the signing.key of penstock certs, which signs the manifest of every "
+        "version: workers with worker.trusted_keys_file load no others.",
+    )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
     store_checkpoints: bool = Field(
         default=False,
@@ -346,6 +354,14 @@ class OptimizerSettings(Section):
         ge=0.0,
         description="How long weights are kept after the last version that needs them expired, for readers under way, in s.",
     )
+
+    def signing_key(self) -> SigningKey | None:
+        """Return the key that signs manifests, None when none is set; raises ConfigError when it cannot be read."""
+        if self.signing_key_file is None:
+            return None
+        from penstock.protocol.weights.signature import SigningKey  # noqa: PLC0415  its library is needed only here
+
+        return SigningKey.from_file(self.signing_key_file, "trainer.signing_key_file")
 
 
 class TrainerSettings(Section):

@@ -224,13 +224,14 @@ def up(*arguments: Raw) -> None:
 
 @app.command(group=SERVE)
 def certs(*arguments: Raw) -> None:
-    """Make a certificate authority in a folder, and certificates for TLS of NATS and S3.
+    """Make a certificate authority in a folder, certificates for TLS of NATS and S3, and a key that signs weights.
 
-    Needs the extra `local`. A certificate that exists is replaced only with --renew; the authority stays.
+    Needs the extra `local`. A certificate that exists is replaced only with --renew; authority and signing key stay.
 
     Example:  penstock certs tls --name nats=nats.example.com --name s3=10.0.0.5
               penstock certs tls --renew
-    Then:     nats.url=tls://nats.example.com:4222 nats.ca_file=tls/ca.pem, s3.endpoint=https://... s3.ca_file=tls/ca.pem
+    Then:     nats.url=tls://nats.example.com:4222 nats.ca_file=tls/ca.pem, s3.endpoint=https://... s3.ca_file=tls/ca.pem,
+              trainer.signing_key_file=tls/signing.key and worker.trusted_keys_file=tls/signing.pem
     """
     launch.replace_process(launch.module("penstock.deploy.certificates", *arguments))
 

@@ -133,7 +133,9 @@ def _sample(
 
         with Bus.connect(run.nats, name="evaluation") as bus:
             connections = Connections(run.run_id, bus, Blobs(run.s3))
-            root = publish_folder(connections, evaluation.settings.model.path)
+            root = publish_folder(
+                connections, evaluation.settings.model.path, evaluation.settings.trainer.signing_key()
+            )
             given = evaluation.settings.reward.success
             define = evaluation.settings.reward.define
             offers = check_rewards(connections, evaluation.sets, define=define, success=given, clock=time.time)

@@ -6,6 +6,7 @@ import json
 import secrets
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,10 +31,13 @@ from penstock.trainer.publishing.head import HeadKey
 from penstock.trainer.publishing.publish_coordinator import StoredObjects
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import SigningKey
+
 VERSION = PolicyVersion(0)
 
 
-def publish_folder(connections: Connections, folder: Path) -> str:
+def publish_folder(connections: Connections, folder: Path, signing_key: SigningKey | None = None) -> str:
     """Store the tensors of a model folder as a full snapshot and point the run's head to it; return its state root.
 
     Raises ConfigError for a folder without safetensors, BlobError, and PublicationFailed.
@@ -60,7 +64,7 @@ def publish_folder(connections: Connections, folder: Path) -> str:
             )
         )
         objects.append(blob)
-    writer = VersionWriter(connections, folder)
+    writer = VersionWriter(connections, folder, signing_key)
     root = weights_digest(digests)
     stored = StoredObjects(attempt, tuple(objects), tuple(states))
     content = Content(layout, writer.small_files(_dtype(folder, layout)), stored, root)

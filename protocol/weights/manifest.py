@@ -8,6 +8,7 @@ and files of an adapter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
@@ -21,6 +22,7 @@ from penstock.protocol.weights.bucket_codec import Codec
 from penstock.protocol.weights.digest import TensorDigest, weights_digest
 
 MAX_MANIFEST_BYTES = 64 * 1024**2
+SIGNATURE_LINE = re.compile(rb"ed25519 ([0-9a-f]{16}) ([A-Za-z0-9+/]{86}==)")  # key and signature, see `signature`
 _NO_SMALL_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".pkl")
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -159,11 +161,17 @@ class VersionManifest(Wire):
 
     @classmethod
     def from_json(cls, data: bytes) -> VersionManifest:
-        """Read a manifest; raises MalformedFact with the first offending field."""
+        """Read a manifest, signed or not; raises MalformedFact with the first offending field.
+
+        A signature is not verified here: `signature.TrustedKeys`.
+        """
         if len(data) > MAX_MANIFEST_BYTES:
             raise MalformedFact(f"weights manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
+        line, line_break, signed = data.partition(b"\n")
+        if line_break and not SIGNATURE_LINE.fullmatch(signed):
+            raise MalformedFact("weights manifest: its second line is no signature")
         try:
-            return cls.model_validate_json(data)
+            return cls.model_validate_json(line)
         except ValidationError as err:
             raise MalformedFact(f"weights manifest: {_first_problem(err)}") from None
 

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from penstock.protocol.errors import (
     BlobCorrupt,
@@ -19,6 +20,7 @@ from penstock.protocol.errors import (
     MalformedFact,
     MalformedWeights,
     SegmentRefused,
+    SignatureRefused,
     StateMismatch,
 )
 from penstock.protocol.facts import BlobRef
@@ -37,7 +39,19 @@ from penstock.protocol.weights.manifest_chain import (
 )
 from penstock.protocol.weights.patch_segment import Bytes, as_bytes
 
-UNUSABLE = (BlobMissing, BlobCorrupt, ChainBroken, MalformedFact, MalformedWeights, SegmentRefused, StateMismatch)
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
+
+UNUSABLE = (
+    BlobMissing,
+    BlobCorrupt,
+    ChainBroken,
+    MalformedFact,
+    MalformedWeights,
+    SegmentRefused,
+    SignatureRefused,
+    StateMismatch,
+)
 PARALLEL_BUCKETS = 4  # fetched and applied concurrently; each needs about twice its raw size of memory meanwhile
 _MANIFESTS_KEPT = 64  # after a plan; a large model's take a hundred kilobytes each
 _MANIFESTS_PLANNED = 2 * MAX_HOPS  # while a plan is made, which needs all that it has fetched
@@ -46,24 +60,40 @@ _MANIFESTS_PLANNED = 2 * MAX_HOPS  # while a plan is made, which needs all that 
 class WeightReader:
     """Read one run's versions. Thread-safe; raises the errors of `UNUSABLE`, or those of an unreachable store."""
 
-    def __init__(self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0) -> None:
-        """``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy."""
+    def __init__(
+        self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0, trusted_keys: TrustedKeys | None = None
+    ) -> None:
+        """Nothing is fetched yet.
+
+        Args:
+            blobs: The object store.
+            run_id: Whose versions are read.
+            cache_bytes: Segments kept in memory, for a caller that applies each to a second copy.
+            trusted_keys: One of them must have signed each manifest; None: signatures are not verified.
+        """
         self.num_bytes = 0  # of weights, fetched so far
         self._blobs = blobs
         self._run_id = run_id
         self._cache_bytes = cache_bytes
+        self._trusted_keys = trusted_keys
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._manifests: OrderedDict[str, VersionManifest] = OrderedDict()
         self._layouts: dict[str, WeightLayout] = {}
         self._lock = threading.Lock()
 
     def manifest(self, ref: BlobRef, version: PolicyVersion) -> VersionManifest:
-        """Return the manifest of a version of this run; raises ChainBroken for another version."""
+        """Return the manifest of a version of this run.
+
+        Raises ChainBroken for another version, and SignatureRefused for one that no trusted key has signed.
+        """
         found = self._manifests.get(ref.sha256)
         if found is None:
             if ref.size_bytes > MAX_MANIFEST_BYTES:
                 raise MalformedFact(f"{ref.key}: {ref.size_bytes} bytes, the limit is {MAX_MANIFEST_BYTES}")
-            found = VersionManifest.from_json(self._blobs.get(ref))
+            data = self._blobs.get(ref)
+            if self._trusted_keys is not None:
+                self._trusted_keys.verify(data, ref.key)
+            found = VersionManifest.from_json(data)
         if (found.run_id, found.version) != (self._run_id, version):
             raise ChainBroken(
                 f"version {version} of run {self._run_id}: its manifest {ref.key} is of version {found.version} "

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import BlobRef
@@ -23,6 +24,9 @@ from penstock.rollout_service.errors import MirrorFull, WeightsUnusable
 from penstock.rollout_service.weights.adapter_mirror import AdapterMirror
 from penstock.rollout_service.weights.cache_folder import CacheFolder
 from penstock.rollout_service.weights.model_mirror import ModelMirror
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys
 
 CACHED_SEGMENT_BYTES = 1024**3  # patches fetched for one slot, kept in memory for the other
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -56,14 +60,16 @@ class _Start:
 class Mirror:
     """One worker's copies. Blocking: coroutines call it through ``asyncio.to_thread``, one at a time."""
 
-    def __init__(self, blobs: Blobs, folder: Path, run_id: str) -> None:
+    def __init__(self, blobs: Blobs, folder: Path, run_id: str, trusted_keys: TrustedKeys | None = None) -> None:
         """Reuse the models that an earlier process of this worker left in ``folder``.
+
+        With ``trusted_keys``, a version whose manifest none of them has signed is unusable.
 
         Raises ConfigError when the folder cannot be made, or a running worker with the same id uses it.
         """
         self._run_id = run_id
         self._cache = CacheFolder(folder)
-        self._reader = WeightReader(blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES)
+        self._reader = WeightReader(blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES, trusted_keys=trusted_keys)
         self._models = ModelMirror(self._reader, blobs, slots=self._cache.slots, files=self._cache.files)
         self._adapters = AdapterMirror(self._reader, blobs, folder=self._cache.adapters)
         self._epoch = 0

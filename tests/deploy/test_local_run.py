@@ -183,6 +183,7 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
         (["worker.packs_in_flight=0"], "worker.packs_in_flight"),
         (["nats.url=nats://127.0.0.1:1"], "nats.url is given but s3.endpoint is not"),
         (["s3.endpoint=http://127.0.0.1:1"], "s3.endpoint is given but nats.url is not"),
+        (["worker.trusted_keys_file=keys.pem"], "no worker would load the trainer's weights"),
     ],
 )
 def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra: list[str], text: str) -> None:

@@ -19,6 +19,7 @@ from penstock.protocol.errors import BlobError, BlobStoreRefused, BusRefused, Bu
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.obstore_fast_path import ObstoreFastPath
+from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,10 @@ def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_services_get_encrypted_connections(stack: LocalStack) -> None:
     """Both S3 clients and that of NATS connect with the settings that ``penstock up --tls`` prints."""
     assert {"PENSTOCK_NATS__CA_FILE", "PENSTOCK_S3__CA_FILE"} <= stack.environment().keys()
+    key_file = Path(stack.environment()["PENSTOCK_TRAINER__SIGNING_KEY_FILE"])
+    trusted = TrustedKeys.from_file(Path(stack.environment()["PENSTOCK_WORKER__TRUSTED_KEYS_FILE"]), "x")
+    trusted.verify(SigningKey.from_file(key_file, "x").sign(b"{}"), "a manifest")
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     assert stack.nats.url.startswith("tls://")
     with Bus.connect(stack.nats, name="test") as bus:
         assert bus is not None
@@ -121,13 +126,14 @@ def test_certificates_are_not_overwritten(tmp_path: Path, capsys: pytest.Capture
     folder = tmp_path / "tls"
     assert certificates.main([str(folder), "--name", "nats=nats.example.com", "--name", "s3=10.0.0.5"]) == 0
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(before) == {"ca.pem", "ca.key", "nats.pem", "nats.key", "s3.pem", "s3.key"}
+    pairs = ("ca", "nats", "s3", "signing")
+    assert set(before) == {f"{name}.{kind}" for name in pairs for kind in ("pem", "key")}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.key")} == {0o600}
     assert certificates.main([str(folder)]) == 1
     assert "--renew" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert certificates.main([str(folder), "--renew", "--days", "30"]) == 0
-    assert (folder / "ca.pem").read_bytes() == before["ca.pem"]
+    assert all((folder / name).read_bytes() == before[name] for name in ("ca.pem", "signing.key", "signing.pem"))
     renewed = x509.load_pem_x509_certificate((folder / "nats.pem").read_bytes())
     names = renewed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert "nats.example.com" in names.get_values_for_type(x509.DNSName)

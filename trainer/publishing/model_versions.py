@@ -9,7 +9,7 @@ import structlog
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import AnchorRef, ModelFile
-from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
+from penstock.protocol.weights.version_reader import UNUSABLE
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.full_snapshots import FullSnapshots
@@ -36,7 +36,6 @@ class ModelVersions:
         epoch: int,
     ) -> None:
         """``policy`` says when a full snapshot is due."""
-        self._run_id, self._blobs = connections.run_id, connections.blobs
         self._writer = writer
         self._coordinator = coordinator
         self._epoch = epoch
@@ -162,7 +161,7 @@ class ModelVersions:
             return
         version = PolicyVersion(newest.manifest.version)
         try:
-            layout = WeightReader(self._blobs, self._run_id).layout(newest.manifest)
+            layout = self._writer.reader().layout(newest.manifest)
             root = self._coordinator.read_head(newest.reference, version)
         except (*UNUSABLE, PublicationFailed) as err:
             log.warning("the head's weights are unreadable: publishing a full snapshot", error=str(err))
@@ -181,7 +180,7 @@ class ModelVersions:
         """Read the patches between the newest version and its full snapshot; returns False if they are unreadable."""
         manifest = newest.manifest
         try:
-            chain = WeightReader(self._blobs, self._run_id).plan(manifest, None)
+            chain = self._writer.reader().plan(manifest, None)
         except UNUSABLE as err:
             log.warning("the head's chain is unreadable: publishing a full snapshot", error=str(err))
             return False

@@ -20,7 +20,7 @@ import structlog
 from penstock.protocol import subjects
 from penstock.protocol.facts import Head, WeightsPublished, encode
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
+from penstock.protocol.weights.version_reader import UNUSABLE
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
@@ -65,7 +65,7 @@ class VersionPublisher:
         epoch: int,
     ) -> None:
         """Read the run's head; raises MissingStream if the run was not bootstrapped."""
-        self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._run_id, self._bus, self._writer = connections.run_id, connections.bus, writer
         self._epoch = epoch
         self.head = HeadKey(connections.bus, connections.run_id)
         self._models = ModelVersions(connections, writer, coordinator, policy=policy, epoch=epoch)
@@ -183,7 +183,7 @@ class VersionPublisher:
         head = self.head.value
         if self._newest is None and head is not None:
             try:
-                manifest = WeightReader(self._blobs, self._run_id).manifest(head.manifest, PolicyVersion(head.version))
+                manifest = self._writer.reader().manifest(head.manifest, PolicyVersion(head.version))
             except UNUSABLE as err:
                 log.warning("the head's manifest is unreadable: publishing without a parent", error=str(err))
                 return None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -29,6 +29,9 @@ from penstock.trainer.publishing.snapshot import AdapterBase, Snapshot, Weights
 from penstock.trainer.publishing.version_refusals import Refusals
 from penstock.trainer.publishing.version_writer import Label, VersionWriter
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import SigningKey
 
 log = structlog.get_logger("trainer.publish")
 
@@ -49,6 +52,7 @@ class Publisher:
         policy: FullSnapshotPolicy | None = None,
         on_published: Callable[[Publication], None] = lambda _: None,
         coordinator: PublishCoordinator | None = None,
+        signing_key: SigningKey | None = None,
     ) -> None:
         """Read the run's head and start the thread; raises MissingStream if the run was not bootstrapped.
 
@@ -59,10 +63,11 @@ class Publisher:
             policy: When a full snapshot is due.
             on_published: Called on the publisher's thread for every version that has been announced.
             coordinator: Of all ranks; None where one process trains alone.
+            signing_key: Signs every manifest; None: they are not signed.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._epoch = epoch
-        writer = VersionWriter(connections, model_folder)
+        writer = VersionWriter(connections, model_folder, signing_key)
         self._coordinator = coordinator or PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
         self._versions = VersionPublisher(
             connections, writer, self._coordinator, policy=policy or FullSnapshotPolicy(), epoch=epoch

@@ -7,7 +7,7 @@ import structlog
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import AnchorRef, ModelFile, VersionManifest
-from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
+from penstock.protocol.weights.version_reader import UNUSABLE
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.snapshot import AdapterBase
@@ -21,7 +21,7 @@ class PublishedBase:
 
     def __init__(self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator) -> None:
         """Read nothing before the first call."""
-        self._run_id, self._blobs = connections.run_id, connections.blobs
+        self._blobs = connections.blobs
         self._writer = writer
         self._coordinator = coordinator
         self._found: Written | None = None
@@ -58,9 +58,7 @@ class PublishedBase:
 
     def _read(self, reference: AnchorRef) -> VersionManifest | None:
         try:
-            found = WeightReader(self._blobs, self._run_id).manifest(
-                reference.manifest, PolicyVersion(reference.version)
-            )
+            found = self._writer.reader().manifest(reference.manifest, PolicyVersion(reference.version))
         except UNUSABLE as err:
             log.warning("the base of the head's version is unreadable", error=str(err))
             return None

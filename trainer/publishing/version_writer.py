@@ -10,7 +10,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
@@ -19,12 +19,16 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, ModelFile, VersionManifest
+from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.model_folder import small_files
 from penstock.trainer.publishing.publish_coordinator import StoredObjects
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +73,21 @@ class Content:
 class VersionWriter:
     """Stores versions of one run; thread-safe."""
 
-    def __init__(self, connections: Connections, model_folder: Path) -> None:
-        """Config and tokenizer come from ``model_folder``."""
+    def __init__(self, connections: Connections, model_folder: Path, signing_key: SigningKey | None = None) -> None:
+        """Config and tokenizer come from ``model_folder``; manifests are signed with ``signing_key`` if there is one."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
         self._model_folder = model_folder
+        self._signing_key = signing_key
         self._small: dict[str, tuple[ModelFile, ...]] = {}  # by dtype
         self._layouts: dict[str, BlobRef] = {}
+
+    def reader(self) -> WeightReader:
+        """Return a reader of the run's versions; with a signing key it reads none that the key has not signed.
+
+        So the first version after a key was set or changed is a full snapshot: no signed version builds on an unsigned one.
+        """
+        trusted_keys = None if self._signing_key is None else self._signing_key.trusted
+        return WeightReader(self._blobs, self._run_id, trusted_keys=trusted_keys)
 
     def patch(self, label: Label, content: Content, *, parent: Ancestor, full_snapshot: AnchorRef) -> Written:
         """Write the manifest of a patch, whose objects hold what changed since its parent."""
@@ -123,7 +136,8 @@ class VersionWriter:
             model_files=content.files,
         )
         key = blob_keys.weights_manifest(self._run_id, label.version, content.stored.attempt)
-        reference = self._blobs.put(key, manifest.to_json())
+        data = manifest.to_json()
+        reference = self._blobs.put(key, data if self._signing_key is None else self._signing_key.sign(data))
         stored = {s.key: s.size_bytes for s in self._blobs.list(blob_keys.weights_prefix(self._run_id, label.version))}
         for blob in (*manifest.objects, reference):
             if stored.get(blob.key) != blob.size_bytes:

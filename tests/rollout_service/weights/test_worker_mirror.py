@@ -16,6 +16,7 @@ from tests.rollout_service.weights.mirror_kill import POINTS
 from tests.weights_source import WeightsSource
 from torch import Tensor
 
+from penstock.deploy import certificates
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import WeightsPublished
@@ -23,6 +24,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
@@ -101,8 +103,8 @@ def open_mirror(blobs: Blobs, run_streams: str, tmp_path: Path) -> Iterator[Open
     """Mirrors of the run by worker id, closed after the test."""
     opened: list[Mirror] = []
 
-    def open_one(worker_id: str = "w0") -> Mirror:
-        opened.append(Mirror(blobs, tmp_path / worker_id, run_streams))
+    def open_one(worker_id: str = "w0", trusted_keys: TrustedKeys | None = None) -> Mirror:
+        opened.append(Mirror(blobs, tmp_path / worker_id, run_streams, trusted_keys))
         return opened[-1]
 
     yield open_one
@@ -307,3 +309,41 @@ def test_two_workers_of_one_id_do_not_share_a_folder(open_mirror: OpenMirror) ->
     with pytest.raises(ConfigError, match=r"another worker with the same worker\.id is running"):
         open_mirror("w0")
     assert first.held() == []
+
+
+def test_only_signed_versions_are_loaded(
+    bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path, open_mirror: OpenMirror, tmp_path: Path
+) -> None:
+    """With trusted keys: no version of a trainer that does not sign, none that builds on one, and none that was here before."""
+    private, public = certificates.signing_key(tmp_path / "keys")
+    stranger, _ = certificates.signing_key(tmp_path / "stranger")
+    trusted = TrustedKeys.from_file(public, "worker.trusted_keys_file")
+    unsigned = Run(bus, blobs, run_streams, model_folder)
+    unsigned.publish(0)
+    before = open_mirror("w1")
+    unsigned.fetch(before, 0)
+    before.close()
+    with pytest.raises(WeightsUnusable, match=r"version 0: .*it has no signature; set trainer\.signing_key_file"):
+        unsigned.fetch(open_mirror("w1", trusted), 0)  # its folder has the version already
+
+    run = Run(bus, blobs, run_streams, model_folder, signing_key=SigningKey.from_file(private, "x"))
+    run.states[0] = unsigned.states[0]
+    for version in (1, 2):
+        run.publish(version)
+    mirror = open_mirror("w2", trusted)
+    run.assert_is(run.fetch(mirror, 1), 1)
+    run.assert_is(run.fetch(mirror, 2, keep=(1,)), 2)
+    assert run.manifest(2).kind == "patch"  # the manifest of a signed version is read without keys too
+    run.assert_is(run.fetch(open_mirror("w3"), 2), 2)
+
+    forged = Run(bus, blobs, run_streams, model_folder, signing_key=SigningKey.from_file(stranger, "x"), epoch=9)
+    forged.states[2] = run.states[2]
+    forged.publish(3)
+    with pytest.raises(WeightsUnusable, match=r"version 3: .*signed by key [0-9a-f]{16}, trusted are [0-9a-f]{16}"):
+        forged.fetch(mirror, 3, keep=(2,))
+    own = {"signing_key": SigningKey.from_file(private, "x"), "epoch": 1}
+    following = Run(bus, blobs, run_streams, model_folder, **own)
+    following.states[3] = forged.states[3]
+    following.publish(4)
+    assert following.manifest(4).parent is None  # it does not build on what it has not signed
+    following.assert_is(following.fetch(mirror, 4, keep=(2,)), 4)  # the forger's lease, 9, is not one that was seen
