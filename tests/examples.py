@@ -11,12 +11,19 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 FACTOR = int(os.environ.get("PENSTOCK_TEST_EXAMPLES", "1"))
+_UNLESS_SAID = 30  # examples of a property that names no number
 _BY_THE_CLOCK = [HealthCheck.too_slow]
 
 
 def take_effect() -> None:
     """Make this hold for every property of the session."""
-    settings.register_profile("suite", deadline=None, derandomize=FACTOR == 1, suppress_health_check=_BY_THE_CLOCK)
+    settings.register_profile(
+        "suite",
+        max_examples=_UNLESS_SAID * FACTOR,
+        deadline=None,
+        derandomize=FACTOR == 1,
+        suppress_health_check=_BY_THE_CLOCK,
+    )
     settings.load_profile("suite")
 
 

@@ -168,7 +168,7 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=200,
     )
     assert done.returncode == 2
     assert "the trainer ended with exit code 2; its log ends with" in done.stderr

@@ -7,7 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.console.cli.test_command import penstock
+from tests.console.cli import test_command
+from tests.console.command import penstock
 from tests.servers import secret_file
 
 from penstock.console.tools import checks
@@ -21,7 +22,7 @@ def findings(answer: str) -> dict[str, dict[str, str]]:
 
 def test_a_healthy_machine_passes(tmp_path: Path):
     """On a machine that runs the tests no check fails and every line has a status."""
-    answer = penstock("doctor", cwd=tmp_path)
+    answer = test_command.penstock("doctor", cwd=tmp_path)
     assert answer.returncode == 0, answer.stdout
     assert "next: penstock quickstart" in answer.stdout
     assert "torch" in answer.stdout

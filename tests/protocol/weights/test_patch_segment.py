@@ -39,7 +39,7 @@ def applied(segment: bytes, target: np.ndarray, word_bytes: int, bucket: int = 0
 
 
 @given(st.integers(0, 2**32), st.integers(0, 5000), WORD_BYTES, DENSITIES)
-@examples(150)
+@examples(60)
 def test_a_segment_turns_the_old_bucket_into_the_new_one(seed: int, num_words: int, word_bytes: int, density: float):
     """Every byte is restored for every word size and density, empty and single words included; twice is once."""
     old, new = draw_pair(seed, num_words, word_bytes, density)

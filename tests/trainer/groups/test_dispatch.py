@@ -148,7 +148,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
 
 TestDispatchMachine = DispatchMachine.TestCase
-TestDispatchMachine.settings = examples(150, stateful_step_count=40)
+TestDispatchMachine.settings = examples(60, stateful_step_count=40)
 
 
 @given(

@@ -26,7 +26,7 @@ HUNT = settings(
 )  # fmt: skip
 
 TestTrainerMachine = TrainerMachine.TestCase
-TestTrainerMachine.settings = examples(100, stateful_step_count=50)
+TestTrainerMachine.settings = examples(40, stateful_step_count=50)
 
 
 class LedgerForgotten(TrainerMachine):
