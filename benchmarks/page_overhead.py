@@ -4,8 +4,8 @@
 
 Runs of a pair have the same seed and follow one another, in changing order. Counted are the CPU seconds of the command with all its
 processes: trainer, workers, reward service, servers, and the console where there is one; not those of the browser. CPU seconds, because
-a shared machine makes wall times mean nothing; it changes CPU seconds by some per cent too, so those of the console are shown alone
-as well. Prints each pair, the mean difference and its standard error.
+a shared machine makes wall times mean little; it changes CPU seconds by some per cent too, so those of the console are shown alone
+as well. Prints each pair, and the medians.
 """
 
 from __future__ import annotations
@@ -36,49 +36,53 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     print(
-        "| pair | without the page, CPU s | with the page in a browser, CPU s | difference | the console alone | requests of the page |"
+        "| pair | without, CPU s | with the page, CPU s | difference | the console alone | requests | without, wall s | with, wall s |"
     )
-    print("|---|---|---|---|---|---|")
-    differences, shares = [], []
+    print("|---|---|---|---|---|---|---|---|")
+    differences, shares, walls = [], [], []
     for pair in range(options.pairs):
         order = (False, True) if pair % 2 == 0 else (True, False)
         found = {with_page: _measure(pair, options.steps, with_page=with_page) for with_page in order}
-        without, (with_page_s, seen) = found[False][0], found[True]
-        differences.append(100.0 * (with_page_s / without - 1.0))
-        shares.append(100.0 * seen.console_s / without)
+        without, seen = found[False], found[True]
+        differences.append(100.0 * (seen.cpu_s / without.cpu_s - 1.0))
+        shares.append(100.0 * seen.console_s / (seen.cpu_s - seen.console_s))
+        walls.append(100.0 * (seen.wall_s / without.wall_s - 1.0))
         print(
-            f"| {pair} | {without:.2f} | {with_page_s:.2f} | {differences[-1]:+.1f} % | {seen.console_s:.2f} s, {shares[-1]:.1f} % | "
-            f"{seen.requests} |",
+            f"| {pair} | {without.cpu_s:.2f} | {seen.cpu_s:.2f} | {differences[-1]:+.1f} % | {seen.console_s:.2f} s, {shares[-1]:.1f} % | "
+            f"{seen.requests} | {without.wall_s:.0f} | {seen.wall_s:.0f} |",
             flush=True,
         )
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
     print(
-        f"\nmean {statistics.mean(differences):+.1f} %, standard error {error:.1f}, from {min(differences):+.1f} % to "
-        f"{max(differences):+.1f} %; the console alone {statistics.mean(shares):.1f} %; {options.pairs} pairs of {options.steps} steps; load average {os.getloadavg()[0]:.1f}"
+        f"\nmedians of {options.pairs} pairs of {options.steps} steps: CPU {statistics.median(differences):+.1f} % (from "
+        f"{min(differences):+.1f} % to {max(differences):+.1f} %); the console alone {statistics.median(shares):.1f} % of the rest of its run; "
+        f"wall time {statistics.median(walls):+.1f} %; load average {os.getloadavg()[0]:.1f}"
     )
     return 0
 
 
 @dataclass
-class Seen:
-    """What the open page did: how often it asked for the summary, and the CPU seconds of its console."""
+class Run:
+    """What one quickstart took; of an open page how often it asked for the summary, and the CPU seconds of its console."""
 
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
     requests: int = 0
     console_s: float = 0.0
 
 
-def _measure(seed: int, steps: int, *, with_page: bool) -> tuple[float, Seen]:
-    """Return the CPU seconds of one quickstart, and what the open page did."""
+def _measure(seed: int, steps: int, *, with_page: bool) -> Run:
+    """Run one quickstart."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
         command = [
             sys.executable, "-P", "-m", "penstock", "quickstart", "--json", "--no-kill", "--seed", str(seed), "--steps", str(steps),
             "--dir", folder, "--page" if with_page else "--no-page",
         ]  # fmt: skip
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        seen = Seen()
+        run = Run()
         try:
             if with_page:
-                seen = _look_until_the_end(process, Path(folder))
+                run = _look_until_the_end(process, Path(folder))
             deadline = time.monotonic() + _RUN_S
             while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
                 if time.monotonic() > deadline:
@@ -92,16 +96,17 @@ def _measure(seed: int, steps: int, *, with_page: bool) -> tuple[float, Seen]:
         if process.returncode:
             output.seek(0)
             raise SystemExit(f"seed {seed}: the quickstart exited with {process.returncode}\n{output.read()[-3000:]}")
-        return ended[2].ru_utime + ended[2].ru_stime, seen
+        run.cpu_s, run.wall_s = ended[2].ru_utime + ended[2].ru_stime, time.monotonic() - started
+        return run
 
 
-def _look_until_the_end(process: subprocess.Popen[bytes], runs: Path) -> Seen:
+def _look_until_the_end(process: subprocess.Popen[bytes], runs: Path) -> Run:
     """Keep the overview open in a browser until the command ends."""
     from playwright.sync_api import sync_playwright  # of the extra browser-tests
 
     link = _link(process, runs / "quickstart" / "logs" / "console.log")
     console = next(one for one in psutil.Process(process.pid).children() if "penstock.console.web" in one.cmdline())
-    seen = Seen()
+    seen = Run()
 
     def count(response: object) -> None:
         seen.requests += response.url.endswith("/summary") and response.ok  # type: ignore[attr-defined]

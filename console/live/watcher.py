@@ -1,4 +1,4 @@
-"""Feed a `RunView` from NATS: tail the streams, read heartbeats and queue depths once a second.
+"""Feed a `RunView` from NATS: tail the streams, read heartbeats and queue depths once a second, or less often.
 
 A watcher acknowledges nothing: any number may watch a run without affecting it. While NATS is unreachable
 the view shows it; watching continues when the connection is back.
@@ -30,7 +30,6 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.protocol.transport.pending import Pending
 
-_POLL_S = 1.0
 _MAX_UNREADABLE = 1000  # services
 
 
@@ -45,11 +44,23 @@ class _Unreadable:
 class Watcher:
     """Watches one run over one bus; used by one thread, while facts arrive on the bus's thread."""
 
-    def __init__(self, bus: Bus, view: RunView, *, clock: Callable[[], float] = time.time) -> None:
-        """Tail the run from its beginning; raises MissingStream when it was never bootstrapped."""
+    def __init__(
+        self,
+        bus: Bus,
+        view: RunView,
+        *,
+        clock: Callable[[], float] = time.time,
+        period_s: float = 1.0,
+        gather_s: float = 0.0,
+    ) -> None:
+        """Tail the run from its beginning; raises MissingStream when it was never bootstrapped.
+
+        Heartbeats and queue depths are read every ``period_s``; ``gather_s`` is that of `Bus.tail`.
+        """
         self.view = view
         self._bus = bus
         self._clock = clock
+        self._period_s, self._gather_s = period_s, gather_s
         self._arrived: queue.SimpleQueue[Fact | _Unreadable] = queue.SimpleQueue()
         self._unreadable_keys: set[str] = set()  # of heartbeats
         self._num_arrived: dict[str, int] = {}
@@ -73,7 +84,12 @@ class Watcher:
             self._fold_heartbeats(now)
         if self._depths and all(p.done() for pair in self._depths.values() for p in pair):
             self._fold_depths()
-        if now - self._polled_at >= _POLL_S and self._heartbeats is None and not self._depths and not self._bus.down_s:
+        if (
+            now - self._polled_at >= self._period_s
+            and self._heartbeats is None
+            and not self._depths
+            and not self._bus.down_s
+        ):
             self._polled_at = now
             self._request()
 
@@ -106,7 +122,9 @@ class Watcher:
         def unreadable(err: WireError) -> None:
             arrived(_Unreadable(fact.schema_tag.partition(".")[0].replace("_", " "), str(err)))
 
-        self._bus.tail(stream, subject, fact, arrived, from_start=True, on_unreadable=unreadable).wait()
+        self._bus.tail(
+            stream, subject, fact, arrived, from_start=True, on_unreadable=unreadable, gather_s=self._gather_s
+        ).wait()
 
     def _request(self) -> None:
         self._heartbeats = self._live.entries()

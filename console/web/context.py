@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +48,7 @@ class WebContext:
         return Bus.connect(self.settings_of(run).settings.nats, name=name, deadline_s=_BUS_S)
 
 
-def context(request: Request) -> WebContext:
+async def context(request: Request) -> WebContext:  # async: what does not wait needs no thread of the pool
     """Return the context of the app."""
     return request.app.state.context
 
@@ -68,10 +68,10 @@ def run_folder(run: RunName, web: Context) -> Path:
 RunFolder = Annotated[Path, Depends(run_folder)]
 
 
-def require(role: Role) -> Callable[..., Caller]:
+def require(role: Role) -> Callable[..., Awaitable[Caller]]:
     """Return a dependency that checks a role and gives the route its caller: ``Depends(require(Role.READ))``."""
 
-    def check(request: Request, _scheme: Annotated[object, Depends(_SCHEME)]) -> Caller:
+    async def check(request: Request, _scheme: Annotated[object, Depends(_SCHEME)]) -> Caller:
         caller: Caller | None = request.scope.get(CALLER)
         if caller is None:  # a path that the gate calls public
             raise Problem(401, "a token is needed", fix="send it as Authorization: Bearer")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
@@ -17,7 +16,6 @@ from penstock.console.web.reading.run_reading import RunReading
 MAX_NUMBER = 2**53
 Step = Annotated[int | None, Query(ge=0, le=MAX_NUMBER)]
 Limit = Annotated[int, Query(ge=1, le=100)]
-_opening = threading.Lock()
 
 
 @contextlib.asynccontextmanager
@@ -34,13 +32,12 @@ def where(web: WebContext) -> tuple[tuple[str, ...], Mapping[str, str]]:
     return (*web.arguments, f"run.dir={web.runs_dir}"), web.environ
 
 
-def open_runs(request: Request, web: Context) -> OpenRuns:
+async def open_runs(request: Request, web: Context) -> OpenRuns:
     """Return the runs that this server watches."""
     state = request.app.state
-    with _opening:
-        if not hasattr(state, "open_runs"):
-            state.open_runs = OpenRuns(*where(web))
-        return state.open_runs
+    if not hasattr(state, "open_runs"):
+        state.open_runs = OpenRuns(*where(web))
+    return state.open_runs
 
 
 Runs = Annotated[OpenRuns, Depends(open_runs)]

@@ -1,7 +1,7 @@
 """The routes that read: the list of runs, and what a run's folder, NATS and S3 have about it; and the page's two actions.
 
 Every answer is bounded: points, rows, texts, bytes read of S3 and seconds. Nothing here writes to a run but `resend`.
-``routers`` are the routers of this and of further files; `app.create_app` includes each of them.
+``routers`` are the routers of this and of further files; `app.create_app` serves the routes of each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.console.web.problems import RESPONSES, Problem
 from penstock.console.web.reading import dead_letter_pages, reward_endpoints, run_list, settings_difference
 from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.step_series import MAX_POINTS
-from penstock.console.web.reading_context import MAX_NUMBER, Limit, Reading, Runs, Step, closing_runs, open_run, where
+from penstock.console.web.reading_context import MAX_NUMBER, Limit, Reading, Runs, Step, open_run, where
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.subjects import RUN_ID
 
@@ -30,7 +30,7 @@ _REWARD_URL, _REWARD_TOKEN = "PENSTOCK_CONSOLE_REWARD_URL", "PENSTOCK_CONSOLE_RE
 Number = Annotated[int, PathParameter(ge=1, le=MAX_NUMBER)]
 
 
-router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES, lifespan=closing_runs)
+router = APIRouter(prefix="/v1", tags=["read"], responses=RESPONSES)
 routers = [router, reading_group_routes.router]
 
 

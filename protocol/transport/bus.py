@@ -128,12 +128,14 @@ class Bus:
         *,
         from_start: bool = False,
         on_unreadable: Callable[[WireError], None] = lambda _: None,
+        gather_s: float = 0.0,
     ) -> Pending[None]:
         """Call ``on_fact`` on the bus's thread for every fact of a limits stream, in order, until the bus is closed.
 
         Messages that do not decode are logged and skipped, with a call of ``on_unreadable``; a tail acknowledges nothing.
+        A message is read ``gather_s`` after it was stored, by one request with those that followed it.
         """
-        tail = Tail(self._connection, stream, subject, fact, lambda found, *_: on_fact(found), on_unreadable)
+        tail = Tail(self._connection, stream, subject, fact, lambda found, *_: on_fact(found), on_unreadable, gather_s)
         return self._connection.call(tail.start(after=0 if from_start else None), f"tail {subject}")
 
     def follow(

@@ -46,6 +46,7 @@ class Tail(Generic[F]):
         fact: type[F],
         on_fact: Callable[[F, int, str], None],
         on_unreadable: Callable[[WireError], None] = lambda _: None,
+        gather_s: float = 0.0,
     ) -> None:
         """Use `Bus.tail` instead."""
         self._connection = connection
@@ -54,6 +55,7 @@ class Tail(Generic[F]):
         self._fact = fact
         self._on_fact = on_fact
         self._on_unreadable = on_unreadable
+        self._gather_s = gather_s
         self._next_sequence = 1
         self._stored = asyncio.Event()  # there may be messages that are not read yet
 
@@ -77,6 +79,8 @@ class Tail(Generic[F]):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
                         await self._stored.wait()
+                if self._gather_s:
+                    await asyncio.sleep(self._gather_s)
         finally:
             self._connection.unwatch(self._stored)
             with contextlib.suppress(nats.errors.Error):

@@ -36,6 +36,8 @@ _BLOBS_S = 10.0
 _WAIT_S = 10.0  # for another request that reads the groups of the same run
 _REREAD_S = 5.0  # of metrics.jsonl, at most so often
 _CONFIG_S = 60.0  # how long the settings that `known_config` read are used
+_PERIOD_S = 2.0  # of heartbeats and queue depths: the page asks no more often
+_GATHER_S = 0.5  # of the messages of a stream
 _STATE_S = 2.0  # how long what the folder says of the run's state is used
 
 
@@ -248,7 +250,7 @@ class RunReading:
             return
         try:
             view = self._new_view()
-            watcher = Watcher(bus, view, clock=self._clock)
+            watcher = Watcher(bus, view, clock=self._clock, period_s=_PERIOD_S, gather_s=_GATHER_S)
         except BusError as err:
             self._say(str(err))
             bus.close()

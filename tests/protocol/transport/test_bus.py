@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import nats
 import pytest
 import structlog
+from nats.aio.msg import Msg
 from nats.js import api
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 from tests.servers import wait_for
@@ -44,9 +46,11 @@ from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamLimits, St
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import BucketState
+from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
 
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
@@ -669,6 +673,27 @@ def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, run_streams: st
     publish_event(bus, run_streams, 2)
     wait_for(lambda: seen, "the new event")
     assert seen == [2.0]
+
+
+def test_a_tail_that_gathers_reads_many_messages_by_one_request(
+    bus: Bus, run_streams: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty events, each stored before the next is sent, are twenty requests for a tail that reads each at once."""
+    asked: list[str] = []
+
+    async def counted(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
+        asked.append(stream)
+        return await direct_get(connection, stream, request)
+
+    monkeypatch.setattr("penstock.protocol.transport.tail.direct_get", counted)
+    seen: list[float] = []
+    stream, subject = f"{run_streams}-events", subjects.events(run_streams)
+    bus.tail(stream, subject, RunEvent, lambda fact: seen.append(fact.at), gather_s=2.0).wait()
+    for number in range(20):
+        publish_event(bus, run_streams, number)
+    wait_for(lambda: len(seen) == 20, "the events")
+    assert seen == [float(number) for number in range(20)]
+    assert len(asked) <= 10  # two, were it not for a busy machine
 
 
 def test_a_reader_that_fails_on_one_message_gets_the_next_ones(bus: Bus, run_streams: str) -> None:
