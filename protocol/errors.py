@@ -29,6 +29,7 @@
     │   ├── BlobStoreRefused      wrong credentials, missing bucket
     │   ├── BlobMissing           the key named by a message does not exist
     │   └── BlobCorrupt           size or sha256 differs from the message
+    ├── TargetRefused             a URL or an address that may not be called
     └── ConfigError               the run file is wrong; lists every problem with file and line
 
 Texts say what happened, which id, expected and got, and the fix. A new error belongs where a caller
@@ -156,6 +157,10 @@ class BlobMissing(BlobError):
 
 class BlobCorrupt(BlobError):
     """The object's size or sha256 differs from its message."""
+
+
+class TargetRefused(PenstockError):
+    """A URL that is none, or an address that this service may not call; the text names the rule."""
 
 
 class ConfigError(PenstockError):

@@ -19,7 +19,7 @@ RewardError                  a group got no reward
 ├── SandboxUnavailable       no sandbox works on this machine, so that no program is run
 ├── SandboxFailed            the sandbox failed, and the program is not proven to be the cause
 └── RewardCrashed            a built-in reward raised: an internal error, please report it
-EndpointRefused              a registration that breaks the rules (name taken, target not allowed)
+EndpointRefused              a registration that breaks the rules; one of an address that is not allowed is a TargetRefused
 ├── NameTaken                another endpoint has the name
 └── NotAllowed               the caller's token does not allow it
 UserFileError                a user's code holds no reward function that can be called

@@ -12,6 +12,8 @@ import structlog
 
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity
+from penstock.protocol.endpoints import own_servers
+from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
@@ -20,12 +22,10 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.api import app, web_server
-from penstock.reward_service.endpoints import own_servers
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_health import HealthChecks
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.secret_store import SecretStore
-from penstock.reward_service.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter
 from penstock.reward_service.metrics import ServiceMetrics
@@ -68,7 +68,7 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
 
         bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
         own = [*await own_servers.find(settings.nats, settings.s3), await own_servers.find_own_api(bound)]
-        policy = TargetPolicy(section.allowed_targets, own)
+        policy = TargetPolicy(section.allowed_targets, own, key="reward_service.allowed_targets")
         client = await connections.enter_async_context(
             EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
         )

@@ -13,9 +13,9 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.access import Access, Role, read_tokens
-from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 ADMIN = "admin"  # the name of the holder of token and token_file
 
@@ -139,7 +139,7 @@ class RewardServiceSection(Section):
     @field_validator("allowed_targets")
     @classmethod
     def _valid_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        TargetPolicy(value)
+        TargetPolicy(value, key="reward_service.allowed_targets")
         return value
 
     @model_validator(mode="after")

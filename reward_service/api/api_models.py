@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from penstock.reward_service.endpoints import signature
+from penstock.protocol.endpoints import signature
 from penstock.reward_service.endpoints.endpoint import Endpoint, EndpointSpec
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
 from penstock.reward_service.endpoints.secret_store import EndpointSecrets

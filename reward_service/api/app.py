@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 
 from penstock.protocol.activity import Activity
-from penstock.protocol.errors import BusError
+from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.samples import Samples
@@ -103,6 +103,7 @@ def _answer_errors(app: FastAPI) -> None:
     answer(NameTaken, 409)
     answer(NotAllowed, 403)
     answer(EndpointRefused, 422)
+    answer(TargetRefused, 422)
     answer(BusError, 503)
 
     @app.exception_handler(RequestValidationError)

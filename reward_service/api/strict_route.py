@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
-from penstock.reward_service.endpoints import strict_json
+from penstock.protocol.endpoints import strict_json
 
 
 class StrictRoute(APIRoute):

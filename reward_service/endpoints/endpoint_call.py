@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.reward_service.endpoints import signature
+from penstock.protocol.endpoints import signature
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Payload
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_http import Answer, EndpointHttp, NoAnswer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics, EndpointQueue
 from penstock.reward_service.endpoints.secret_store import SecretStore
-from penstock.reward_service.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import RewardUnavailable
 from penstock.reward_service.metrics import Timings

@@ -9,22 +9,18 @@ address it has is checked, and a checked one is connected to, so that the name c
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
-import ipaddress
 import re
-import socket
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
 import httpcore
 import httpx
 
-from penstock.reward_service.endpoints.target_policy import TargetPolicy
-from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, EndpointRefused
+from penstock.protocol.endpoints.resolve import resolve
+from penstock.protocol.endpoints.target_policy import TargetPolicy
+from penstock.protocol.errors import TargetRefused
+from penstock.reward_service.errors import EndpointFailed, EndpointNonsense
 
 CALL_HEADER = "penstock-endpoint-call"  # of every request sent here; an API that gets one refuses it: a loop
 ERROR_HEADER = "penstock-error"  # of an answer: why, for the people who read the errors of this endpoint
@@ -33,8 +29,6 @@ _KEEP_S = 5.0  # an idle connection
 _MAX_REASON = 300  # characters of `ERROR_HEADER`
 _MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9.+-]{1,40}")
 _IDLE_CONNECTIONS = 32
-# A pool of their own: a name server that hangs must not block the threads that fetch packs.
-_RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
 
 
 _OWN_TEXTS = ("Server disconnected", "peer closed connection")  # of the client library; others quote the server
@@ -79,15 +73,15 @@ class EndpointHttp:
         await self._http.aclose()
 
     async def check(self, url: str) -> None:
-        """Raise EndpointRefused unless the URL may be called; a host that does not resolve yet passes."""
+        """Raise TargetRefused unless the URL may be called; a host that does not resolve yet passes."""
         host, port = self._policy.check_url(url)
         try:
             parsed = httpx.URL(url)
             _ = parsed.host  # decodes a name of another script
         except (httpx.InvalidURL, UnicodeError) as err:
-            raise EndpointRefused(f"{url!a} is not a URL ({err})") from None
+            raise TargetRefused(f"{url!a} is not a URL ({err})") from None
         if _host_and_port(parsed) != (host, port):  # two readings of one text: one would be checked, the other called
-            raise EndpointRefused(f"{url!a} is read as host {parsed.raw_host!a} or {host!r}; write it plainly")
+            raise TargetRefused(f"{url!a} is read as host {parsed.raw_host!a} or {host!r}; write it plainly")
         try:
             addresses = await resolve(host, port)
         except OSError:
@@ -111,7 +105,7 @@ class EndpointHttp:
         try:
             async with self._http.stream(method, url, content=body, headers=given) as response:
                 return Answer(response.status_code, response.headers, await self._read(response, url))
-        except (EndpointRefused, httpx.InvalidURL, UnicodeError) as err:
+        except (TargetRefused, httpx.InvalidURL, UnicodeError) as err:
             raise EndpointFailed(f"{url} may not be called: {err}") from None
         except httpx.TransportError as err:
             raise NoAnswer(describe(err)) from None
@@ -183,19 +177,6 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
 
 def _host_and_port(url: httpx.URL) -> tuple[str, int]:
     return url.raw_host.decode("ascii").lower(), url.port or (443 if url.scheme == "https" else 80)
-
-
-async def resolve(host: str, port: int) -> list[str]:
-    """Return all addresses of a name; raises OSError when it has none, or when no name server answers in time."""
-    with contextlib.suppress(ValueError):
-        return [str(ipaddress.ip_address(host))]
-    look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    try:
-        async with asyncio.timeout(_CONNECT_S):
-            found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, look_up)
-    except UnicodeError:  # a part of the name is empty or too long
-        raise OSError(f"{host!a} is no host name") from None
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def describe(err: Exception) -> str:

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
-from penstock.reward_service.endpoints import signature, strict_json
-from penstock.reward_service.endpoints.signature import BadSignature
+from penstock.protocol.endpoints import signature, strict_json
+from penstock.protocol.endpoints.signature import BadSignature
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
+from penstock.protocol.endpoints import signature
 from penstock.reward_service.api.body_limit import BodyLimit
 from penstock.reward_service.api.strict_route import checked_route
-from penstock.reward_service.endpoints import signature
 from penstock.reward_service.endpoints.endpoint_http import ERROR_HEADER
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 
+from penstock.protocol.endpoints import signature
 from penstock.protocol.errors import ConfigError
 from penstock.reward_service.api import web_server
-from penstock.reward_service.endpoints import signature
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import hosted_app, registration

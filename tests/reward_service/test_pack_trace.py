@@ -1,5 +1,7 @@
 """The spans of scoring: one for each group and delivery, below it one for each request that held the group."""
 
+# pyright: reportCallIssue=false  (fields of models that have defaults)
+
 from __future__ import annotations
 
 import itertools
@@ -8,6 +10,7 @@ from typing import Any
 
 from penstock.protocol import streams, subjects, trace_context
 from penstock.protocol.activity import Activity
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.spans import Span, group_context
@@ -18,7 +21,6 @@ from penstock.reward_service.announce import Announcer
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
-from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import EndpointFailed, RewardCrashed
 from penstock.reward_service.metrics import ServiceMetrics

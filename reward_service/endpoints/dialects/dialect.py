@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.reward_service.endpoints import strict_json
+from penstock.protocol.endpoints import strict_json
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreResponse
 
 M = TypeVar("M", bound=BaseModel)

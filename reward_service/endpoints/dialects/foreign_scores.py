@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from penstock.reward_service.endpoints import strict_json
+from penstock.protocol.endpoints import strict_json
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 

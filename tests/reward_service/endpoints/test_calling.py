@@ -1,5 +1,7 @@
 """The parts of a robust call, one at a time: breaker, rate, signature, leases, tokens."""
 
+# pyright: reportCallIssue=false  (fields of models that have defaults)
+
 from __future__ import annotations
 
 import base64
@@ -8,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.protocol.endpoints import signature
 from penstock.reward_service.api.api_models import Registration
-from penstock.reward_service.endpoints import signature
 from penstock.reward_service.endpoints.access import ANONYMOUS, Access, Role, read_tokens
 from penstock.reward_service.endpoints.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALLS, Breaker, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 from tests.reward_service.processes import EndpointServer, raw
 
+from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
+from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp, NoAnswer
-from penstock.reward_service.endpoints.target_policy import OwnServer, TargetPolicy
-from penstock.reward_service.errors import EndpointFailed, EndpointRefused
+from penstock.reward_service.errors import EndpointFailed
 
 METADATA, HERE = "169.254.169.254", "127.0.0.1"
 
@@ -94,7 +95,7 @@ async def test_one_forbidden_address_forbids_the_name(names: NameServer, server:
     url = server.url.replace(HERE, "both.test")
     for addresses in ([HERE, METADATA], [METADATA, HERE]):
         names.answers["both.test"] = [addresses]
-        with pytest.raises(EndpointRefused, match="never called"):
+        with pytest.raises(TargetRefused, match="never called"):
             await http().check(url)
         with pytest.raises(EndpointFailed, match="never called"):
             await post(http(), url)

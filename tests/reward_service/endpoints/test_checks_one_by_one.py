@@ -9,13 +9,13 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
+from penstock.protocol.endpoints import strict_json
+from penstock.protocol.endpoints.target_policy import TargetPolicy
+from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.api import app as api
 from penstock.reward_service.api.access_gate import AccessGate
-from penstock.reward_service.endpoints import strict_json
 from penstock.reward_service.endpoints.access import Access, Role
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
-from penstock.reward_service.endpoints.target_policy import TargetPolicy
-from penstock.reward_service.errors import EndpointRefused
 
 TOKEN = ("a", Role.ADMIN, "right-0123456789abcdef")
 RIGHT = ("authorization", f"Bearer {TOKEN[2]}")
@@ -46,7 +46,7 @@ RIGHT = ("authorization", f"Bearer {TOKEN[2]}")
 async def test_a_url_is_refused_for_its_own_reason(url: str, reason: str) -> None:
     """The reason names the rule, so that no later rule hides that one is missing."""
     http = EndpointHttp(TargetPolicy(["127.0.0.0/8"]), max_response_bytes=1)
-    with pytest.raises(EndpointRefused, match=reason):
+    with pytest.raises(TargetRefused, match=reason):
         await http.check(url)
     await http.close()
 

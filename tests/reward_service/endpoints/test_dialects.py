@@ -1,5 +1,7 @@
 """Dialects: request bodies, scores, and the client that splits groups to a dialect's unit."""
 
+# pyright: reportCallIssue=false  (fields of models that have defaults)
+
 from __future__ import annotations
 
 import json
@@ -8,12 +10,12 @@ from typing import Any, ClassVar, Literal
 import pytest
 from tests.reward_service.processes import EndpointServer
 
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.reward_service.endpoints.dialect_registry import DIALECTS
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.dialects.penstock import PenstockDialect
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.scores import GroupScores
 

@@ -1,5 +1,7 @@
 """The queue of one endpoint, over real HTTP: batches that adapt, hedges, rates, breakers, signatures."""
 
+# pyright: reportCallIssue=false  (fields of models that have defaults)
+
 from __future__ import annotations
 
 import asyncio
@@ -15,14 +17,14 @@ from typing import Any
 import pytest
 from tests.reward_service.processes import Answer, Behaviour, EndpointServer, good, raw
 
-from penstock.reward_service.endpoints import signature
+from penstock.protocol.endpoints import signature
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.reward_service.endpoints.breaker import MIN_CALLS, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
 from penstock.reward_service.endpoints.secret_store import EndpointSecrets
-from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
     BadGroundTruth,

@@ -7,9 +7,9 @@ import ipaddress
 import pytest
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.reward_service.endpoints import own_servers
-from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
-from penstock.reward_service.errors import EndpointRefused
+from penstock.protocol.endpoints import own_servers
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+from penstock.protocol.errors import TargetRefused
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_loopback_and_private_addresses_are_allowed_by_default(address: str) -> 
 )
 def test_public_addresses_need_to_be_listed(address: str) -> None:
     """A public address is refused, also as mapped IPv6, until its network or host name is listed."""
-    with pytest.raises(EndpointRefused, match="allowed_targets"):
+    with pytest.raises(TargetRefused, match="allowed_targets"):
         TargetPolicy(PRIVATE_TARGETS).check_address("host.example", address, 80)
     TargetPolicy(["host.example"]).check_address("Host.Example.", address, 80)
     TargetPolicy(["0.0.0.0/0", "::/0"]).check_address("host.example", address, 80)
@@ -57,7 +57,7 @@ def test_public_addresses_need_to_be_listed(address: str) -> None:
 )
 def test_metadata_and_link_local_addresses_are_never_called(address: str) -> None:
     """No allow-list permits the addresses of a machine's credentials."""
-    with pytest.raises(EndpointRefused, match="never called"):
+    with pytest.raises(TargetRefused, match="never called"):
         TargetPolicy(["0.0.0.0/0", "::/0", "metadata.example"]).check_address("metadata.example", address, 80)
 
 
@@ -88,7 +88,7 @@ def test_the_runs_own_servers_are_never_endpoints(host: str, address: str, port:
     store = OwnServer("the object store", "store.example", 9000, frozenset({ipaddress.ip_address("10.0.0.7")}))
     policy = TargetPolicy(PRIVATE_TARGETS, [nats, store])
     if refused:
-        with pytest.raises(EndpointRefused, match="of this run"):
+        with pytest.raises(TargetRefused, match="of this run"):
             policy.check_address(host, address, port)
     else:
         policy.check_address(host, address, port)

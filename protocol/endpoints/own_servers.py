@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.reward_service.endpoints.endpoint_http import resolve
-from penstock.reward_service.endpoints.target_policy import OwnServer
+from penstock.protocol.endpoints.resolve import resolve
+from penstock.protocol.endpoints.target_policy import OwnServer
 
 _NATS_PORT = 4222
 _MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses

@@ -1,8 +1,8 @@
-"""Which addresses this service may send requests to.
+"""Which addresses a service may send requests to.
 
-Users register URLs, and the usual target *is* private (this machine, a compose network, a cluster service), so a ban
+Users give URLs of reward and environment servers, and the usual target *is* private (this machine, a compose network, a cluster service), so a ban
 of private addresses would ban the main use. Instead: an allow-list of networks and host names, and a list of addresses
-that are refused whatever the allow-list says. Pure; `endpoint_http` resolves names and checks every address it connects to.
+that are refused whatever the allow-list says. Pure; the HTTP clients resolve names and check every address they connect to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from penstock.reward_service.errors import EndpointRefused
+from penstock.protocol.errors import TargetRefused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -78,11 +78,15 @@ class OwnServer:
 
 
 class TargetPolicy:
-    """Decides about URLs and addresses; build it from the entries of ``reward_service.allowed_targets``."""
+    """Decides about URLs and addresses; build it from the entries of a setting ``allowed_targets``."""
 
-    def __init__(self, allowed: Sequence[str], own: Sequence[OwnServer] = ()) -> None:
-        """Read the entries; ``own`` are never called. Raises ValueError naming what is neither a network nor a host name."""
+    def __init__(self, allowed: Sequence[str], own: Sequence[OwnServer] = (), *, key: str = "allowed_targets") -> None:
+        """Read the entries of the setting ``key``; ``own`` are never called.
+
+        Raises ValueError naming what is neither a network nor a host name.
+        """
         self._own = tuple(own)
+        self._key = key
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         self._hosts: set[str] = set()
         for entry in allowed:
@@ -90,50 +94,46 @@ class TargetPolicy:
                 self._networks.append(ipaddress.ip_network(entry, strict=False))
             except ValueError:
                 if "/" in entry or not _HOST_NAME.fullmatch(entry):
-                    raise ValueError(
-                        f"reward_service.allowed_targets: {entry!r} is neither a network like 10.0.0.0/8 nor a host name"
-                    ) from None
+                    raise ValueError(f"{key}: {entry!r} is neither a network like 10.0.0.0/8 nor a host name") from None
                 self._hosts.add(entry.rstrip(".").lower())
 
     def check_url(self, url: str) -> tuple[str, int]:
-        """Return host and port of a plain http(s) URL; raises EndpointRefused for any other, and for credentials in it."""
+        """Return host and port of a plain http(s) URL; raises TargetRefused for any other, and for credentials in it."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as err:
-            raise EndpointRefused(f"{url!a} is not a URL ({err})") from None
+            raise TargetRefused(f"{url!a} is not a URL ({err})") from None
         if parts.username is not None or parts.password is not None:
-            raise EndpointRefused("put no user name or password into an endpoint's URL: it is shown in listings")
+            raise TargetRefused("put no user name or password into an endpoint's URL: it is shown in listings")
         if parts.scheme not in {"http", "https"}:
-            raise EndpointRefused(f"{url!a}: only http:// and https:// endpoints are called")
+            raise TargetRefused(f"{url!a}: only http:// and https:// endpoints are called")
         if not parts.hostname or port == 0:
-            raise EndpointRefused(f"{url!a} has no host")
+            raise TargetRefused(f"{url!a} has no host")
         if not _URL.fullmatch(url) or not _is_host(parts.hostname):
-            raise EndpointRefused(
+            raise TargetRefused(
                 f"{url!a} is not a URL: its host must be a name or an address, all of it in ASCII without spaces or "
                 "backslashes (names of other scripts as xn--..., other characters as %XX)"
             )
         if parts.fragment:
-            raise EndpointRefused(f"{url!a}: a fragment (#...) is never sent to a server")
+            raise TargetRefused(f"{url!a}: a fragment (#...) is never sent to a server")
         return parts.hostname, port or (443 if parts.scheme == "https" else 80)
 
     def check_address(self, host: str, address: str, port: int) -> None:
-        """Raise EndpointRefused unless ``address``, which ``host`` resolved to, may be connected to at ``port``."""
+        """Raise TargetRefused unless ``address``, which ``host`` resolved to, may be connected to at ``port``."""
         ip = ipaddress.ip_address(address.partition("%")[0])
         ip = _unmapped(ip)
         for server in self._own:
             if server.is_at(ip, port) or (server.port == port and _same_host(server.host, host)):
-                raise EndpointRefused(
+                raise TargetRefused(
                     f"{host} port {port} is {server.name} of this run, which is never an endpoint; register another address"
                 )
         if any(ip.version == network.version and ip in network for network in _NEVER):
-            raise EndpointRefused(f"{host} is {ip}: link-local, metadata and multicast addresses are never called")
+            raise TargetRefused(f"{host} is {ip}: link-local, metadata and multicast addresses are never called")
         if host.rstrip(".").lower() in self._hosts:
             return
         if not any(ip.version == network.version and ip in network for network in self._networks):
-            raise EndpointRefused(
-                f"{host} is {ip}, which is in none of reward_service.allowed_targets; add its network or host name there"
-            )
+            raise TargetRefused(f"{host} is {ip}, which is in none of {self._key}; add its network or host name there")
 
 
 def _is_host(name: str) -> bool:
