@@ -9,6 +9,7 @@ A run file names an extension in one of four ways:
 | ``my_losses.py:tilted``     | the attribute ``tilted`` of a file, relative to the working directory              |
 | ``tilted``                  | an entry point of that name, in the group of its kind (such as ``penstock.losses``) |
 
+An attribute that is a class stands for an instance of it, made without arguments.
 What comes from outside Penstock carries a digest of its source, which a run records: replay reports when it changed.
 The working directory is searched for the module that was named, after everything that is installed, and for nothing else.
 """
@@ -111,6 +112,11 @@ class Registry(Generic[Kind]):
         value = getattr(module, attribute, None)
         if value is None:
             raise ConfigError(f"{self.kind} {name!r}: {module.__file__} has no attribute {attribute!r}")
+        if isinstance(value, type) and issubclass(value, self._expected):
+            try:
+                value = value()
+            except TypeError as err:
+                raise ConfigError(f"{self.kind} {name!r}: {value.__name__}() cannot be made: {err}") from None
         if not isinstance(value, self._expected):
             raise ConfigError(
                 f"{self.kind} {name!r}: expected an instance of {self._expected.__module__}.{self._expected.__name__}, "

@@ -314,6 +314,8 @@ def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, An
             node = table.model_fields[name].annotation
         elif table is not None:
             name, node = part, get_args(table)[1]
+        elif node is Any:  # options of an extension, which it checks itself
+            name = part
         else:
             raise _unknown(settings_class, path, depth)
         found = (*found, name)

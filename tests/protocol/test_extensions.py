@@ -112,3 +112,15 @@ def test_two_files_with_one_name_are_refused(registry: Registry[Shape], tmp_path
     (folder / "other.py").write_text("from tests.protocol.test_extensions import Shape\nother = Shape('square', 9)\n")
     with pytest.raises(TypeError, match="two shape extensions are named 'square'"):
         registry.find("square")
+
+
+def test_a_class_stands_for_an_instance_of_it(registry: Registry[Shape], tmp_path: Path) -> None:
+    """Made once, without arguments; one that needs some is refused."""
+    (tmp_path / "own.py").write_text(
+        "from tests.protocol.test_extensions import Shape\n\n\nclass Own(Shape):\n"
+        "    def __init__(self) -> None:\n        super().__init__('own', 5)\n"
+    )
+    assert registry.find("own.py:Own").value == registry.find("own.py:Own").value
+    assert registry.find("own.py:Own").value.sides == 5
+    with pytest.raises(ConfigError, match=r"Shape\(\) cannot be made: .*missing 2 required"):
+        registry.find("own.py:Shape")

@@ -343,3 +343,22 @@ def test_the_documented_environment_plays_as_documented(
     assert chat[0]["content"] == "Guess my number, from 1 to 20."
     assert chat[2]["content"] == "Write a number and nothing else."
     assert episode.reward == (episode.status == "done")
+
+
+def test_options_may_hold_tables(tmp_path: Path) -> None:
+    """Inline, in a section, and as an override; the environment checks them."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[environment.define.a]\ntype = "program"\noptions = { command = ["x"], variables = { A = "b" } }\n'
+        '[environment.define.b]\ntype = "program"\n[environment.define.b.options]\ncommand = ["x"]\n'
+        '[environment.define.b.options.variables]\nA = "b"\n'
+    )
+    overrides = ['environment.define.b.options.variables.C="d"']
+    defined = load(RolloutSettings, files=[file], overrides=overrides).settings.environment.define
+    assert defined["a"].options["variables"] == {"A": "b"}
+    assert defined["b"].options["variables"] == {"A": "b", "C": "d"}
+    file.write_text(
+        '[environment.define.a]\ntype = "program"\noptions = { command = ["x"], variables = { A = { B = 1 } } }\n'
+    )
+    with pytest.raises(ConfigError, match=r"options: variables\.A: Input should be a valid string"):
+        load(RolloutSettings, files=[file])
