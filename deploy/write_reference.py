@@ -34,6 +34,8 @@ from penstock.reward_service.hosting import serve, serve_grader, serve_judge
 from penstock.reward_service.registry.built_in import BUILT_INS
 from penstock.rollout_service.engines.engine_kind import ENGINES
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
+from penstock.rollout_service.hosting import list_environments, try_environment
+from penstock.rollout_service.hosting import serve as serve_environment
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
 from penstock.trainer.commands import data_check
@@ -52,6 +54,9 @@ _PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "config import": config_import.main,
     "plan": plan.main,
     "recipe": recipe.main,
+    "env serve": serve_environment.main,
+    "env test": try_environment.main,
+    "env list": list_environments.main,
     "reward serve": serve.main,
     "reward serve-judge": serve_judge.main,
     "reward serve-grader": serve_grader.main,

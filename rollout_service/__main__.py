@@ -15,6 +15,7 @@ import structlog
 from penstock.protocol import streams
 from penstock.protocol.activity import Activity
 from penstock.protocol.config import run_file
+from penstock.protocol.endpoints import own_servers
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Split, TaskIssued
 from penstock.protocol.logs import configure
@@ -149,9 +150,14 @@ async def _wire(
         traces=traces,
     )
     tasks = TaskSource(inboxes, engine, stop, period_s=lambda: heartbeat.period_s)
+    environments = load_environments(settings.worker.environments, settings.environment.define)
+    if settings.environment.define:
+        own = await own_servers.find(settings.nats, settings.s3)
+        for environment in environments.values():
+            environment.never_call(own)
     packs = PackGenerator(
         engine=engine,
-        environments=load_environments(settings.worker.environments, settings.environment.define),
+        environments=environments,
         weights=weights,
         servable=servable,
         gate=gate,

@@ -1,7 +1,7 @@
 """The `penstock` command and its top-level verbs.
 
 A verb that runs a service replaces this process by the service's (`console/launch.py`). Verbs with a
-subject are in its file (`reward_verbs`, `evaluation_verbs`, `model_verbs`, `run_verbs`, `setting_verbs`, `tracking_verbs`, `dead_letter_verbs`). Slow imports are inside
+subject are in its file (`reward_verbs`, `env_verbs`, `evaluation_verbs`, `model_verbs`, `run_verbs`, `setting_verbs`, `tracking_verbs`, `dead_letter_verbs`). Slow imports are inside
 the verbs, so that ``--help`` answers at once.
 """
 
@@ -19,6 +19,7 @@ from penstock.console import launch
 from penstock.console.cli import (
     console_verbs,
     dead_letter_verbs,
+    env_verbs,
     evaluation_verbs,
     model_verbs,
     reward_verbs,
@@ -50,6 +51,7 @@ for part in (
     data,
     model_verbs.app,
     reward_verbs.app,
+    env_verbs.app,
     run_verbs.runs,
     run_verbs.weights,
     dead_letter_verbs.app,

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
+from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
@@ -37,6 +38,9 @@ class Environment(ABC):
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:  # noqa: B027 - most need no tokenizer
         """Learn the model, before the first task: its folder, and its context; None: not limited."""
+
+    def never_call(self, servers: Sequence[OwnServer]) -> None:  # noqa: B027 - most call no server
+        """Learn the run's own servers, before the first task: an environment that calls servers calls none of these."""
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Environment:
         """Return this environment under another name, with its own options and limits; raises ConfigError."""

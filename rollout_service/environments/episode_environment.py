@@ -72,6 +72,7 @@ class Attempt:
     session: EpisodeSession
     made: TreeRows
     played: Played
+    version: str = ""  # of the rules, where the environment learns it with the episode
 
 
 class RowUnfit(Exception):
@@ -193,7 +194,7 @@ class EpisodeEnvironment(Environment):
             group_id=begun.task.group_id,
             index=index,
             environment=self.name,
-            environment_version=self.version,
+            environment_version=attempt.version or self.version,
             seed=begun.seed,
             status=played.status,
             rows=tuple(rows),

@@ -1,4 +1,4 @@
-"""The adapter of uvicorn: the proxy on a socket of the worker, in the worker's event loop."""
+"""The adapter of uvicorn: the proxy, or another app, on a socket of this process, in its event loop."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ async def serving(proxy: AgentProxy, host: str = "127.0.0.1", port: int = 0) -> 
 
     Raises ConfigError when the address cannot be had.
     """
-    listener = listening_socket.listen(host, port, key="the proxy's port", backlog=_BACKLOG)
+    async with serving_app(ProxyApp(proxy), host, port, key="the proxy's port") as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIterator[str]:
+    """Serve an ASGI app inside the block; yields its URL. Raises ConfigError, which names the setting ``key``."""
+    listener = listening_socket.listen(host, port, key=key, backlog=_BACKLOG)
     config = uvicorn.Config(
-        ProxyApp(proxy),  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
+        app,  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
         log_config=None,
         access_log=False,
         server_header=False,

@@ -96,7 +96,7 @@ def test_a_module_of_the_working_directory_is_found_when_it_is_named(registry: R
         ("no_such_module:x", "shape 'no_such_module:x': importing no_such_module failed: ModuleNotFoundError"),
         ("absent.py:x", "shape 'absent.py:x': no such file"),
         ("extra_shapes:nothing", "has no attribute 'nothing'"),
-        ("extra_shapes:Shape", "expected an instance of tests.protocol.test_extensions.Shape, got type"),
+        ("extra_shapes:__name__", "expected an instance of tests.protocol.test_extensions.Shape, got str"),
     ],
 )
 def test_what_cannot_be_used_is_refused(registry: Registry[Shape], name: str, expected: str) -> None:

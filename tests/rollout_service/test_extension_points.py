@@ -50,7 +50,7 @@ class Silent(Environment):
 
 SILENT = Silent()
 '''
-BUILT_IN = {"calculator", "frozen_lake", "guess_number", "lookup", "program", "single_turn", "sokoban"}
+BUILT_IN = {"calculator", "frozen_lake", "guess_number", "http", "lookup", "program", "single_turn", "sokoban"}
 ATTACHED = ("run.id=demo", "worker.engine_url=http://127.0.0.1:1")
 
 

@@ -1,0 +1,198 @@
+"""`http`: an environment of several turns that a server plays, in any language (docs/environments_over_http.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field, JsonValue, field_validator
+
+from penstock.protocol.endpoints import signature
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
+from penstock.protocol.errors import ConfigError, TargetRefused
+from penstock.rollout_service.environments.environment import Sampler
+from penstock.rollout_service.environments.episode_environment import (
+    Attempt,
+    Begun,
+    EpisodeEnvironment,
+    PlayOptions,
+    RowUnfit,
+    Site,
+)
+from penstock.rollout_service.environments.over_http.client import EnvironmentClient
+from penstock.rollout_service.environments.over_http.http_play import (
+    HttpPlay,
+    Limits,
+    NotStarted,
+    RowRefused,
+    Wanted,
+    start_episode,
+)
+from penstock.rollout_service.environments.over_http.servers import Servers
+from penstock.rollout_service.environments.play import Row
+from penstock.rollout_service.environments.play_episode import Played, play_episode
+from penstock.rollout_service.http_connections import HttpConnections
+from penstock.rollout_service.proxy.session import EpisodeSession
+
+_KEEP_S = 60.0  # an idle connection; a server that closes it earlier costs a repeated call, and no episode
+_MAX_URLS = 256
+
+
+class HttpOptions(PlayOptions):
+    """Where an environment is served, and how."""
+
+    url: str | list[str] = Field(
+        description="URL of its server, or a list of the URLs of servers that play the same environment."
+    )
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Options of the environment that is served."
+    )
+    version: str = Field("", max_length=100, description="Version of its rules that this run expects; empty: any.")
+    secret_file: Path | None = Field(
+        None, description="File with one or two signing keys `whsec_...`; with it every call is signed."
+    )
+    place_deadline_s: float = Field(
+        900.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that an episode waits for a server with a place, before its time begins.",
+    )
+    start_deadline_s: float = Field(
+        120.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that a server may take to start an episode, before its time begins.",
+    )
+    max_reply_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest answer of a server that is read."
+    )
+    allowed_targets: tuple[str, ...] = Field(
+        PRIVATE_TARGETS,
+        description="Networks (CIDR) and host names of servers that may be called; loopback and private ranges unless given. "
+        "Link-local and metadata addresses are always refused.",
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs, without a slash at the end."""
+        return tuple(one.rstrip("/") for one in ([self.url] if isinstance(self.url, str) else self.url))
+
+    @field_validator("allowed_targets")
+    @classmethod
+    def _are_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        TargetPolicy(value)
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _are_urls(cls, value: str | list[str]) -> str | list[str]:
+        urls = [value] if isinstance(value, str) else value
+        if not 1 <= len(urls) <= _MAX_URLS or len(set(urls)) != len(urls):
+            raise ValueError(f"expected 1 to {_MAX_URLS} different URLs, got {len(urls)}")
+        for url in urls:
+            try:
+                TargetPolicy(()).check_url(url)
+            except TargetRefused as err:
+                raise ValueError(str(err)) from None
+            if "?" in url:
+                raise ValueError(f"{url!a}: a server's URL has no ?query")
+        return value
+
+    def secrets(self) -> tuple[str, ...]:
+        """Return the signing keys; raises ConfigError for a file that holds none."""
+        return () if self.secret_file is None else read_secrets(self.secret_file, "options.secret_file")
+
+
+def read_secrets(file: Path, key: str) -> tuple[str, ...]:
+    """Return the signing keys of a file; raises ConfigError that names the setting ``key``, and never shows a key."""
+    try:
+        secrets = tuple(file.read_text(encoding="utf-8").split())
+        for secret in secrets:
+            signature.key_bytes(secret)
+    except OSError as err:
+        raise ConfigError(f"{key} {file}: not readable ({err.strerror})") from None
+    except ValueError as err:  # UnicodeDecodeError is one, and shows bytes
+        reason = "not UTF-8" if isinstance(err, UnicodeDecodeError) else err
+        raise ConfigError(f"{key} {file}: {reason}") from None
+    if not 1 <= len(secrets) <= 2:
+        raise ConfigError(f"{key} {file}: expected one or two keys, got {len(secrets)}")
+    return secrets
+
+
+class Http(EpisodeEnvironment):
+    """The environment ``http``."""
+
+    name = "http"
+    options = HttpOptions
+
+    def __init__(self) -> None:
+        """Start without servers."""
+        super().__init__()
+        self._own: tuple[OwnServer, ...] = ()
+        self._servers: Servers | None = None
+        self._client: EnvironmentClient | None = None
+
+    def never_call(self, servers: Sequence[OwnServer]) -> None:
+        """Note the run's own servers, which no URL of an environment may lead to."""
+        self._own = tuple(servers)
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is; raises ConfigError for a secret file that holds no key."""
+        super().use_model(folder, context_tokens)
+        if self.chosen is not None:
+            self.connect()
+
+    def connect(self) -> None:
+        """Prepare the client; nothing is sent before the first episode. Raises ConfigError."""
+        chosen: HttpOptions = self.chosen
+        connections = HttpConnections(
+            keep_s=_KEEP_S,
+            policy=TargetPolicy(chosen.allowed_targets, self._own, key="options.allowed_targets"),
+            max_answer_bytes=chosen.max_reply_bytes,
+        )
+        self._client, self._servers = EnvironmentClient(connections, chosen.secrets()), Servers(chosen.urls)
+
+    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
+        """Play one episode at a server; raises EngineError, or RowUnfit."""
+        try:
+            row = Row.of(begun.task)
+        except ValueError as err:
+            raise RowUnfit(str(err)) from None
+        session = EpisodeSession(begun.name, site.model, sampler, begun.task.sampling, self.limits())
+        version = ""
+        try:
+            play = await self.start(begun.name, begun.attempt, begun.seed, row)
+            version = play.version
+            played = await play_episode(session, play, self.settings, site.executor)
+        except RowRefused as err:
+            raise RowUnfit(str(err)) from None
+        except NotStarted as err:
+            played = Played("failed", problem=str(err))
+        finally:
+            made = session.end()
+        return Attempt(session, made, played, version)
+
+    async def start(self, episode: str, attempt: int, seed: int, row: Row) -> HttpPlay:
+        """Return an episode that a server has started; raises NotStarted, RowRefused, or RowUnfit without a server."""
+        if self._client is None or self._servers is None:
+            raise RowUnfit(
+                'http needs a server: write [environment.define.NAME] with type = "http" and options = { url = "http://..." }, '
+                "and name that"
+            )
+        chosen: HttpOptions = self.chosen
+        limits = Limits(
+            chosen.place_deadline_s,
+            chosen.start_deadline_s,
+            self.settings.reply_deadline_s,
+            self.settings.episode_deadline_s,
+        )
+        wanted = Wanted(episode, attempt, seed, row, chosen.options, chosen.version)
+        return await start_episode(self._client, self._servers, wanted, limits)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
+
+
+HTTP = Http()

@@ -1,0 +1,29 @@
+"""``python -m penstock.rollout_service.hosting serve|test|list``: what `penstock env` starts."""
+
+from __future__ import annotations
+
+import sys
+
+from penstock.protocol import internal_errors
+from penstock.protocol.errors import PenstockError
+from penstock.rollout_service.hosting import list_environments, serve, try_environment
+
+_COMMANDS = {"serve": serve.main, "test": try_environment.main, "list": list_environments.main}
+
+
+def main() -> int:
+    """Run one command; returns the exit status."""
+    internal_errors.install("environment")
+    command, *rest = sys.argv[1:] or [""]
+    if command not in _COMMANDS:
+        sys.stderr.write(f"expected one of {', '.join(_COMMANDS)}, got {command!r}\n")
+        return 2
+    try:
+        return _COMMANDS[command](rest)
+    except PenstockError as err:
+        sys.stderr.write(f"penstock: {err}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
