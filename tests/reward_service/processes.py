@@ -22,23 +22,33 @@ from tests.servers import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 
 
+_SERVICE = "penstock.reward_service"
+
+
+def _start(
+    command: Sequence[str], log: Path, environ: dict[str, str], cwd: Path
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    module, *arguments = command
+    if module == _SERVICE and cwd == ROOT and ForkedProcess.can_have(environ):
+        return ForkedProcess(f"{module}.__main__", f"{module}.service", arguments=arguments, log=log, environ=environ)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environ
+        )
+
+
 class Process:
-    """A child process whose output is written to a file that a failing test shows."""
+    """A child process whose output is written to a file that a failing test shows.
+
+    The reward service, and its commands that serve a file, are forked from a process that has imported them.
+    """
 
     def __init__(
         self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None, cwd: Path = ROOT
     ) -> None:
         """Start it."""
         self.log = log
-        self._popen = self._start(command, {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}, cwd)
-
-    def _start(
-        self, command: Sequence[str], environ: dict[str, str], cwd: Path
-    ) -> subprocess.Popen[bytes] | ForkedProcess:
-        with self.log.open("ab") as file:
-            return subprocess.Popen(
-                [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=environ
-            )
+        self._popen = _start(command, log, {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}, cwd)
 
     @property
     def pid(self) -> int:
@@ -70,7 +80,7 @@ class Process:
 
 
 class Service(Process):
-    """``python -m penstock.reward_service`` for one run, forked from a process that has imported it."""
+    """``python -m penstock.reward_service`` for one run."""
 
     def __init__(
         self,
@@ -98,23 +108,7 @@ class Service(Process):
             *overrides,
         ]
         secrets = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
-        super().__init__(
-            ["penstock.reward_service", *given], folder / "reward.log", environ={**secrets, **(environ or {})}, cwd=cwd
-        )
-
-    def _start(
-        self, command: Sequence[str], environ: dict[str, str], cwd: Path
-    ) -> subprocess.Popen[bytes] | ForkedProcess:
-        module = f"{command[0]}.__main__"
-        if cwd != ROOT or not ForkedProcess.can_have(environ):
-            return super()._start(command, environ, cwd)
-        return ForkedProcess(
-            module,
-            "penstock.reward_service.service",
-            arguments=command[1:],
-            log=self.log,
-            environ=environ,
-        )
+        super().__init__([_SERVICE, *given], folder / "reward.log", environ={**secrets, **(environ or {})}, cwd=cwd)
 
     def ready(self) -> Service:
         """Wait until its API listens."""

@@ -87,7 +87,7 @@ async def test_who_is_waited_for_is_said_at_once(
     replicas: tuple[Replica, Replica], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what to start; after the deadline the error names the last problem."""
-    monkeypatch.setattr(registration, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(registration, "_DEADLINE_S", 2.0)
     for one in replicas:
         await asyncio.to_thread(one.kill)
     with pytest.raises(NotRegistered, match=r"could not be registered at .* no answer .*is the reward service running"):
