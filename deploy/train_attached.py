@@ -92,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if trainer.is_logged:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
                 code, summary = _watch(trainer, trackers, settings, steps, quiet=options.json)
-            if code == 0 and summary is not None and not trainer.stop_requested:
+            # a signal that came after the last step stopped nothing
+            is_done = code == 0 or (trainer.stop_requested and finished_run.notice(settings) is not None)
+            if is_done and summary is not None:
                 write_report(settings.run.folder.absolute(), summary, as_json=options.json)
                 for line in trackers.finish():
                     print(f"penstock train: {line}", file=sys.stderr)
@@ -100,14 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"penstock train: {err}", file=sys.stderr)
         return _ERROR
     again = sys.argv[1:] if arguments is None else arguments
-    if ending := _ending(trainer, code, settings, again):
+    if ending := _ending(trainer, code, settings, again, is_done=is_done):
         print(f"penstock train: {ending}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
-def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Sequence[str]) -> str:
+def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Sequence[str], *, is_done: bool) -> str:
     """Return the last line of a session that did not end its run: how to resume it, or why it failed."""
-    if trainer.stop_requested:
+    if trainer.stop_requested and not is_done:
         return resumption.stopped("train", again)
     if code == 0 and pause_request.is_requested(settings.run.folder):
         return resumption.paused("train", again)

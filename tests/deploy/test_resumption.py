@@ -10,10 +10,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from penstock.console.live.run_view import RunView
+from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import quickstart, resumption, train_attached, train_local
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import config_document, load
 from penstock.trainer import __main__ as trainer
+from penstock.trainer.recovery import finished_run
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -83,6 +86,34 @@ def test_a_stopped_run_says_how_to_resume_it(
     monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
     assert command.main(given) == 130
     assert f"resume it with: penstock train {' '.join(given)}{last}\n" in capfd.readouterr().err
+
+
+def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Ctrl-C while the report is written, or while the trainer exits: the report is written, and no command resumes the run."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    given = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]
+    reports: list[object] = []
+    endings = iter([0, 143])
+
+    def watched(*_: object, **__: object) -> tuple[int, RunSummary]:
+        code = next(endings)
+        if code:  # its summary is the last that a trainer writes
+            (tmp_path / "run").mkdir(exist_ok=True)
+            summary = {"run_id": "run", "steps": 100, "complete": True}
+            (tmp_path / "run" / finished_run.SUMMARY_FILE).write_text(json.dumps(summary))
+        return code, RunView("run").summary()
+
+    monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)
+    monkeypatch.setattr(train_attached, "Trainer", StoppedTrainer)
+    monkeypatch.setattr(train_attached, "_watch", watched)
+    monkeypatch.setattr(train_attached, "write_report", lambda *given, **_: reports.append(given))
+    monkeypatch.setattr(logs, "configure", lambda *_, **__: None)
+    assert [train_attached.main(given), train_attached.main(given)] == [0, 143]
+    assert len(reports) == 2
+    assert "resume it with" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", [train_local, train_attached], ids=["--local", "attached"])
