@@ -17,6 +17,7 @@ import penstock
 from penstock.client.events import Event
 from penstock.client.loop_thread import LoopThread
 from penstock.client.remote.remote_backend import RemoteBackend
+from penstock.client.remote.remote_events import RemoteEvents
 from penstock.client.remote.remote_training import RemoteTraining
 from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.console.web.access import Access, Role
@@ -206,9 +207,37 @@ def test_what_the_api_refuses_is_said_with_its_fix(console: Console, model: Path
     assert not (console.runs / "sft").exists()
     with pytest.raises(ApiRefused, match="no console answers at"):
         RunsApi("http://127.0.0.1:9", None).call("GET", "/v1/runs")
+    with (
+        pytest.raises(ApiRefused, match="unknown, revoked or expired token"),
+        RunsApi(console.url, "wrong").stream("/v1/runs/x/events"),
+    ):
+        pass
+    with RemoteEvents(RunsApi(console.url, "wrong"), "x") as events, pytest.raises(ApiRefused, match="expired token"):
+        events.next(20.0)
     for url in ("remote", "ftp://host", "http://"):
         with pytest.raises(ConfigError, match="expected 'local' or the URL of a console"):
             penstock.Client(url)
+
+
+class OtherServer(JsonServer):
+    """Something else that listens where a console was."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        super().__init__()
+
+    def answer(self, method: str, path: str, body: Any, headers: Any) -> tuple[int, Any]:
+        return 200, self.body
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[" * 100_000])
+def test_what_answers_without_json_is_no_console(body: bytes) -> None:
+    """A page of another program, or one that would end this one's parser."""
+    with (
+        OtherServer(body) as server,
+        pytest.raises(ApiRefused, match="is no console: its answer to /v1/runs is not JSON"),
+    ):
+        RunsApi(server.url, None).call("GET", "/v1/runs")
 
 
 def test_a_console_elsewhere_gets_neither_rows_nor_functions(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

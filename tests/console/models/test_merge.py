@@ -165,3 +165,38 @@ def test_a_weight_for_each_model() -> None:
     for wrong in ("0.3", "a,b", "1,nan"):
         with pytest.raises(ConfigError, match="--weights"):
             parse_weights(wrong, 2)
+
+
+def _header(entries: object) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"model.safetensors": (2**40).to_bytes(8, "little") + bytes(8)}, "a header of"),
+        ({"model.safetensors": _header({"a": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}})}, "dtype F8"),
+        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}})}, "other offsets"),
+        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}})}, "other offsets"),
+        ({"model.safetensors": _header({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}})}, "other offsets"),
+        ({"model.safetensors": _header([1])}, "no whole safetensors file"),
+        ({INDEX: b"[]"}, "index.json is not readable"),
+        ({}, "model.safetensors is missing"),
+    ],
+)  # fmt: skip
+def test_a_hostile_file_of_tensors_is_refused(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    """By its header: nothing is read at an offset that the file does not have."""
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        open_model(tmp_path)
+
+
+def test_a_tensor_that_two_files_have_is_refused(tmp_path: Path) -> None:
+    """Which one counts would depend on their names."""
+    folder = _folder(tmp_path / "twice", _tensors(1))
+    first, second = sorted(folder.glob("*.safetensors"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ConfigError, match=r"tensor a\.weight is in model-00001.* and in model-00002"):
+        open_model(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +119,21 @@ def test_a_hub_that_cannot_be_reached_is_an_error_with_the_reason(monkeypatch: p
         hub.HubFailed, match=r"owner/model was not pushed: .*check the network, the proxy and HF_ENDPOINT"
     ):
         hub.push(model, "owner/model", private=True, revision=None, card="# card")
+
+
+def test_a_repository_that_is_no_model_is_not_taken_for_one(fake: FakeHub, tmp_path: Path) -> None:
+    """Its files are left under another name."""
+    fake.branches["main"] = {"rows.jsonl": b"{}"}
+    with pytest.raises(hub.HubFailed, match=r"is not a model: it has no config\.json"):
+        hub.pull(REPO, tmp_path / "copy", revision=None)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_the_library_is_named_where_it_is_not_installed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the extra that installs it."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[hub\]'"):
+        hub.push(model, REPO, private=True, revision=None, card=None)
 
 
 def test_only_a_model_folder_is_pushed(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from penstock.console.evaluation import stored_results
 from penstock.console.evaluation.estimates import Estimate
 from penstock.console.evaluation.results import DataFile, EvaluationResult, SourceResult
 from penstock.console.registry import card, scores, tags
-from penstock.console.registry.averaging import newest
+from penstock.console.registry.averaging import average_last, newest
+from penstock.console.registry.exchange import push_model
 from penstock.console.registry.scores import Score
 from penstock.console.registry.tags import Tag
-from penstock.console.registry.versions import Registry
+from penstock.console.registry.versions import Registry, set_tag
 from penstock.console.tools.kept_reasons import NOT_KEPT
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, PenstockError
 
 
 def row(version: int, *, best: int | None = None, head: bool = False) -> dict[str, Any]:
@@ -198,7 +199,53 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
     assert f"| evaluation | math.jsonl | `{'a' * 64}` |" in text
 
 
-def test_a_card_needs_the_folder_of_a_run(tmp_path: Path) -> None:
+def test_no_folder_is_overwritten_by_an_average(tmp_path: Path) -> None:
+    """Before the run is looked for."""
+    with pytest.raises(ConfigError, match="exists; name another folder"):
+        average_last("r", 2, tmp_path, [], {})
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("other", "no run other"),
+        ("other@3", "no run other"),
+        ("r@9", "run r has no version 9"),
+        ("r", "run r has no final model yet"),
+    ],
+)
+def test_a_model_that_is_not_there_is_not_pushed(
+    target: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run, its versions and its final model are looked for before the hub is asked."""
+    home = tmp_path / "r"
+    home.mkdir()
+    (home / "config.json").write_text('{"settings": {}}')
+    known = Registry("r", home, [row(3)], {}, {})
+    monkeypatch.setattr(Registry, "read", classmethod(lambda *_: known))
+    with pytest.raises(PenstockError, match=message):
+        push_model(target, "o/m", [f"run.dir={tmp_path}"], {}, private=True, revision=None)
+
+
+def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was kept under a tag stays the tag's."""
+    tags.put(tmp_path, "kept", Tag(version=3))
+    (tmp_path / tags.MODELS / "kept").mkdir(parents=True)
+    known = Registry("r", tmp_path, [row(3), row(4)], {}, tags.read(tmp_path))
+    monkeypatch.setattr(Registry, "read", classmethod(lambda *_: known))
+    with pytest.raises(ConfigError, match="has no version 5 in the object store"):
+        set_tag("r", "5", "new", [], {})
+    with pytest.raises(ConfigError, match="holds version 3; remove it before the tag is moved"):
+        set_tag("r", "4", "kept", [], {}, move=True)
+    assert tags.read(tmp_path) == {"kept": Tag(version=3)}
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"origins": {}}', '{"settings": []}'])
+def test_a_card_needs_the_folder_of_a_run(text: str | None, tmp_path: Path) -> None:
     """A folder without settings is refused."""
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="has no settings of a run"):
         card.write(tmp_path, None, "", {})

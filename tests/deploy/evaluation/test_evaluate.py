@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -18,9 +21,12 @@ from penstock.console.registry.tags import Tag
 from penstock.deploy import quickstart_task
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.evaluate import correctness
-from penstock.deploy.evaluation.prepare import alone, connection_arguments, without_servers
+from penstock.deploy.evaluation.prepare import _sampling, alone, connection_arguments, prepare, without_servers
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -89,6 +95,60 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
     assert (kept.run, kept.version, kept.folder) == ("one", 7, home / tags.MODELS / "kept")
     with pytest.raises(ConfigError, match="no run two"):
         target.find("two", runs, {})
+
+
+def _options(**given: object) -> argparse.Namespace:
+    """The options of the verb, for a folder that is not there."""
+    known = {"answer": None, "samples": 1, "num_prompts": None, "target": "nowhere", "reward": None, "serve": []}
+    return argparse.Namespace(**{**known, "data": [Path("gone.jsonl")], "temperature": None, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"samples": 0}, "-k 0: expected 1 sample"),
+        ({"num_prompts": 0}, "--num-prompts 0: expected 1 or more"),
+        ({"data": [Path("gone.jsonl")]}, r"--data: there is no file .*gone\.jsonl"),
+    ],
+)
+def test_options_that_evaluate_nothing_are_refused(given: dict[str, object], message: str, tmp_path: Path) -> None:
+    """Before a process starts; what was written for it is removed again."""
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    options = _options(target=str(tmp_path / "model"), **given)
+    with contextlib.ExitStack() as cleaned, pytest.raises(ConfigError, match=message):
+        prepare(options, [f"run.dir={tmp_path / 'runs'}"], cleaned)
+    assert not list(tmp_path.glob("runs/*/*/*"))
+
+
+@pytest.mark.parametrize(("temperature", "samples"), [(0.0, 2), (-1.0, 1), (101.0, 2), (math.nan, 1)])
+def test_a_temperature_that_samples_nothing_new_is_refused(temperature: float, samples: int, tmp_path: Path) -> None:
+    """Greedy samples are all the same; a temperature below 0, above 100 or not a number has no meaning."""
+    quickstart_task.write_model(tmp_path, seed=0)
+    overrides = ["data.train=t.jsonl", f"model.path={tmp_path}"]
+    trainer = load(TrainerSettings, overrides=overrides).settings
+    with pytest.raises(ConfigError, match="--temperature"):
+        _sampling(_options(temperature=temperature, samples=samples), trainer, ChatTokenizer.read(tmp_path))
+
+
+def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stored versions are listed; what the other command says is said again."""
+    home = tmp_path / "one"
+    home.mkdir()
+    (home / "config.json").write_text("[]")
+    runs = [f"run.dir={tmp_path}"]
+    rows = [{"version": 3, "head": True, "state_root": "a", "kept": {"best": None}}]
+    monkeypatch.setattr(target.launch, "module", lambda *_: [sys.executable, "-c", f"print({json.dumps(rows)!r})"])
+    found = target.find("one@head", runs, {})
+    assert found.version == 3
+    with pytest.raises(ConfigError, match=r"config\.json: its settings cannot be read"):
+        target.recorded_settings(found, with_reward=True)
+    with pytest.raises(ConfigError, match="run one has no version 4; stored: 3"):
+        target.find("one@4", runs, {})
+    monkeypatch.setattr(target.launch, "module", lambda *_: [sys.executable, "-c", "exit('penstock: no NATS')"])
+    with pytest.raises(ConfigError, match=r"^no NATS$"):
+        target.find("one@head", runs, {})
 
 
 def test_other_weights_are_another_evaluation(tmp_path: Path) -> None:

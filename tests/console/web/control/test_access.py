@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
+from starlette.requests import Request
 from starlette.routing import Route
 from tests.console.web.control.api import BASE, Api
 
-from penstock.console.web.access import Access, Role
+from penstock.console.web.access import MAX_TOKENS, Access, Role
 from penstock.console.web.context import require
 from penstock.console.web.gate import MAX_BODY_BYTES, MAX_HEAD_BYTES, MAX_QUERY_BYTES
+from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
 
 PUBLIC = {("GET", "/healthz"), ("GET", "/"), ("POST", "/login"), ("POST", "/logout")}
@@ -83,6 +85,21 @@ def test_a_token_name_is_given_once(tmp_path: Path):
         access.add("me", Role.ADMIN)
     with pytest.raises(ConfigError, match="expected 1 to 64"):
         access.add("a b", Role.READ)
+
+
+def test_a_file_holds_a_bounded_number_of_tokens(tmp_path: Path):
+    """Each request is compared with all of them; a link that is used makes one too."""
+    access = Access(tmp_path / "tokens")
+    access.file.write_text("".join(f"t{number} read sha256:{number:064x}\n" for number in range(MAX_TOKENS)))
+    with pytest.raises(ConfigError, match=f"{MAX_TOKENS} tokens, the limit is {MAX_TOKENS}; revoke some"):
+        access.add("me", Role.READ)
+
+
+def test_a_token_file_that_cannot_be_written_is_named(tmp_path: Path):
+    """With the flag that names another."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/tokens cannot be written .*set --tokens to another file"):
+        Access(tmp_path / "file" / "tokens")
 
 
 def test_a_token_file_that_disappears_leaves_no_token_valid(tmp_path: Path):
@@ -246,6 +263,31 @@ def test_an_attack_is_refused(attacked: tuple[Api, dict[str, str]], attack: str)
     assert "x-content-type-options" in answer.headers
     assert answer.headers["x-frame-options"] == "DENY"
     assert (api.folder / "linked").resolve().is_dir()
+
+
+@pytest.mark.parametrize("name", ["host", "authorization", "origin", "content-length"])
+def test_a_header_that_decides_is_sent_once(api: Api, name: str):
+    """Else a proxy and this server may read different ones."""
+    given = {"host": "127.0.0.1", "authorization": f"Bearer {api.tokens[Role.ADMIN]}", "content-length": "0"}
+    headers = [*given.items(), (name, given.get(name, BASE)), *([(name, BASE)] if name == "origin" else [])]
+    answer = api.client(None).get("/v1/runs", headers=headers)
+    assert (answer.status_code, answer.json()["detail"]) == (400, f"the header {name} is there twice")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"token=" + b"a" * 5000, 413), (b"token=\xff", 400), (b"&".join([b"a=1"] * 11), 400)]
+)
+def test_a_login_form_is_small_and_plain(api: Api, body: bytes, status: int):
+    """It is read before anybody has shown a token."""
+    answer = api.client(None, origin=BASE).post("/login", content=body)
+    assert (answer.status_code, "set-cookie" in answer.headers) == (status, False)
+
+
+async def test_a_route_with_a_role_is_refused_on_a_public_path():
+    """If one is ever added there."""
+    with pytest.raises(Problem) as refused:
+        await require(Role.READ)(Request({"type": "http"}), None)
+    assert refused.value.status == 401
 
 
 def test_the_page_s_own_requests_pass(api: Api):

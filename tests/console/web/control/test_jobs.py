@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 from tests.console.web.control.api import Api, FakeLauncher, settings
 
 from penstock.console.web.access import Role
-from penstock.console.web.jobs import actions, job_file, queue
+from penstock.console.web.jobs import actions, check_settings, job_file, queue
 from penstock.console.web.jobs.job_file import Job, Launch
 from penstock.console.web.jobs.job_state import decide
 from penstock.console.web.launchers.launcher import Found
+from penstock.console.web.problems import Problem
 from penstock.protocol.record import pause_request, run_lock
 
 
@@ -311,6 +313,50 @@ def test_a_run_of_another_command_is_not_controlled(api: Api, verb: str):
     (api.folder / "a").mkdir()
     (api.folder / "a" / "metrics.jsonl").touch()
     assert post(api, "a", verb, 409)["detail"] == "run a was not created by this API"
+
+
+def test_the_folder_of_runs_has_a_bounded_number_of_entries(
+    api: Api, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+):
+    """Each list of runs reads all of them."""
+    create(api, "a")
+    monkeypatch.setattr(actions, "_MAX_RUNS", 1)
+    answer = api.client().post("/v1/runs", json={"run": "b", "settings": settings()})
+    assert (answer.status_code, answer.json()["fix"]) == (429, "remove runs that ended")
+    assert not (api.folder / "b").exists()
+
+
+def test_a_run_without_settings_says_so(api: Api):
+    """Its folder has files of other commands only."""
+    (api.folder / "a").mkdir()
+    answer = api.client().get("/v1/runs/a/config")
+    assert (answer.status_code, answer.json()["detail"]) == (404, "run a has no stored settings")
+
+
+def test_a_lock_that_another_request_holds_or_that_is_gone_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No request waits without end, and none makes a folder anew that was removed meanwhile."""
+    monkeypatch.setattr(job_file, "_LOCK_S", 0.05)
+    with (
+        job_file.locked(tmp_path / "lock", "run a"),
+        pytest.raises(Problem, match="another request changes run a"),
+        job_file.locked(tmp_path / "lock", "run a"),
+    ):
+        pass
+    with pytest.raises(Problem, match="run a was removed meanwhile"), job_file.locked(tmp_path / "a" / "lock", "run a"):
+        pass
+    assert not (tmp_path / "a").exists()
+
+
+def test_checks_of_settings_are_few_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each is a process: one more than allowed is refused, and one that takes too long is ended."""
+    monkeypatch.setattr(check_settings, "_CHECK_S", 0.02)
+    with pytest.raises(Problem, match="were not checked within"):
+        check_settings.check([], {}, tmp_path, tmp_path, command="train")
+    monkeypatch.setattr(check_settings, "_at_a_time", threading.BoundedSemaphore(1))
+    with check_settings._at_a_time, pytest.raises(Problem, match="many requests check settings now"):
+        check_settings.check([], {}, tmp_path, tmp_path, command="train")
 
 
 def test_wrong_states_are_refused_with_what_to_do(api: Api, launcher: FakeLauncher):
