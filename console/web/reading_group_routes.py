@@ -74,10 +74,14 @@ def trajectories(reading: Reading, query: Wanted) -> dict[str, Any]:
 def group(
     reading: Reading, group_id: GroupId, chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None
 ) -> dict[str, Any]:
-    """Return one group with its trajectories: texts, rewards and parts, turns of an episode."""
-    with _scanning(), reading.groups() as found:
-        entry = found.find(group_id, chapter=chapter)
-        return group_document(entry, *found.group(entry))
+    """Return one group with its trajectories: texts, rewards and parts, ratios, turns of an episode."""
+    with _scanning():
+        storing = reading.storing()
+        with reading.groups() as found:
+            entry = found.find(group_id, chapter=chapter)
+            stored, problem = found.group(entry)
+            current = None if stored is None else found.current(entry, stored, storing)
+        return group_document(entry, stored, current, problem)
 
 
 @router.get("/runs/{run}/tokens")
@@ -90,15 +94,21 @@ def tokens(
     count: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 1024,
     chapter: Annotated[int | None, Query(ge=1, le=10**9)] = None,
 ) -> dict[str, Any]:
-    """Return the tokens of one row: behaviour log-probabilities, loss mask, the version that sampled each."""
+    """Return the tokens of one row: log-probabilities of sampler and trainer, their ratio, loss mask, the version that sampled each.
+
+    ``current_logprobs`` are those of the policy in training before it learned from the token, ``ratios`` are exp(current -
+    behaviour), ``outcomes`` say whether the loss clipped or rejected the token; where they are missing ``current_problem`` says why.
+    """
     with _scanning():
+        storing = reading.storing()
         with reading.groups() as found:
             entry = found.find(group_id, chapter=chapter)
             stored, problem = found.group(entry)
-        if stored is None:
-            raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
+            if stored is None:
+                raise QueryRefused(f"the tokens of group {group_id} cannot be shown: {problem}")
+            current = found.current(entry, stored, storing)
         texts = token_texts.reader(reading.folder, reading.known_config())
-        return token_document(stored, trajectory, row, first, count, texts)
+        return token_document(stored, current, trajectory, row, first, count, texts)
 
 
 @router.get("/runs/{run}/lineage")

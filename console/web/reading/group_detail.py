@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.console.report.measures import mean
+from penstock.console.web.reading.logprob_reasons import NOT_THIS_ONE
 from penstock.console.web.reading.recorded_groups import Entry, QueryRefused, group_row
 
 if TYPE_CHECKING:  # the console starts without numpy
+    from penstock.console.web.reading.current_logprobs import Current
     from penstock.protocol.trajectory import Group, Trajectory
 
 MAX_TEXT = 20_000  # characters of one text
@@ -21,10 +23,10 @@ _MAX_MESSAGES_CHARS = 200_000
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
 
-def group_document(entry: Entry, group: Group | None, problem: str = "") -> dict[str, Any]:
+def group_document(entry: Entry, group: Group | None, current: Current | None, problem: str = "") -> dict[str, Any]:
     """Return a group with its trajectories; without its pack only what the record says, and the problem."""
     document = group_row(entry) | {"problem": problem, "trajectories": []}
-    if group is None:
+    if group is None or current is None:
         return document
     rows_of = group.rows_of
     shown = rows_of[:MAX_TRAJECTORIES]
@@ -36,7 +38,11 @@ def group_document(entry: Entry, group: Group | None, problem: str = "") -> dict
         "ground_truth": (group.reward.ground_truth or "")[:MAX_TEXT],
         "reward_name": group.reward.name,
         "environment": group.episodes[0].environment if group.episodes else "",
-        "trajectories": [_trajectory(index, entry, group, rows) for index, rows in enumerate(shown)],
+        "current_problem": current.problem,
+        "trajectories": [
+            _trajectory(index, entry, group, rows) | {"ratio": current.summary(group, rows)}
+            for index, rows in enumerate(shown)
+        ],
     }
 
 
@@ -94,7 +100,13 @@ def _messages(text: str) -> list[dict[str, str]]:
 
 
 def token_document(
-    group: Group, trajectory: int, row: int, first: int, count: int, texts: TokenTexts | None = None
+    group: Group,
+    current: Current,
+    trajectory: int,
+    row: int,
+    first: int,
+    count: int,
+    texts: TokenTexts | None = None,
 ) -> dict[str, Any]:
     """Return a part of the tokens of one row, as columns. Raises QueryRefused for what the group does not have."""
     rows_of = group.rows_of
@@ -109,6 +121,7 @@ def token_document(
     end = min(len(found.token_ids), first + min(count, MAX_TOKENS))
     part = slice(min(first, end), end)
     ids = found.token_ids[part].tolist()
+    trained = current.columns(group, rows[row])
     return {
         "group_id": group.group_id,
         "trajectory": trajectory,
@@ -119,6 +132,8 @@ def token_document(
         "texts": texts(ids) if texts is not None else None,
         "logprobs": [round(value, 5) for value in found.behaviour_logprobs[part].tolist()],
         "loss_mask": found.loss_mask[part].tolist(),
+        **{name: trained[name][part] if trained else None for name in ("current_logprobs", "ratios", "outcomes")},
+        "current_problem": "" if trained else current.problem or NOT_THIS_ONE,
         "versions": _versions(found)[part],
         "turns": [list(turn[:3]) for turn in group.turns[rows[row]]][:MAX_MESSAGES],
     }

@@ -38,6 +38,7 @@ class Entry:
     pack: BlobRef | None = None
     reason: str = ""  # why it was dropped
     step: int | None = None
+    epoch: int | None = None  # of the trainer session that made the step
     trained_version: int | None = None
     made_version: int | None = None
     use: int = 1
@@ -105,7 +106,7 @@ def entries(chapter: LineageChapter, *, is_last: bool = False) -> Iterator[Entry
             yield Entry(
                 group_id=group.group_id, status="trained", chapter=chapter.number, split=group.scored.generated.split,
                 num_tokens=group.num_tokens, pack=step.packs[group.pack] if group.pack < len(step.packs) else None,
-                step=step.step, trained_version=step.trained_version, made_version=step.made_version, use=group.use,
+                step=step.step, epoch=step.epoch, trained_version=step.trained_version, made_version=step.made_version, use=group.use,
                 scored=group.scored,
             )  # fmt: skip
     packs = chapter.closed_packs

@@ -16,6 +16,7 @@ from penstock.console.live.watcher import Watcher
 from penstock.console.report import fine_tuned
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
+from penstock.console.web.reading.logprob_reasons import Storing
 from penstock.console.web.reading.page_view import PageView
 from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.protocol import streams
@@ -167,6 +168,12 @@ class RunReading:
             except PenstockError:
                 self._config = (time.monotonic(), {})
         return self._config[1]
+
+    def storing(self) -> Storing:
+        """Return how the run stores its log-probabilities, as far as its settings and events say."""
+        with self._lock:
+            num_lost = self._view.series.latest("logprobs_lost")
+        return Storing.of(self.known_config(), num_lost)
 
     def groups(self) -> _Locked:
         """Return the run's groups, to be used in a ``with`` by one request at a time. Raises PenstockError."""

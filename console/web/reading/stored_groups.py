@@ -10,6 +10,8 @@ from typing import Any
 
 from penstock.console.record.ancestry import version_lineage
 from penstock.console.web.reading.chapter_reader import ChapterReader, ReadBudget
+from penstock.console.web.reading.current_logprobs import Current
+from penstock.console.web.reading.logprob_reasons import Storing
 from penstock.console.web.reading.recorded_groups import (
     Entry,
     GroupFilter,
@@ -19,6 +21,7 @@ from penstock.console.web.reading.recorded_groups import (
     parse_cursor,
     trajectory_rows,
 )
+from penstock.console.web.reading.stored_logprobs import StoredLogprobs
 from penstock.protocol.errors import BlobError, PackError
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import group_pack
@@ -47,6 +50,7 @@ class StoredGroups:
         self._pointer = pointer
         self._chapters = ChapterReader(run_id, blobs.get)
         self._packs: OrderedDict[str, bytes] = OrderedDict()
+        self._logprobs = StoredLogprobs(run_id, blobs)
 
     def page(self, wanted: GroupFilter, *, cursor: str, limit: int, texts: bool) -> dict[str, Any]:
         """Return the next groups, or trajectories, that a filter accepts, the newest first.
@@ -104,6 +108,10 @@ class StoredGroups:
         except (BlobError, PackError, QueryRefused) as err:
             return None, str(err)
         return (found[0], "") if found else (None, f"its pack {entry.pack.key} does not hold it")
+
+    def current(self, entry: Entry, group: Group, storing: Storing) -> Current:
+        """Return the trainer's log-probabilities of a group, or why there are none."""
+        return self._logprobs.of_group(entry, group, storing)
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:
         """Return the rewards and parts of the newest trained trajectories by name, and from how many steps they are."""

@@ -49,7 +49,9 @@ def shown(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest
             run.write(STEPS)
             (folder / run_id).mkdir()
             lr = 1e-5 if run.hostile else 2e-5
-            (folder / run_id / "config.json").write_text(json.dumps({"settings": {"trainer": {"lr": lr, "steps": 9}}}))
+            (folder / run_id / "config.json").write_text(
+                json.dumps({"settings": {"trainer": {"lr": lr, "steps": 9, "store_logprobs": "all"}}})
+            )
             runs.append(run)
         recorded.write_metrics(folder / "only-files")
         with served(folder, environ_of(nats_server.settings, s3_server.settings)) as console:

@@ -50,6 +50,10 @@ def main() -> None:
                 for name, (address, view) in PICTURES.items():
                     window.go(address, view)
                     window.page.wait_for_timeout(400)
+                    if view == "group":
+                        window.page.select_option("[aria-label='Colour by']", "ratio")
+                        window.page.locator(".tokens span").last.click()
+                        window.page.locator("section[aria-label=Tokens]").scroll_into_view_if_needed()
                     window.page.screenshot(path=FOLDER / f"{name}.png")
                 window.page.emulate_media(color_scheme="dark")
                 window.page.set_viewport_size({"width": 390, "height": 700})

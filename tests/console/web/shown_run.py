@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -22,6 +23,8 @@ from penstock.console.web.context import WebContext
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import BlobRef, DeadLetter, Fact, GroupGenerated, ScoredGroup, encode, encode_unbounded
+from penstock.protocol.packs import step_logprobs
+from penstock.protocol.packs.step_logprobs import CLIPPED, KeptGroup, LogprobsHeader, StepLogprobs
 from penstock.protocol.record.lineage import (
     AccountState,
     CheckpointCommitted,
@@ -40,6 +43,7 @@ from penstock.protocol.versions import PolicyVersion
 STEPS_A_CHAPTER = 10
 GROUPS_A_STEP = 3
 GROUP_SIZE = 4
+WITHOUT_LOGPROBS = 2  # the step of which no log-probabilities are stored
 EPISODES, DROPPED, EVALUATED, WAITING = "e9.p0.a0", "e9.p1.a0", "eval.v0.p0", "e9.p2.a0"
 
 # Texts that would run a script, or mislead a reader, if any of them were taken as anything but text.
@@ -138,7 +142,11 @@ class ShownRun:
         """The event of one step."""
         at = recorded.START + number / 2
         if self.hostile:
-            more |= {"reward_parts": {HOSTILE[0]: 0.5, HOSTILE[1]: 0.25}, "scored_by": {HOSTILE[2]: 3}}
+            more |= {
+                "logprobs_lost": 3,
+                "reward_parts": {HOSTILE[0]: 0.5, HOSTILE[1]: 0.25},
+                "scored_by": {HOSTILE[2]: 3},
+            }
         fields = {
             "entropy": 0.5 / (1 + number / 50),
             "truncated_share": 0.3,
@@ -226,6 +234,8 @@ class ShownRun:
             episodes = [forked(0, group_id=EPISODES, messages=json.dumps(message)), one_turn(1, group_id=EPISODES)]
             groups.append(group_of(*episodes))
         pack = self._pack(f"step{step}", groups)
+        if step != WITHOUT_LOGPROBS:
+            store_logprobs(self.blobs, self.run_id, step, groups, pack)
         return RecordedStep(
             epoch=1, step=step, trained_version=step - 1, made_version=step, weights_digest="0" * 64, packs=(pack,),
             groups=tuple(RecordedGroup(prompt=step, pack=0, scored=self._scored(group, i)) for i, group in enumerate(groups)),
@@ -268,6 +278,30 @@ class ShownRun:
     def _pack(self, name: str, groups: list[Group]) -> BlobRef:
         key = blob_keys.group_pack(self.run_id, PolicyVersion(0), name, "a1")
         return self.blobs.put(key, pack_bytes(groups))
+
+
+def made_logprobs(run_id: str, step: int, groups: list[Group], pack: BlobRef) -> StepLogprobs:
+    """Log-probabilities of a trainer that has moved from the sampler, by other amounts in each row; every third token is clipped."""
+    rows, logprobs, outcomes = [], [], []
+    for number, group in enumerate(groups):
+        for row, one in enumerate(group.trajectories):
+            sampled = one.behaviour_logprobs[one.loss_mask]
+            rows.append((number, row, len(sampled)))
+            logprobs.append(np.minimum(sampled + 0.4 * np.sin(np.arange(len(sampled)) + step + row), 0.0))
+            outcomes.append(np.where(np.arange(len(sampled)) % 3 == 2, CLIPPED, 0))
+    header = LogprobsHeader(
+        run_id=run_id, step=step, trained_version=step - 1, made_version=step,
+        groups=tuple(KeptGroup(group_id=one.group_id, pack=pack.sha256, row_group=n) for n, one in enumerate(groups)),
+    )  # fmt: skip
+    return StepLogprobs(
+        header, np.array(rows, np.int32), np.concatenate(logprobs).astype(np.float32), np.concatenate(outcomes).astype(np.uint8)
+    )  # fmt: skip
+
+
+def store_logprobs(blobs: Blobs, run_id: str, step: int, groups: list[Group], pack: BlobRef, *, epoch: int = 1) -> str:
+    """Store those of a step as the trainer does; return the key."""
+    data = step_logprobs.encode(made_logprobs(run_id, step, groups, pack))
+    return blobs.put(blob_keys.step_logprobs(run_id, step, epoch, hashlib.sha256(data).hexdigest()), data).key
 
 
 def environ_of(nats_settings: NatsSettings, s3_settings: S3Settings) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from tests.console.record import recorded_run as recorded
 from tests.console.web.browsing import CHROMIUM, VIEWS, Browser, browser
 from tests.console.web.conftest import STEPS, Shown
-from tests.console.web.shown_run import EPISODES, GROUPS_A_STEP, HOSTILE
+from tests.console.web.shown_run import DROPPED, EPISODES, GROUP_SIZE, GROUPS_A_STEP, HOSTILE, WITHOUT_LOGPROBS
 from tests.servers import require_package
 
 from penstock.console.web.access import Role
@@ -156,11 +156,56 @@ def test_each_token_shows_its_log_probability_version_and_mask(chromium: Browser
     text = chromium.text("section[aria-label=Tokens] p[role=status]")
     assert f"id {found['ids'][3]}, log-probability {found['logprobs'][3]}" in text
     assert f"sampled by version {found['versions'][3]}, in the loss" in text
-    assert "current one is not stored" in chromium.text("section[aria-label=Tokens]")
+    assert f"before its step {found['current_logprobs'][3]}, ratio {found['ratios'][3]}" in text
     spans.nth(3).focus()
     chromium.page.keyboard.press("ArrowLeft")
     assert "context: not sampled" in chromium.text("section[aria-label=Tokens] p[role=status]")
     assert spans.nth(2).get_attribute("class") == "context chosen"
+
+
+def test_each_token_is_coloured_by_its_ratio_and_a_click_shows_the_number(chromium: Browser, shown: Shown) -> None:
+    """Of every trajectory of a group, as the API answers it; the card has the sum of it. Works on a phone, and by keyboard."""
+    chromium.page.set_viewport_size({"width": 390, "height": 844})
+    ranges = {"low2": (0.0, 0.8), "low1": (0.8, 0.95), "": (0.95, 1.05), "high1": (1.05, 1.25), "high2": (1.25, 1e9)}
+    seen: set[str] = set()
+    for at in range(GROUP_SIZE):
+        chromium.open(shown.plain.run_id, "group", f"?id={GROUP}&chapter=1&at={at}")
+        chromium.page.wait_for_selector(f'.tokens[data-loaded="{at}.0.0"]')
+        found = api(shown, "tokens", group_id=GROUP, trajectory=at)
+        chromium.page.select_option("[aria-label='Colour by']", "ratio")
+        classes = [
+            set(one.split()) for one in chromium.page.eval_on_selector_all(".tokens span", "found => found.map(one => one.className)")
+        ]  # fmt: skip
+        for place, ratio in enumerate(found["ratios"]):
+            if ratio is None:
+                assert classes[place] == {"context"}
+                continue
+            low, high = ranges[next(iter(classes[place] - {"clipped"}), "")]
+            assert low <= ratio <= high
+            assert ("clipped" in classes[place]) == (found["outcomes"][place] == "clipped")
+            seen |= classes[place]
+        ratio = api(shown, "group", group_id=GROUP)["trajectories"][at]["ratio"]
+        assert f"{ratio['num_clipped']}, {ratio['num_rejected']} tokens" in chromium.text(f'[data-trajectory="{at}"]')
+    assert seen >= {"clipped", "low2", "high2"}
+    chromium.page.locator(".tokens span").nth(len(found["ids"]) - 2).focus()
+    chromium.page.keyboard.press("ArrowRight")
+    assert f"ratio {found['ratios'][-1]}" in chromium.text("section[aria-label=Tokens] p[role=status]")
+    assert "exp(log-probability" in chromium.text("[data-ratio=yes]")
+    assert chromium.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    chromium.page.set_viewport_size({"width": 1280, "height": 900})
+
+
+@pytest.mark.parametrize("group_id", [DROPPED, f"e0.p{WITHOUT_LOGPROBS * GROUPS_A_STEP}.a0"])
+def test_tokens_without_a_ratio_say_why(chromium: Browser, shown: Shown, group_id: str) -> None:
+    """The sentence of the API, and the colours by ratio are none."""
+    chromium.open(shown.plain.run_id, "group", f"?id={group_id}&chapter=1&at=0")
+    chromium.page.wait_for_selector('.tokens[data-loaded="0.0.0"]')
+    found = api(shown, "tokens", group_id=group_id, chapter=1)
+    assert chromium.text("[data-ratio=no]") == found["current_problem"]
+    chromium.page.select_option("[aria-label='Colour by']", "ratio")
+    assert set(chromium.page.eval_on_selector_all(".tokens span", "found => found.map(one => one.className)")) == {"context", ""}  # fmt: skip
+    chromium.page.locator(".tokens span").last.click()
+    assert "ratio" not in chromium.text("section[aria-label=Tokens] p[role=status]")
 
 
 def test_a_conversation_is_shown_turn_by_turn(chromium: Browser, shown: Shown) -> None:

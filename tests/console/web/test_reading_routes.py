@@ -6,10 +6,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.console.record import recorded_run as recorded
 from tests.console.web.conftest import STEPS, Shown
-from tests.console.web.shown_run import DROPPED, EPISODES, EVALUATED, GROUP_SIZE, GROUPS_A_STEP, WAITING, token_arrays
+from tests.console.web.shown_run import (
+    DROPPED,
+    EPISODES,
+    EVALUATED,
+    GROUP_SIZE,
+    GROUPS_A_STEP,
+    WAITING,
+    WITHOUT_LOGPROBS,
+    made_logprobs,
+    token_arrays,
+)
 
 from penstock.console import connections
 from penstock.console.web import reading_routes
@@ -23,9 +34,11 @@ from penstock.console.web.reading.run_reading import RunReading
 from penstock.console.web.reading.stored_groups import StoredGroups
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import RecordBroken
+from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion
 
 GROUP = "e0.p10.a0"
+NO_PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
 
 def get(shown: Shown, path: str, *, run: str | None = None, **query: Any) -> Any:
@@ -199,6 +212,55 @@ def test_tokens_have_their_log_probability_mask_and_version(shown: Shown) -> Non
     assert found["logprobs"] == pytest.approx(logprobs[1:6].tolist(), abs=1e-5)
     assert found["loss_mask"] == [False, False, True, True, True]
     assert found["versions"] == [None, None, 2, 2, 2]
+
+
+def test_tokens_have_the_log_probability_of_the_trainer_and_the_ratio_to_it(shown: Shown) -> None:
+    """Those that the step stored, and what the loss did with each token."""
+    row = shown.plain.groups[GROUP].trajectories[1]
+    made = made_logprobs(shown.plain.run_id, 3, [shown.plain.groups[f"e0.p{n}.a0"] for n in (9, 10, 11)], NO_PACK)
+    rows = made.group(GROUP, NO_PACK.sha256)
+    assert rows is not None
+    behaviour, current = row.behaviour_logprobs[row.loss_mask].astype(float), rows[1].logprobs.astype(float)
+    found = get(shown, "tokens", group_id=GROUP, trajectory=1)
+    sampled = row.loss_mask.tolist().index(True)
+    assert (found["current_problem"], found["ratios"][:sampled], found["outcomes"][0]) == ("", [None] * sampled, None)
+    assert found["current_logprobs"][sampled:] == pytest.approx(current.tolist(), abs=1e-5)
+    assert found["ratios"][sampled:] == pytest.approx(np.exp(current - behaviour).tolist(), rel=1e-4)
+    assert found["outcomes"][sampled:][:4] == ["", "", "clipped", ""][: len(current)]
+    part = get(shown, "tokens", group_id=GROUP, trajectory=1, count=2, **{"from": sampled})
+    assert part["ratios"] == found["ratios"][sampled : sampled + 2]
+    ratio = get(shown, "group", group_id=GROUP)["trajectories"][1]["ratio"]
+    ratios = np.exp(current - behaviour)
+    assert [ratio["min"], ratio["mean"], ratio["max"]] == pytest.approx([ratios.min(), ratios.mean(), ratios.max()], rel=1e-4)  # fmt: skip
+    assert (ratio["num_clipped"], ratio["num_rejected"]) == (len(current) // 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("group_id", "chapter", "why"),
+    [
+        (DROPPED, 1, "A dropped group is not trained on"),
+        (EVALUATED, 1, "An evaluated group is not trained on"),
+        (f"e0.p{WITHOUT_LOGPROBS * GROUPS_A_STEP}.a0", 1, "deleted with their packs, or the trainer was killed"),
+    ],
+)
+def test_a_group_without_the_trainers_log_probabilities_says_why(
+    shown: Shown, group_id: str, chapter: int, why: str
+) -> None:
+    """In one sentence, and shows all the rest."""
+    found = get(shown, "tokens", group_id=group_id, chapter=chapter)
+    assert (found["current_logprobs"], found["ratios"], found["outcomes"]) == (None, None, None)
+    assert why in found["current_problem"]
+    assert any(found["loss_mask"])
+    group = get(shown, "group", group_id=group_id, chapter=chapter)
+    assert group["current_problem"] == found["current_problem"]
+    assert group["trajectories"][0]["ratio"] is None
+
+
+def test_steps_that_could_not_be_stored_are_counted_in_the_reason(shown: Shown) -> None:
+    """As the trainer reports them with its newest step."""
+    group_id = f"e0.p{WITHOUT_LOGPROBS * GROUPS_A_STEP}.a0"
+    found = get(shown, "tokens", run=shown.hostile.run_id, group_id=group_id, chapter=1)
+    assert "could not store 3 steps of its newest session" in found["current_problem"]
 
 
 def test_a_dropped_group_and_one_whose_pack_is_gone_are_shown_as_far_as_they_are_known(shown: Shown) -> None:

@@ -44,6 +44,8 @@ function card(one, viewer) {
       ...Object.entries(one.parts).map(([name, value]) => [name, number(value)]),
       ["ended", one.status || one.finish_reason], ["tokens", number(one.tokens)],
       ["log-probability", `mean ${number(one.logprob_mean)}, least ${number(one.logprob_min)}`],
+      ...(one.ratio ? [["ratio", `mean ${number(one.ratio.mean)}, ${number(one.ratio.min)} to ${number(one.ratio.max)}`],
+        ["clipped, rejected", `${number(one.ratio.num_clipped)}, ${number(one.ratio.num_rejected)} tokens`]] : []),
       ["versions", one.versions.join(", ")],
     ]),
     one.messages.length ? conversation(one) : el("pre", { class: "text", tabindex: "0" }, one.completion + (one.is_cut ? " …" : "")),
@@ -61,10 +63,10 @@ function conversation(one) {
 function tokenViewer(run, id, chapter) {
   const title = el("h2", {}, "Tokens");
   const box = el("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens" });
-  const detail = el("p", { class: "dim", role: "status" }, "Choose a token to see its log-probability, the version that sampled it and its loss mask.");
+  const detail = el("p", { role: "status" }, "Choose a token to see its log-probabilities, their ratio, the version that sampled it and its loss mask.");
   const colour = el("select", { "aria-label": "Colour by", on: { change: () => paint() } },
-    [["logprob", "log-probability"], ["version", "version"], ["mask", "loss mask"]].map(([value, text]) => el("option", { value }, text)));
-  const ratio = el("p", { class: "dim" }, "Each log-probability is that of the version that sampled the token. The trainer's current one is not stored: the ratio of both is known during a step only; the overview has its effect (clipped tokens, KL, effective sample size).");
+    [["logprob", "log-probability"], ["ratio", "ratio"], ["version", "version"], ["mask", "loss mask"]].map(([value, text]) => el("option", { value }, text)));
+  const ratio = el("p", { class: "dim", data: { ratio: "" } });
   const later = el("button", { type: "button" }, "Later tokens");
   const earlier = el("button", { type: "button" }, "Earlier tokens");
   const element = el("section", { class: "panel", "aria-label": "Tokens" }, title, el("label", {}, "colour by", colour), box, detail, ratio, earlier, later);
@@ -78,6 +80,7 @@ function tokenViewer(run, id, chapter) {
       span.className = found.loss_mask[at] ? "" : "context";
       if (!found.loss_mask[at]) return;
       if (colour.value === "logprob") span.classList.add(heat(found.logprobs[at]));
+      else if (colour.value === "ratio") mark(span, found.ratios?.[at], found.outcomes?.[at]);
       else if (colour.value === "version") span.classList.add(`v${versions.indexOf(found.versions[at]) % 4}`);
       else span.classList.add("sampled");
     });
@@ -88,7 +91,7 @@ function tokenViewer(run, id, chapter) {
     spans[at].classList.add("chosen");
     const sampled = found.loss_mask[at];
     detail.textContent = shown(`token ${found.first + at}: id ${found.ids[at]}, ` + (sampled
-      ? `log-probability ${found.logprobs[at]} (probability ${number(Math.exp(found.logprobs[at]))}), sampled by version ${found.versions[at]}, in the loss`
+      ? `log-probability ${found.logprobs[at]} (probability ${number(Math.exp(found.logprobs[at]))}), sampled by version ${found.versions[at]}, in the loss${found.ratios ? `; of the trainer before its step ${found.current_logprobs[at]}, ratio ${found.ratios[at]}${found.outcomes[at] ? `, ${found.outcomes[at]}` : ""}` : ""}`
       : "context: not sampled, not in the loss"));
     detail.dataset.token = String(found.first + at);
   }
@@ -112,6 +115,8 @@ function tokenViewer(run, id, chapter) {
       if (spans[next]) { spans[next].focus(); choose(next); event.preventDefault(); }
       if (event.key === "Enter" || event.key === " ") { choose(here); event.preventDefault(); }
     };
+    ratio.textContent = shown(found.current_problem || LEGEND);
+    ratio.dataset.ratio = found.ratios ? "yes" : "no";
     paint();
     earlier.hidden = found.first === 0;
     later.hidden = found.first + found.ids.length >= found.total;
@@ -122,6 +127,18 @@ function tokenViewer(run, id, chapter) {
   }
 
   return { element, show };
+}
+
+const LEGEND = "The ratio is exp(log-probability of the trainer before its step, less that of the sampler). Coloured by ratio: blue below 0.95, deep blue below 0.8, orange above 1.05, deep orange above 1.25; underlined: clipped by the loss; struck through: rejected by a correction.";
+
+function mark(span, ratio, outcome) {
+  if (ratio === null || ratio === undefined) return;
+  if (ratio < 0.8) span.classList.add("low2");
+  else if (ratio < 0.95) span.classList.add("low1");
+  else if (ratio > 1.25) span.classList.add("high2");
+  else if (ratio > 1.05) span.classList.add("high1");
+  if (outcome.includes("clipped")) span.classList.add("clipped");
+  if (outcome.includes("rejected")) span.classList.add("rejected");
 }
 
 function heat(logprob) {

@@ -1,0 +1,82 @@
+"""The log-probabilities that the steps of one run stored, read from S3 for one group at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from penstock.console.web.reading.current_logprobs import Current
+from penstock.console.web.reading.logprob_reasons import NOT_TRAINED, Storing, why_absent, why_not_this_group
+from penstock.console.web.reading.recorded_groups import Entry
+from penstock.protocol import blob_keys
+from penstock.protocol.errors import BlobError, PackError
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.packs import step_logprobs
+from penstock.protocol.packs.step_logprobs import KeptRow, StepLogprobs
+from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.blobs import Blobs
+
+_CACHE_BYTES = 32 * 1024**2
+
+
+class StoredLogprobs:
+    """The objects of one run, the last ones kept in memory. Not thread-safe: its user holds a lock."""
+
+    def __init__(self, run_id: str, blobs: Blobs) -> None:
+        """Read nothing yet."""
+        self._run_id = run_id
+        self._blobs = blobs
+        self._cache: OrderedDict[str, tuple[StepLogprobs, int]] = OrderedDict()
+
+    def of_group(self, entry: Entry, group: Group, storing: Storing) -> Current:
+        """Return what the step of a group stored of it; never raises for what the object store has or has not."""
+        if entry.step is None or entry.epoch is None or entry.pack is None:
+            return Current(problem=NOT_TRAINED.get(entry.status, "The record has no step of this group."))
+        try:
+            found = self._read(entry.step, entry.epoch)
+            if found is None:
+                return Current(problem=why_absent(entry.step, storing))
+            versions = entry.trained_version, entry.made_version
+            if (found.header.trained_version, found.header.made_version) != versions:
+                return Current(problem=f"What is stored of step {entry.step} is of other versions than the record's.")
+            rows = found.group(entry.group_id, entry.pack.sha256)
+            if rows is None:
+                return Current(problem=why_not_this_group(entry.step, len(found.header.groups), storing))
+            _check(rows, group)
+        except (BlobError, PackError) as err:
+            return Current(problem=str(err))
+        return Current(rows)
+
+    def _read(self, step: int, epoch: int) -> StepLogprobs | None:
+        prefix = blob_keys.step_logprobs_prefix(self._run_id, step, epoch)
+        if prefix in self._cache:
+            self._cache.move_to_end(prefix)
+            return self._cache[prefix][0]
+        stats = list(self._blobs.list(prefix))
+        if not stats:
+            return None
+        sha256 = stats[0].key.removeprefix(prefix).removesuffix(".safetensors")
+        if len(stats) > 1 or stats[0].key != blob_keys.step_logprobs(self._run_id, step, epoch, sha256):
+            raise PackError(f"{len(stats)} objects below {prefix}, where a trainer writes one; remove those of others")
+        if (size := stats[0].size_bytes) > step_logprobs.MAX_BYTES:
+            raise PackError(f"{stats[0].key} has {size} bytes, and a trainer writes at most {step_logprobs.MAX_BYTES}")
+        try:
+            reference = BlobRef(key=stats[0].key, size_bytes=size, sha256=sha256)
+        except ValueError:
+            raise PackError(f"{stats[0].key}: its name is no sha256; remove it") from None
+        found = step_logprobs.decode(self._blobs.get(reference), run_id=self._run_id, step=step)
+        self._cache[prefix] = found, size
+        while len(self._cache) > 1 and sum(size for _, size in self._cache.values()) > _CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return found
+
+
+def _check(rows: Mapping[int, KeptRow], group: Group) -> None:
+    """Raise PackError unless each row has as many values as the pack has sampled tokens."""
+    for number, row in rows.items():
+        expected = int(group.trajectories[number].loss_mask.sum()) if number < len(group.trajectories) else None
+        if len(row.logprobs) != expected:
+            raise PackError(
+                f"the log-probabilities of row {number} of group {group.group_id} are {len(row.logprobs)}, and its pack has "
+                f"{'no such row' if expected is None else f'{expected} sampled tokens'}; they are of another pack"
+            )
