@@ -51,7 +51,8 @@ class NatsSettings(Section):
     """The NATS server and the credentials for it."""
 
     url: str = Field(
-        default="nats://127.0.0.1:4222", description="URL of the NATS server, or several, comma-separated."
+        default="nats://127.0.0.1:4222",
+        description="URL of the NATS server; of a cluster several, with commas between them: a client uses any that answers.",
     )
     user: str = Field(default="", description="User name; empty for a server without accounts.")
     password: str = Field(default="", description="Password; prefer password_file.", repr=False)
@@ -67,6 +68,8 @@ class NatsSettings(Section):
     @classmethod
     def _no_credentials(cls, value: str) -> str:
         for one in value.split(","):
+            if not one.strip():
+                raise ValueError(f"an address is empty: {value!r}; separate several with one comma")
             _refuse_credentials(one, "nats.user and nats.password_file (or PENSTOCK_NATS__PASSWORD)")
         if len({one.strip().startswith(_TLS) for one in value.split(",")}) > 1:
             raise ValueError("either every address is tls://... or none: a password would go unencrypted to the others")
@@ -77,6 +80,11 @@ class NatsSettings(Section):
         if self.ca_file is not None and not self.is_tls:
             raise ValueError(f"ca_file is for url = tls://..., got {self.url!r}; write tls:// or leave ca_file out")
         return self
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses in ``url``."""
+        return tuple(one.strip() for one in self.url.split(","))
 
     @property
     def is_tls(self) -> bool:

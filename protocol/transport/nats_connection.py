@@ -216,7 +216,7 @@ class Connection:
         client = Client()
         try:
             await client.connect(
-                self._settings.url,
+                list(self._settings.addresses),
                 name=self._name,
                 connect_timeout=2,
                 allow_reconnect=False,

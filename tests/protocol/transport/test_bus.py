@@ -477,6 +477,18 @@ def test_a_stream_that_stays_full_is_an_error_at_the_deadline(bus: Bus, blobs: B
         bus.publish(subjects.tasks(run_id, "train"), fact, msg_id="2", full_deadline_s=0.3).wait()
 
 
+def test_of_several_addresses_one_that_answers_is_used(nats_settings: NatsSettings, run_id: str) -> None:
+    """Whichever comes first: a node of a cluster may be down when a service starts."""
+    dead = "nats://127.0.0.1:1"
+    for url in (f"{dead}, {nats_settings.url}", f"{nats_settings.url},{dead}"):
+        with Bus.connect(nats_settings.model_copy(update={"url": url}), name="test", deadline_s=20.0) as bus:
+            assert run_id not in bus.stream_names().wait()
+    with pytest.raises(BusUnreachable, match=r"no NATS server at nats://127\.0\.0\.1:1,nats://127\.0\.0\.1:2 within"):
+        Bus.connect(NatsSettings(url=f"{dead},nats://127.0.0.1:2"), name="test", deadline_s=0.5)
+    with pytest.raises(ValueError, match="an address is empty"):
+        NatsSettings(url=f"{nats_settings.url},")
+
+
 def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> None:
     """Publishing and binding to a run without streams is an error that explains the bootstrap."""
     with pytest.raises(MissingStream, match=r"penstock bootstrap"):
