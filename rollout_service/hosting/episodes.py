@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -21,6 +21,8 @@ from penstock.rollout_service.environments.over_http.wire import ProblemCode, St
 from penstock.rollout_service.environments.play import Play, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.request_errors import RequestRefused
+
+Answer = TypeVar("Answer")
 
 log = structlog.get_logger("rollout.hosting")
 
@@ -99,7 +101,7 @@ class Episodes:
         elif held.digest != digest:
             raise Refused(409, "step_refused", f"episode {body.id} was started with another body; use a new id")
         try:
-            return await asyncio.shield(held.starting)
+            return await _result_of(held.starting)
         except Refused:
             await self.end(body.id)  # its place is free again
             raise
@@ -141,13 +143,13 @@ class Episodes:
         if body.step == held.step and held.stepping is not None:
             if digest != held.step_digest:
                 raise Refused(409, "step_refused", f"step {body.step} was another answer")
-            return await asyncio.shield(held.stepping)
+            return await _result_of(held.stepping)
         if body.step != held.step + 1 or held.is_busy or held.is_over:
             state = "the episode is over" if held.is_over else f"expected step {held.step + 1}"
             raise Refused(409, "step_refused", f"step {body.step} is out of order: {state}")
         held.step, held.step_digest = body.step, digest
         held.stepping = _task(self._step(held, episode_id, body))
-        return await asyncio.shield(held.stepping)
+        return await _result_of(held.stepping)
 
     async def _step(self, held: _Held, episode_id: str, body: Step) -> Stepped:
         assert held.play is not None
@@ -212,6 +214,16 @@ class Episodes:
         for episode_id in list(self._held):
             await self.end(episode_id)
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def _result_of(task: asyncio.Task[Answer]) -> Answer:
+    """Return what a task returns, which goes on if the caller is gone; raises Refused if the episode was ended meanwhile."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if task.cancelled():
+            raise Refused(404, "unknown_episode", "the episode was ended meanwhile") from None
+        raise
 
 
 def _task(action: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

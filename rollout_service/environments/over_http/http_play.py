@@ -132,9 +132,12 @@ async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wan
         except ServerRefused as err:
             if err.code == "row_refused":
                 raise RowRefused(str(err)) from None
-            if not err.is_passing:
+            if err.is_passing:
+                server.is_full(time.monotonic(), err.retry_after_s or 1.0)
+            elif err.code:  # of this episode, and no reason to keep others away
                 raise NotStarted(str(err)) from None
-            server.is_full(time.monotonic(), err.retry_after_s or 1.0)
+            else:  # of a gateway, before servers that are being replaced
+                server.failed(time.monotonic())
             last = str(err)
 
 

@@ -181,6 +181,24 @@ async def test_an_episode_goes_to_a_server_that_works(model: Path) -> None:
     assert "no server had a place within 0.2 s (place_deadline_s): http://127.0.0.1:9/episodes: " in str(found)
 
 
+async def test_a_gateway_without_a_server_costs_no_attempt(model: Path) -> None:
+    """Its own answers are none of an environment: the start is tried again until there is a server."""
+
+    class Gateway(Hostile):
+        starts = 0
+
+        def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
+            self.starts += path == "/episodes"
+            return (404, b"<html>") if self.starts < 3 else super().answer(method, path, body, headers)
+
+    server = Gateway("nowhere", b"")
+    try:
+        (episode,) = await play(model, over_http(model, server.url, attempts=1), ["a"])
+    finally:
+        await asyncio.to_thread(server.close)
+    assert (episode.reward, server.starts) == (1.0, 3)
+
+
 async def test_a_row_that_the_server_refuses_is_not_tried_again(model: Path) -> None:
     """Nor are options that the environment does not have."""
     async with served(LOOKUP) as (url, _):

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,26 @@ async def test_a_server_that_is_full_or_drains_says_when_to_come_again() -> None
         assert not draining.done()
         await http.delete(f"/episodes/{ID}")
         await draining
+
+
+async def test_a_step_of_an_episode_that_is_ended_meanwhile_is_answered() -> None:
+    """The worker gave up waiting; what still runs is not waited for."""
+    stepping, released = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang() -> Reply:
+        loop.call_soon_threadsafe(stepping.set)
+        released.wait(60)
+        return done(1.0)
+
+    async with served(Script(hang)) as (url, episodes), httpx.AsyncClient(base_url=url) as http:
+        await http.post("/episodes", json=START)
+        moving = asyncio.create_task(http.post(f"/episodes/{ID}/step", json=step(1)))
+        await stepping.wait()
+        assert (await http.delete(f"/episodes/{ID}")).status_code == 204
+        answer = await moving
+        released.set()
+        assert (answer.status_code, answer.json()["code"], episodes.running) == (404, "unknown_episode", 0)
 
 
 async def test_an_episode_that_nobody_plays_is_closed() -> None:
