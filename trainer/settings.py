@@ -76,7 +76,21 @@ class ModelSettings(Section):
         default=False,
         description="Recompute activations in the backward pass: less memory, about a third more compute.",
     )
+    activation_offload: bool = Field(
+        default=False,
+        description="Keep what gradient checkpointing holds of each layer in host memory until the backward pass; saves nothing "
+        "where the CPU trains.",
+    )
     lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
+
+    @model_validator(mode="after")
+    def _offloads_what_is_kept(self) -> ModelSettings:
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise ValueError(
+                "model.activation_offload moves what gradient checkpointing keeps, and model.gradient_checkpointing is false; "
+                "set it to true"
+            )
+        return self
 
 
 class DataSettings(Section):
@@ -242,6 +256,16 @@ class OptimizerSettings(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 also gradients, 3 also parameters."
     )
+    offload: Literal["none", "optimizer", "parameters"] = Field(
+        default="none",
+        description="Held in host memory: optimizer, the master weights and states of AdamW, which steps there (ZeRO 1 to 3); "
+        "parameters, also the parameters, a layer at a time on the device (ZeRO 3). Saves nothing where the CPU trains.",
+    )
+    gradient_dtype: Literal["float32", "as-trained"] = Field(
+        default="float32",
+        description="In which gradients are summed over micro-batches and ranks with model.dtype = bfloat16; as-trained needs "
+        "half the memory and drops small terms.",
+    )
     num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
     micro_batch_tokens: int = Field(
         default=16_384,
@@ -362,6 +386,26 @@ class OptimizerSettings(Section):
         from penstock.protocol.weights.signature import SigningKey  # noqa: PLC0415  its library is needed only here
 
         return SigningKey.from_file(self.signing_key_file, "trainer.signing_key_file")
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _not_to_disk(cls, value: object) -> object:
+        if value == "nvme":
+            raise ValueError(
+                'trainer.offload = "nvme" is not offered: DeepSpeed reads and writes NVMe through libaio with code that it compiles at '
+                'the start, which was never run here; set it to "optimizer" or "parameters", which use host memory'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _offloads_what_is_sharded(self) -> OptimizerSettings:
+        needed = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
+        if self.zero_stage < needed:
+            raise ValueError(
+                f"trainer.offload = {self.offload} needs trainer.zero_stage >= {needed}, got {self.zero_stage}; DeepSpeed offloads "
+                f"only what its stage shards: set trainer.zero_stage = {needed}"
+            )
+        return self
 
 
 class TrainerSettings(Section):

@@ -93,6 +93,9 @@ def optimisation(settings: TrainerSettings, section: FineTuningSettings, length:
         zero_stage=settings.trainer.zero_stage,
         dtype=settings.model.dtype,
         gradient_checkpointing=settings.model.gradient_checkpointing,
+        activation_offload=settings.model.activation_offload,
+        offload=settings.trainer.offload,
+        gradient_dtype=settings.trainer.gradient_dtype,
         lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets)) if lora.rank else None,
     )
 

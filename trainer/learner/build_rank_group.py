@@ -34,6 +34,9 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
         zero_stage=settings.trainer.zero_stage,
         dtype=settings.model.dtype,
         gradient_checkpointing=settings.model.gradient_checkpointing,
+        activation_offload=settings.model.activation_offload,
+        offload=settings.trainer.offload,
+        gradient_dtype=settings.trainer.gradient_dtype,
         lora=_lora(settings),
     )
     policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)

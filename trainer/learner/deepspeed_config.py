@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
+
 from penstock.protocol.errors import ConfigError
 
 KEEP_WHOLE_BELOW = 100_000  # DeepSpeed's default: smaller parameters are not partitioned by ZeRO-3
@@ -15,12 +17,17 @@ def deepspeed_config(
     dtype: Literal["float32", "bfloat16"],
     max_grad_norm: float,
     keep_whole_below: int = KEEP_WHOLE_BELOW,
+    offload: Literal["none", "optimizer", "parameters"] = "none",
+    gradient_dtype: Literal["float32", "as-trained"] = "float32",
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
     Gradient accumulation is 1 for any number of micro-batches: that number varies from step to step, so
     `Trainable` sets the boundary itself, and the loss is already divided by the whole batch's denominators.
-    The optimizer is PyTorch's AdamW, so that no operator is compiled.
+    The optimizer is PyTorch's AdamW, so that no operator is compiled, also where it steps in host memory.
+
+    Gradients of a bfloat16 model are added up in float32 by default, over micro-batches and over ranks: each of DeepSpeed's two
+    settings alone leaves the other sum in bfloat16.
 
     Raises ConfigError for bfloat16 with stage 0, which drifts from a correct run within 20 steps.
     """
@@ -39,6 +46,13 @@ def deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
     }
+    if dtype == "bfloat16" and gradient_dtype == "float32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
+    if offload != "none":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if offload == "parameters":
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if zero_stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = keep_whole_below
     return config

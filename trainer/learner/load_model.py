@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter
+from penstock.trainer.learner.activation_offload import offload_activations
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder
@@ -99,10 +100,12 @@ def from_folder(
 
 
 def prepare(model: Any, how: Optimisation) -> None:
-    """Set a loaded model up for training: no cache of keys and values, gradient checkpointing where it is set."""
+    """Set a loaded model up for training: no cache of keys and values, gradient checkpointing and its offload where they are set."""
     model.config.use_cache = False
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if how.activation_offload:
+        offload_activations(model.base_model)
 
 
 def warn_if_padded(reason: str | None, dims: ParallelDims) -> None:

@@ -52,6 +52,9 @@ class Optimisation:
     zero_stage: int
     dtype: Literal["float32", "bfloat16"]
     gradient_checkpointing: bool = False
+    activation_offload: bool = False  # of what gradient checkpointing keeps
+    offload: Literal["none", "optimizer", "parameters"] = "none"  # to host memory
+    gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums over micro-batches and ranks
     keep_whole_below: int = KEEP_WHOLE_BELOW
     lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
 
@@ -95,6 +98,8 @@ class Trainable:
             dtype=how.dtype,
             max_grad_norm=how.max_grad_norm,
             keep_whole_below=how.keep_whole_below,
+            offload=how.offload,
+            gradient_dtype=how.gradient_dtype,
         )
         deepspeed = _import_deepspeed()
         optimizer = torch.optim.AdamW(

@@ -6,6 +6,7 @@ from penstock.protocol.config.foreign_keys.answers import METRICS, Alias, taken
 
 TAKEN: dict[str, Alias] = {
     "eval_data_path": taken("data.eval"),
+    "activation_offloading": taken("model.activation_offload"),
     "train_data_path": taken("data.train"),
     "drop_zero_advantage": taken("algorithm.drop_zero_advantage"),
     "importance_weight_cap_ratio": taken("algorithm.age_band_cap"),
@@ -35,7 +36,6 @@ RENAMED: dict[str, str] = {
 ABSENT: dict[str, str] = {
     "training_args": "use the section [trainer]",
     "description": "a run has a name and no description: run.id",
-    "activation_offloading": "not offered; model.gradient_checkpointing saves activations by computing them again",
     "cp_size": "not offered: trainer.zero_stage shards the model over trainer.num_ranks",
     "db_connection_string": "there is no database: services communicate through nats.url and s3.endpoint",
     "dynamic_batching": "micro-batches are cut by trainer.micro_batch_tokens",

@@ -22,7 +22,7 @@ DEVICES = (
     "CUDA_VISIBLE_DEVICES of each service says which GPUs it has; trainer.num_ranks is the number of training processes"
 )
 CRITIC_RANKS = "the critic is computed by the trainer's ranks: trainer.num_ranks"
-OFFLOAD = "not offered; trainer.zero_stage shards instead"
+OFFLOAD = 'trainer.offload = "optimizer", or "parameters" with trainer.zero_stage = 3'
 NO_PARALLEL = "not offered: trainer.zero_stage shards the model over trainer.num_ranks"
 NO_FSDP = "the trainer is DeepSpeed's: trainer.zero_stage"
 NO_PADDING = "padding is never computed where completions can share a prompt"

@@ -14,7 +14,6 @@ from penstock.protocol.config.foreign_keys.answers import (
     MICRO_REWARD,
     NO_PADDING,
     NO_PARALLEL,
-    OFFLOAD,
     Alias,
     taken,
 )
@@ -46,6 +45,8 @@ TAKEN: dict[str, Alias] = {
     "prompt_max_len": taken("data.max_prompt_tokens"),
     "stop_properties": taken("rollout.stop", as_list=True),
     "target_modules": taken("model.lora.targets", values=LINEAR),
+    "adam_offload": taken("trainer.offload", values={True: "optimizer", False: "none"}),
+    "grad_accum_dtype": taken("trainer.gradient_dtype", values={"fp32": "float32", "bf16": "as-trained"}),
     "zero_stage": taken("trainer.zero_stage"),
 }
 
@@ -93,7 +94,6 @@ ABSENT: dict[str, str] = {
     "max_len": "use data.max_prompt_tokens and rollout.max_new_tokens, separately",
     "enable_vllm_is_correction": "use algorithm.token_tis_cap or algorithm.importance",
     "aux_loss_coef": "use algorithm.entropy_coefficient; a mixture's auxiliary loss is not offered",
-    "adam_offload": OFFLOAD,
     "colocate_actor_ref": COLOCATED,
     "colocate_all_models": COLOCATED,
     "colocate_critic_reward": COLOCATED,
@@ -108,7 +108,6 @@ ABSENT: dict[str, str] = {
     "enable_prefix_caching": ENGINE,
     "enforce_eager": ENGINE,
     "flash_attn": "attention is chosen for the device",
-    "grad_accum_dtype": "DeepSpeed is started with the trainer's own settings: trainer.zero_stage",
     "lora_init_type": "adapters start as zero: model.lora.rank",
     "max_ckpt_mem": "trainer.keep_checkpoints says how many stay",
     "overlap_comm": "DeepSpeed is started with the trainer's own settings: trainer.zero_stage",

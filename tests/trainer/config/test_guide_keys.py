@@ -25,6 +25,7 @@ max_new_tokens=8192 -> rollout.max_new_tokens=8192
 max_prompt_tokens=512 -> data.max_prompt_tokens=512
 learning_rate=1e-6 -> trainer.lr=1e-06
 save_steps=500 -> trainer.checkpoint_every=500
+activation_offloading=true model.gradient_checkpointing=true -> model.activation_offload=True
 importance_weight_cap_ratio=4.0 -> algorithm.age_band_cap=4.0
 drop_zero_advantage=true -> algorithm.drop_zero_advantage=True
 skip_non_positive_advantage=true -> algorithm.skip_non_positive_advantage=True
@@ -145,7 +146,6 @@ epsilon_higher: not the increment
 beta1: algorithm.beta_low
 beta2: algorithm.beta_high
 loss_seq_chunk_size: in chunks
-activation_offloading: model.gradient_checkpointing
 db_connection_string: nats.url
 enable_oss: s3.endpoint
 oss_connection_string: s3.endpoint
@@ -214,7 +214,7 @@ actor_rollout_ref.actor.use_kl_loss: algorithm.kl_coefficient
 actor_rollout_ref.actor.kl_loss_coef: algorithm.kl_coefficient
 actor_rollout_ref.actor.ppo_mini_batch_size: algorithm.minibatches
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: trainer.micro_batch_tokens
-actor_rollout_ref.actor.fsdp_config.param_offload: trainer.zero_stage
+actor_rollout_ref.actor.fsdp_config.param_offload: trainer.offload
 actor_rollout_ref.model.use_remove_padding: padding
 actor_rollout_ref.rollout.name: worker.engine
 actor_rollout_ref.rollout.mode: asynchronous

@@ -15,6 +15,7 @@ from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 
+CASES = [*((stage, "float32") for stage in range(4)), *((stage, "bfloat16") for stage in (1, 2, 3))]
 FACTORS = {"nan": float("nan"), "inf": float("inf")}
 
 
@@ -26,16 +27,18 @@ def weights(trainable: Trainable) -> list[float]:
 
 def make_step(trainable: Trainable, factor: float) -> None:
     trainable.begin(is_last=True)
-    trainable.backward(trainable(torch.ones(2, 3)).sum() * factor)
+    dtype = next(trainable.module.parameters()).dtype
+    trainable.backward(trainable(torch.ones(2, 3, dtype=dtype)).sum() * factor)
     trainable.update()
 
 
 def main(arguments: Sequence[str]) -> int:
     del arguments
     ranks, results = Ranks(), {}
-    for stage in range(4):
+    for stage, dtype in CASES:
         for name, factor in FACTORS.items():
-            trainable = Trainable(nn.Linear(3, 3, bias=False), replace(HOW, zero_stage=stage), ParallelDims(ranks))
+            module = nn.Linear(3, 3, bias=False, dtype=getattr(torch, dtype))
+            trainable = Trainable(module, replace(HOW, zero_stage=stage, dtype=dtype, lr=1e-2), ParallelDims(ranks))
             first = weights(trainable)
             make_step(trainable, 1.0)
             good, raised = weights(trainable), ""
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
                 make_step(trainable, factor)
             except TrainingDiverged as err:
                 raised = str(err)
-            results[f"{stage}-{name}"] = (raised, good != first, weights(trainable) == good)
+            results[f"{stage}-{dtype}-{name}"] = (raised, good != first, weights(trainable) == good)
     print(json.dumps(results))
     ranks.leave(0)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.trainer.learner.divergence_check import FACTORS
+from tests.trainer.learner.divergence_check import CASES, FACTORS
 from tests.trainer.learner.forks import Fork
 
 
@@ -16,7 +16,7 @@ def test_a_gradient_that_is_not_finite_ends_the_training_and_changes_no_weight(t
         results = json.loads(process.wait(deadline_s=120.0).splitlines()[-1])
     finally:
         process.kill()
-    assert results.keys() == {f"{stage}-{name}" for stage in range(4) for name in FACTORS}
+    assert results.keys() == {f"{stage}-{dtype}-{name}" for stage, dtype in CASES for name in FACTORS}
     for text, has_learned, is_unchanged in results.values():
         assert text.startswith("optimizer step 2 of this process: the gradient norm is ")
         assert (has_learned, is_unchanged) == (True, True)

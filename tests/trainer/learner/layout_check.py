@@ -1,0 +1,123 @@
+"""Trains the same batch in every layout of the ranks and of memory, and prints losses, norms and weights.
+
+Arguments: MODEL FOLDER; checkpoints go below FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
+from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.ranks import Ranks
+
+NUM_STEPS = 3
+HOW = Optimisation(
+    num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,
+    max_grad_norm=1.0, zero_stage=1, dtype="float32", keep_whole_below=0,
+)  # fmt: skip
+PLAIN = "plain"
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "offload-1": {"offload": "optimizer"},
+    "offload-3": {"offload": "parameters", "zero_stage": 3, "gradient_checkpointing": True, "activation_offload": True},
+    "activations-2": {"gradient_checkpointing": True, "activation_offload": True, "zero_stage": 2},
+}
+
+
+def rows() -> list[Row]:
+    """Return three prompts with two to four answers each, of unequal lengths."""
+    rng, found = np.random.default_rng(0), []
+    for answers in (2, 3, 4):
+        prompt = rng.integers(3, 50, 5 + 4 * answers)
+        for _ in range(answers):
+            tokens = np.concatenate([prompt, rng.integers(3, 50, rng.integers(3, 12))]).astype(np.int32)
+            sampled = np.arange(len(tokens)) >= len(prompt)
+            logprobs = np.full(len(tokens), -4.0, np.float32)
+            found.append(Row(tokens, sampled, logprobs, float(rng.normal()), 1 / 60))
+    return found
+
+
+def micro_batches(dims: ParallelDims) -> list[MicroBatch]:
+    """Return this rank's micro-batches."""
+    chosen = rows()
+    tokens, masks = [row.token_ids for row in chosen], [row.loss_mask for row in chosen]
+    plan = plan_micro_batches(
+        list(map(len, tokens)), budget_tokens=70, num_ranks=dims.rows.count, prefixes=prefixes_of(tokens, masks)
+    )
+    return [build([chosen[number] for number in piece]) for piece in plan[dims.rows.index]]
+
+
+def trained(model: Path, folder: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
+    """Make a few steps, and the last one again from a checkpoint before it."""
+    policy = load_policy(model, how, dims, temperature=1.0)
+    policy._scorer._chunk_tokens = 7
+    objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01))
+    steps = [policy.train_step(micro_batches(dims), objective) for _ in range(NUM_STEPS - 1)]
+    policy.save(folder)
+    steps.append(policy.train_step(micro_batches(dims), objective))
+    tensors = policy.snapshot()
+    policy.load(folder)
+    policy.train_step(micro_batches(dims), objective)
+    again = policy.snapshot()
+    return {
+        "resumed_equal": all(torch.equal(tensor, again[name]) for name, tensor in tensors.items()),
+        "loss": [step.loss for step in steps],
+        "norm": [step.grad_norm for step in steps],
+        "sums": [step.sums for step in steps],
+        "weights": {name: float(tensor.double().norm()) for name, tensor in tensors.items()},
+    }
+
+
+def error_of_sum(how: Optimisation, dims: ParallelDims) -> float:
+    """Return how far the norm of a gradient is from that of the float32 sum of the bfloat16 gradients it is made of."""
+    torch.manual_seed(0)
+    module = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+    plain = module.weight.detach().clone().requires_grad_()
+    trainable = Trainable(module, how, dims)
+    torch.manual_seed(dims.ranks.rank)
+    true, num = torch.zeros(32, 32), 16
+    for number in range(num):
+        given = torch.randn(4, 32, dtype=torch.bfloat16)
+
+        def loss_of(out: Tensor) -> Tensor:
+            return (out.float() * torch.linspace(-1, 1, 32)).square().sum()
+
+        (gradient,) = torch.autograd.grad(loss_of(given @ plain.T), plain)
+        true += gradient.float()
+        trainable.begin(is_last=number == num - 1)
+        trainable.backward(loss_of(trainable(given)))
+    dist.all_reduce(true)
+    return abs(trainable.update().grad_norm / float(true.norm()) - 1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    model, folder = map(Path, arguments)
+    ranks = Ranks()
+    dims = ParallelDims(ranks)
+    results: dict[str, Any] = {}
+    for name, changes in {PLAIN: {}, **(OFFLOADS if ranks.num_ranks > 1 else {})}.items():
+        own = folder / f"{name}-{ranks.num_ranks}"
+        own.mkdir(exist_ok=True)
+        results[name] = trained(model, own, replace(HOW, **changes), dims)
+    if ranks.num_ranks > 1:
+        for stage in (1, 2, 3):
+            how = replace(HOW, dtype="bfloat16", zero_stage=stage)
+            results[f"sum-{stage}"] = error_of_sum(how, dims)
+            results[f"rounded-sum-{stage}"] = error_of_sum(replace(how, gradient_dtype="as-trained"), dims)
+    if ranks.is_leader:
+        print(json.dumps(results))
+    ranks.leave(0)
+    return 0
