@@ -2,9 +2,9 @@
 
 python -m benchmarks.trainer_memory                 # every configuration; some minutes of CPU time
 python -m benchmarks.trainer_memory --only llama-wide lora
-python -m benchmarks.trainer_memory --phases        # the peak of each phase, beside its estimate; --record FILE: as JSON
+python -m benchmarks.trainer_memory --phases        # the peak of each phase, beside its estimate; --record FILE: added to its JSON
 
-Each configuration runs in processes of its own, one for each rank: random weights, two steps on rows of the planned size,
+Each configuration runs in processes of its own, one for each rank, forked from one that has imported the libraries: random weights, two steps on rows of the planned size,
 then the copy of the weights that is published. Measured is the peak of the resident memory above that of a process that has
 imported the same libraries and has trained a model of a thousand parameters with them, sampled every 2 ms.
 """
@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import resource
 import socket
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,9 +41,9 @@ from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import prepare
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.trainable import Optimisation, Trainable
-from penstock.trainer.memory_plan.estimate import Method
+from penstock.trainer.learner.trainable import Optimisation, Trainable, _import_deepspeed
 from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, MemoryPlan
+from penstock.trainer.memory_plan.method import Method
 from penstock.trainer.memory_plan.model_shape import shape_of
 from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
 from penstock.trainer.parallel_dims import ParallelDims
@@ -55,7 +57,9 @@ ENVIRONMENT = {  # freed memory goes back to the kernel at once, so that the res
     "DS_ACCELERATOR": "cpu",
 }
 _DEADLINE_S = 900.0  # of one configuration
+LOAD = "load"
 PASSES = "forward and backward"
+CPU_S = "CPU seconds of the step"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Configuration:
     zero_stage: Literal[0, 1, 2, 3] = 1
     num_ranks: int = 1
     checkpointing: bool = False
+    gradient_dtype: Literal["float32", "as-trained"] = "float32"
+    offload: Literal["none", "optimizer", "parameters"] = "none"
     lora: int = 0
     entropy: bool = False
     prompt: int = 384
@@ -90,6 +96,8 @@ class Configuration:
             f"{self.family}, {self.layers} x {self.hidden}, vocabulary {self.vocabulary:,}{'' if self.tied else ', untied'}",
             f"{self.dtype}, ZeRO {self.zero_stage}{ranks}",
             "checkpointing" if self.checkpointing else "",
+            f"gradients {self.gradient_dtype}" if self.dtype == "bfloat16" else "",
+            f"{self.offload} offloaded" if self.offload != "none" else "",
             f"LoRA {self.lora}" if self.lora else "",
             "entropy in the loss" if self.entropy else "",
         ]
@@ -108,22 +116,51 @@ SMOLLM2 = replace(
     STANDARD, family="llama", layers=30, hidden=576, heads=9, kv_heads=3, intermediate=1536, vocabulary=49_152,
     prompt=64, answer=64, group_size=8, groups=2, budget=1024,
 )  # fmt: skip
+BFLOAT16 = replace(STANDARD, dtype="bfloat16")
+AS_TRAINED = replace(BFLOAT16, gradient_dtype="as-trained")
+ON_2_RANKS = {"num_ranks": 2, "checkpointing": True}
+# Short rows, so that gradients and the optimizer are the larger part of the memory.
+SHORT = replace(BFLOAT16, prompt=96, answer=96, groups=4, budget=512, checkpointing=True)
 CONFIGURATIONS = {
     "standard": STANDARD,
     "stage-0": replace(STANDARD, zero_stage=0),
     "checkpointing": replace(STANDARD, checkpointing=True),
-    "bfloat16": replace(STANDARD, dtype="bfloat16"),
-    "bfloat16-2-ranks": replace(STANDARD, dtype="bfloat16", zero_stage=2, num_ranks=2, checkpointing=True),
-    "stage-3-2-ranks": replace(STANDARD, dtype="bfloat16", zero_stage=3, num_ranks=2, checkpointing=True),
+    "bfloat16": BFLOAT16,
+    "bfloat16-as-trained": AS_TRAINED,
+    "bfloat16-2-ranks": replace(BFLOAT16, zero_stage=2, **ON_2_RANKS),
+    "bfloat16-2-ranks-as-trained": replace(AS_TRAINED, zero_stage=2, **ON_2_RANKS),
+    "stage-3-2-ranks": replace(BFLOAT16, zero_stage=3, **ON_2_RANKS),
+    "stage-3-2-ranks-as-trained": replace(AS_TRAINED, zero_stage=3, **ON_2_RANKS),
     "one-micro-batch": replace(STANDARD, groups=1),
     "lora": replace(STANDARD, lora=16),
-    "lora-bfloat16": replace(STANDARD, lora=16, dtype="bfloat16", checkpointing=True),
+    "lora-bfloat16": replace(BFLOAT16, lora=16, checkpointing=True),
+    "lora-bfloat16-as-trained": replace(AS_TRAINED, lora=16, checkpointing=True),
     "llama-wide": WIDE,
     "llama-wide-stage-3": replace(WIDE, zero_stage=3, checkpointing=True),
     "qwen2-narrow": NARROW,
     "qwen2-narrow-untied": replace(NARROW, tied=False, zero_stage=2, dtype="bfloat16"),
+    "qwen2-narrow-untied-as-trained": replace(
+        NARROW, tied=False, zero_stage=2, dtype="bfloat16", gradient_dtype="as-trained"
+    ),
     "entropy": replace(STANDARD, layers=4, entropy=True),
     "smollm2-135m": SMOLLM2,
+    "short": SHORT,
+    "short-offload": replace(SHORT, offload="optimizer"),
+    "short-2-ranks": replace(SHORT, num_ranks=2),
+    "short-2-ranks-offload": replace(SHORT, num_ranks=2, offload="optimizer"),
+    "short-stage-2": replace(SHORT, zero_stage=2),
+    "short-stage-2-2-ranks": replace(SHORT, zero_stage=2, num_ranks=2),
+    "short-stage-2-2-ranks-offload": replace(SHORT, zero_stage=2, num_ranks=2, offload="optimizer"),
+    "short-stage-3": replace(SHORT, zero_stage=3),
+    "short-stage-3-2-ranks": replace(SHORT, zero_stage=3, num_ranks=2),
+    "short-stage-3-2-ranks-offload": replace(SHORT, zero_stage=3, num_ranks=2, offload="optimizer"),
+    "short-stage-3-2-ranks-offload-parameters": replace(SHORT, zero_stage=3, num_ranks=2, offload="parameters"),
+    "short-float32-stage-2-offload": replace(SHORT, dtype="float32", zero_stage=2, offload="optimizer"),
+    "short-float32-offload": replace(SHORT, dtype="float32", offload="optimizer"),
+    "short-wide-stage-3-offload-parameters": replace(
+        WIDE, zero_stage=3, checkpointing=True, prompt=96, answer=96, budget=512, groups=2, offload="parameters"
+    ),
+    "short-lora-stage-3-2-ranks-offload": replace(SHORT, zero_stage=3, num_ranks=2, lora=16, offload="parameters"),
 }
 
 
@@ -131,7 +168,7 @@ class Peak:
     """Samples this process's resident memory every 2 ms, and keeps the largest value of each phase."""
 
     def __init__(self) -> None:
-        self.phase = "load"
+        self.phase = LOAD
         self.peaks: dict[str, int] = {}
         self._done = threading.Event()
         self._page = resource.getpagesize()
@@ -163,7 +200,7 @@ def inputs_of(chosen: Configuration) -> PlanInputs:
     shape = shape_of(fields_of(chosen), "config.json")
     method = Method(
         dtype=chosen.dtype, zero_stage=chosen.zero_stage, num_ranks=chosen.num_ranks, checkpointing=chosen.checkpointing,
-        lora_rank=chosen.lora, with_entropy=chosen.entropy,
+        gradient_dtype=chosen.gradient_dtype, offload=chosen.offload, lora_rank=chosen.lora, with_entropy=chosen.entropy,
     )  # fmt: skip
     batch = Batch(chosen.prompt, chosen.answer, chosen.group_size, chosen.groups)
     return PlanInputs(shape, method, batch, chosen.budget, publishes_adapter=bool(chosen.lora))
@@ -184,7 +221,7 @@ class Trained:
         how = Optimisation(
             num_steps=4, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=0, schedule="constant",
             min_lr_ratio=0.1, max_grad_norm=1.0, zero_stage=chosen.zero_stage, dtype=chosen.dtype,
-            gradient_checkpointing=chosen.checkpointing,
+            gradient_checkpointing=chosen.checkpointing, offload=chosen.offload, gradient_dtype=chosen.gradient_dtype,
         )  # fmt: skip
         torch.manual_seed(0)
         fields = fields_of(chosen)
@@ -228,8 +265,8 @@ class Trained:
         return buckets
 
 
-def measure_here(chosen: Configuration) -> dict[str, int]:
-    """Return the peak of each phase in bytes, of this rank."""
+def measure_here(chosen: Configuration) -> dict[str, float]:
+    """Return the peak of each phase in bytes, of this rank, and the CPU seconds of the step."""
     torch.set_num_threads(1)
     dims = ParallelDims(Ranks())
     tiny = replace(
@@ -253,52 +290,69 @@ def measure_here(chosen: Configuration) -> dict[str, int]:
             return update(*given, **named)
 
         trained.trainable.update = measured  # type: ignore[method-assign]
-        peak.phase = PASSES
+        peak.phase, begin = PASSES, time.process_time()
         trained.policy.train_step(micro_batches, trained.objective)
+        cpu_s = time.process_time() - begin
         peak.phase = COPY
         if not chosen.lora:
             held.append(trained.copy())
-    return peak.peaks
+    del peak.peaks[LOAD]
+    return {**peak.peaks, CPU_S: round(cpu_s, 2)}
 
 
-def measure(name: str) -> dict[str, int]:
-    """Return the peak of each phase in bytes: the largest of the ranks, each a process."""
+def _run_rank(name: str, environment: dict[str, str], result: Connection) -> None:
+    os.environ |= environment
+    result.send(measure_here(CONFIGURATIONS[name]))
+    os._exit(0)  # DeepSpeed's teardown on several ranks may abort
+
+
+def measure(name: str) -> dict[str, float]:
+    """Return what `measure_here` does: the largest of the ranks, each a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    num_ranks = CONFIGURATIONS[name].num_ranks
-    ranks = []
+    num_ranks, context = CONFIGURATIONS[name].num_ranks, multiprocessing.get_context("fork")
+    results = []
     for rank in range(num_ranks):
-        environment = os.environ | ENVIRONMENT | {
+        environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.trainer_memory", "--rank-of", name]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
-    outputs = [rank.communicate(timeout=_DEADLINE_S)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{name}: a rank failed; its error is above")
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=_run_rank, args=(name, environment, sender), daemon=True).start()
+        sender.close()
+        results.append(receiver)
+    found = []
+    for result in results:
+        if not result.poll(_DEADLINE_S):
+            raise SystemExit(f"{name}: no result of a rank within {_DEADLINE_S:g} s")
+        try:
+            found.append(result.recv())
+        except EOFError:
+            raise SystemExit(f"{name}: a rank failed; its error is above") from None
     return {phase: max(peaks[phase] for peaks in found) for phase in found[0]}
 
 
 def estimated(name: str) -> dict[str, int]:
     """Return the estimated peak of each phase in bytes, while no checkpoint is written."""
     plan = MemoryPlan(inputs_of(CONFIGURATIONS[name]))
-    phases = {phase.name: phase.total - plan.host[CHECKPOINT] for phase in plan.phases}
-    passes = [phases[phase] for phase in ("log-probabilities and loss", "backward", "end of the backward")]
-    return {PASSES: max(passes), "optimizer step": phases["optimizer step"], COPY: phases.get(COPY, 0)}
+    phases = {phase.name: phase.total - plan.held.host[CHECKPOINT] for phase in plan.phases}
+    others = {"optimizer step": phases.pop("optimizer step"), COPY: phases.pop(COPY, 0)}
+    return {PASSES: max(phases.values()), **others}
 
 
 def lines(name: str, *, by_phase: bool, records: dict[str, Any]) -> Iterator[str]:
     """Yield the rows of the table of one configuration, and add what was measured to the records."""
     peaks, expected = measure(name), estimated(name)
+    cpu_s = peaks.pop(CPU_S)
     largest = max(peaks, key=lambda phase: peaks[phase])
     yield _row(f"{name}: {CONFIGURATIONS[name].what}", largest, max(expected.values()), peaks[largest])
     records[name] = {
+        "date": date.today().isoformat(),  # noqa: DTZ011
         "configuration": asdict(CONFIGURATIONS[name]),
         "fields": fields_of(CONFIGURATIONS[name]),
         "peaks": peaks,
+        "cpu_s": cpu_s,
     }
     if by_phase:
         for phase, value in expected.items():
@@ -306,7 +360,7 @@ def lines(name: str, *, by_phase: bool, records: dict[str, Any]) -> Iterator[str
                 yield _row("", phase, value, peaks[phase])
 
 
-def _row(what: str, phase: str, expected: int, peak: int) -> str:
+def _row(what: str, phase: str, expected: int, peak: float) -> str:
     return f"| {what} | {phase} | {expected / 1e6:,.0f} | {peak / 1e6:,.0f} | {100 * (expected / peak - 1):+.1f} % |"
 
 
@@ -314,19 +368,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, help="measure these configurations only")
     parser.add_argument("--phases", action="store_true", help="print every phase beside its estimate")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the configurations and their peaks as JSON")
-    parser.add_argument("--rank-of", choices=CONFIGURATIONS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="add the configurations and their peaks to its JSON"
+    )
     options = parser.parse_args()
-    if options.rank_of:
-        print(json.dumps(measure_here(CONFIGURATIONS[options.rank_of])), flush=True)
-        os._exit(0)  # DeepSpeed's teardown on several ranks may abort
+    if not ENVIRONMENT.items() <= os.environ.items():  # glibc and OpenMP read it at the start of a process
+        os.execve(
+            sys.executable, [sys.executable, "-m", "benchmarks.trainer_memory", *sys.argv[1:]], os.environ | ENVIRONMENT
+        )
+    _import_deepspeed()  # once, for all ranks
     records: dict[str, Any] = {}
     print("| configuration | largest phase | estimated, MB | measured, MB | error |\n|---|---|---|---|---|")
     for name in options.only or CONFIGURATIONS:
         for line in lines(name, by_phase=options.phases, records=records):
             print(line, flush=True)
-    if options.record is not None:
-        options.record.write_text(json.dumps(_record(records), indent=1) + "\n")
+        if options.record is not None:
+            _add(records, options.record)
 
 
 def _processor() -> str:
@@ -338,11 +395,12 @@ def _processor() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-def _record(records: dict[str, Any]) -> dict[str, Any]:
-    """Return what `tests/trainer/memory_plan` compares the estimates with; peaks in bytes."""
+def _add(records: dict[str, Any], file: Path) -> None:
+    """Add to what `tests/trainer/memory_plan` compares the estimates with; peaks in bytes."""
+    before = json.loads(file.read_text())["configurations"] if file.exists() else {}
     versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft")}
     machine = {"processor": _processor(), "python": platform.python_version(), **versions}
-    return {"date": date.today().isoformat(), "machine": machine, "configurations": records}  # noqa: DTZ011
+    file.write_text(json.dumps({"machine": machine, "configurations": before | records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.protocol.errors import ConfigError
+from penstock.trainer.settings import BFLOAT16_UNSHARDED
 
 KEEP_WHOLE_BELOW = 100_000  # DeepSpeed's default: smaller parameters are not partitioned by ZeRO-3
 
@@ -32,10 +33,7 @@ def deepspeed_config(
     Raises ConfigError for bfloat16 with stage 0, which drifts from a correct run within 20 steps.
     """
     if dtype == "bfloat16" and zero_stage == 0:
-        raise ConfigError(
-            "model.dtype = bfloat16 needs trainer.zero_stage >= 1: stage 0 keeps no correct float32 master weights "
-            "in DeepSpeed 0.19 (measured: it drifts from a correct run); set trainer.zero_stage = 1"
-        )
+        raise ConfigError(BFLOAT16_UNSHARDED)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -49,6 +47,9 @@ def deepspeed_config(
     if dtype == "bfloat16" and gradient_dtype == "float32":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
+        config["bf16"]["immediate_grad_update"] = (
+            True  # stage 1 would hold the bfloat16 gradients beside their sums until the next step
+        )
     if offload != "none":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload == "parameters":

@@ -248,6 +248,10 @@ def _without_compiler() -> Iterator[None]:
             os.environ[_DISABLE] = before
 
 
+def _say_nothing(*_: object, **__: object) -> None:
+    pass
+
+
 def _import_deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -255,6 +259,7 @@ def _import_deepspeed() -> Any:
 
     with _without_compiler(), contextlib.suppress(ImportError):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: PLC0415  else `initialize` imports it
+    from deepspeed.runtime import bf16_optimizer  # noqa: PLC0415
     from deepspeed.utils import logger  # noqa: PLC0415
 
     logger.setLevel(logging.WARNING)
@@ -263,4 +268,5 @@ def _import_deepspeed() -> Any:
     # Used by tensor-parallel inference only; DeepSpeed would compile it with g++ for minutes at the
     # first start, and wait without a deadline for the lock of a build that was killed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    bf16_optimizer.see_memory_usage = _say_nothing  # else it prints at every start, whatever is configured
     return deepspeed

@@ -1,7 +1,7 @@
 """The memory of one rank in each phase of a step, by formula; pure.
 
 All sizes are bytes. What a layer keeps for its backward pass was read from autograd's saved tensors (transformers 5.23, with
-this trainer's attention over packed rows), what an optimizer step holds from DeepSpeed 0.19.8;
+this trainer's attention over packed rows), what DeepSpeed holds is in `zero_states.py`;
 `benchmarks/trainer_memory.md` has the estimates beside measured peaks.
 """
 
@@ -9,39 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from penstock.trainer.memory_plan.method import FLOAT32, Method, Needs
 from penstock.trainer.memory_plan.model_shape import ModelShape
+from penstock.trainer.memory_plan.zero_states import REDUCE_BUCKET, zero_states
 
-FLOAT32 = 4
-BFLOAT16 = 2
 MAX_LOGITS = 32 * 1024 * 1024  # elements of logits in one chunk, as in `learner/logprobs.py`
-REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default
 _MOST_GATHERED = 1_000_000_000  # parameters, DeepSpeed's default
 _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
-Sizes = Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """How a network is trained, as far as it changes memory."""
-
-    dtype: Literal["float32", "bfloat16"]
-    zero_stage: int
-    num_ranks: int = 1
-    checkpointing: bool = False
-    lora_rank: int = 0
-    lora_targets: tuple[str, ...] = ()
-    with_entropy: bool = False  # of every distribution, in the loss
-
-    @property
-    def width(self) -> int:
-        """Bytes of a parameter."""
-        return FLOAT32 if self.dtype == "float32" else BFLOAT16
-
-    def shares(self, stage: int) -> int:
-        """Return over how many ranks something is split that ZeRO shards from this stage on."""
-        return self.num_ranks if self.zero_stage >= stage else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,42 +32,41 @@ class Pass:
 class Network:
     """What training a network takes on one rank."""
 
-    held: Sizes  # all the time
-    phases: Mapping[str, Sizes]  # besides, at the largest moment of each phase
+    held: Needs  # all the time
+    phases: Mapping[str, Needs]  # besides, at the largest moment of each phase
 
 
 def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
     """Return what a policy takes on one rank; ``largest`` is its largest micro-batch."""
-    trained = _trained(shape, method)
-    gradients = trained * method.width // method.shares(2)
-    activations, one_layer = _activations(shape, method, largest.tokens)
+    several, trained = largest.count > 1, _trained(shape, method)
+    states = zero_states(trained, _largest_tensor(shape, method), method, several=several)
+    kept, one_layer = _activations(shape, method, largest.tokens)
     head = largest.tokens * shape.hidden * (FLOAT32 + method.width) + largest.predictors * shape.hidden * method.width
-    held = {
-        "parameters": (shape.parameters * method.width + _adapters(shape, method) * method.width) // method.shares(3),
-        "optimizer states": 2 * FLOAT32 * trained // method.shares(1),
-    }
-    live: dict[str, int] = {}
-    if method.zero_stage == 0:
-        step = {"gradients": gradients, "temporary tensors": 2 * FLOAT32 * _largest_tensor(shape, method)}
-    else:
-        master = FLOAT32 * trained // method.shares(1)
-        held["master weights"] = master
-        step = {"gradients in float32": master, "temporary tensors": 2 * master}
-    if method.zero_stage == 3:  # DeepSpeed keeps the buffers of gradients, and gathered parameters up to its limit
-        held["gradients"] = gradients
-        held["reduction bucket"] = min(trained, REDUCE_BUCKET) * method.width
+    kept_on_host = {"activations": kept} if method.activation_offload else {}
+    on_device = 0 if method.activation_offload else kept
+    parameters = {"parameters": (shape.parameters + _adapters(shape, method)) * method.width // method.shares(3)}
+    live = {}
+    if method.zero_stage == 3:  # up to DeepSpeed's limit they stay, once gathered
         live["gathered parameters"] = min(shape.parameters, _MOST_GATHERED) * method.width
-        gradients = 0
-    # In a first micro-batch gradients appear as activations go; from the second on, all are there from the start.
-    before = {"gradients": gradients if largest.count > 1 else 0, **live}
-    logits = _logits(shape, method, largest)
+    # In a first micro-batch gradients appear as activations go; from the second on, they are there from the start.
+    before = {**(states.later_passes.device if several else {}), **live}
+    # From stage 2 on, gradients that do not fit into one bucket are reduced while there are layers before them.
+    left = max(0, trained - REDUCE_BUCKET) if method.zero_stage >= 2 else 0
+    during = {**live, "activations": on_device * left // trained} if left else {}
+    on_host = method.offload == "parameters"
     return Network(
-        held=held,
+        held=Needs(
+            {**({} if on_host else parameters), **states.held.device},
+            {**(parameters if on_host else {}), **states.held.host},
+        ),
         phases={
-            "log-probabilities and loss": {**before, "activations": activations + head, "logits": logits},
-            "backward": {**before, "activations": activations + head + one_layer},
-            "end of the backward": {"gradients": gradients, **live, "activations": one_layer},
-            "optimizer step": step,
+            "log-probabilities and loss": Needs(
+                {**before, "activations": on_device + head, "logits": _logits(shape, method, largest)}, kept_on_host
+            ),
+            "backward": Needs({**before, "activations": on_device + head + one_layer}, kept_on_host),
+            "end of the backward": Needs({**states.backward.device, **live, "activations": one_layer}),
+            "reduction of the gradients": Needs({**states.reduction.device, **during}, cpu=states.reduction.cpu),
+            "optimizer step": states.step,
         },
     )
 

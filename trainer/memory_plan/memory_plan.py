@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.trainer.memory_plan.estimate import Method, Network, Sizes, checkpoint_copy, network
+from penstock.trainer.memory_plan.estimate import Network, checkpoint_copy, network
+from penstock.trainer.memory_plan.method import Method, Needs, Sizes
 from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.memory_plan.plan_inputs import PlanInputs
 
 _COPIES = 2  # of the weights: the newest published one, which the next patch is made against, and the one on its way
+# What libraries hold on a CPU besides tensors, measured: half of it is code that oneDNN compiles for each shape of a product.
+_FLOAT32_KERNELS, _BFLOAT16_KERNELS, _BFLOAT16_KERNELS_OF_ADAPTERS = 10_000_000, 35_000_000, 55_000_000
 COPY = "copy of the weights"
 CHECKPOINT = "copy for a checkpoint"  # of weights and optimizer states, until a thread has written it
 
@@ -21,19 +24,19 @@ class Phase:
     """What a rank holds at the largest moment of a phase, in bytes."""
 
     name: str
-    device: Sizes  # besides what is held all the time
-    host: Sizes
-    held: MemoryPlan
+    needs: Needs  # besides what is held all the time
+    held: Needs
 
     @property
     def on_device(self) -> int:
         """Bytes of the device that trains."""
-        return sum(self.held.device.values()) + sum(self.device.values())
+        return sum(self.held.device.values()) + sum(self.needs.device.values())
 
     @property
     def total(self) -> int:
-        """Bytes of device and host together: those of the process where the CPU trains."""
-        return self.on_device + sum(self.held.host.values()) + sum(self.host.values())
+        """Bytes of the process where the CPU trains, which is device and host."""
+        elsewhere = (self.held.host, self.held.cpu, self.needs.host, self.needs.cpu)
+        return self.on_device + sum(sum(sizes.values()) for sizes in elsewhere)
 
 
 @dataclass(frozen=True)
@@ -60,21 +63,19 @@ class MemoryPlan:
         return replace(self.inputs.critic, tied=True), method
 
     @cached_property
-    def device(self) -> Sizes:
-        """What is held all the time on the device that trains."""
-        critic = self._critic.held if self._critic else {}
-        found = {**self._policy.held, **{f"{name} of the critic": size for name, size in critic.items()}}
-        return _present({**found, "reference": 0 if self.inputs.reference_on_host else self._reference})
-
-    @cached_property
-    def host(self) -> Sizes:
-        """What is held all the time in the memory of the host."""
+    def held(self) -> Needs:
+        """What is held all the time."""
+        device, host = dict(self._policy.held.device), dict(self._policy.held.host)
+        if self._critic:
+            for held, sizes in ((device, self._critic.held.device), (host, self._critic.held.host)):
+                held.update({f"{name} of the critic": size for name, size in sizes.items()})
+        (host if self.inputs.reference_on_host else device)["reference"] = self._reference
         copies = 1 if self.inputs.publishes_adapter else _COPIES  # of the adapters' base, which is never copied again
-        kept = self._reference if self.inputs.reference_on_host else 0
-        checkpoint = checkpoint_copy(self.inputs.shape, self.inputs.method)
+        host["copies of the weights"] = copies * self._copy
+        host[CHECKPOINT] = checkpoint_copy(self.inputs.shape, self.inputs.method)
         if self.inputs.critic is not None:
-            checkpoint += checkpoint_copy(*self._critics)
-        return _present({"copies of the weights": copies * self._copy, CHECKPOINT: checkpoint, "reference": kept})
+            host[CHECKPOINT] += checkpoint_copy(*self._critics)
+        return Needs(_present(device), _present(host), {"compiled kernels": self._kernels})
 
     @cached_property
     def phases(self) -> list[Phase]:
@@ -91,12 +92,18 @@ class MemoryPlan:
         return max(phase.on_device if on_gpu else phase.total for phase in self.phases)
 
     def _phases(self) -> Iterator[Phase]:
-        yield from (Phase(name, sizes, {}, self) for name, sizes in self._policy.phases.items())
+        yield from (Phase(name, needs, self.held) for name, needs in self._policy.phases.items())
         if self._critic is not None:
-            for name, sizes in self._critic.phases.items():
-                yield Phase(f"critic: {name}", _present(sizes), {}, self)
+            yield from (Phase(f"critic: {name}", needs, self.held) for name, needs in self._critic.phases.items())
         if not self.inputs.publishes_adapter:
-            yield Phase(COPY, {}, {"newest copy": self._copy}, self)
+            yield Phase(COPY, Needs(host={"newest copy": self._copy}), self.held)
+
+    @property
+    def _kernels(self) -> int:
+        method = self.inputs.method
+        if method.dtype == "float32":
+            return _FLOAT32_KERNELS
+        return _BFLOAT16_KERNELS_OF_ADAPTERS if method.lora_rank else _BFLOAT16_KERNELS
 
     @property
     def _copy(self) -> int:

@@ -9,7 +9,8 @@ from typing import Literal
 from penstock.trainer.algorithm.balanced_bins import balanced, units_of
 from penstock.trainer.algorithm.packed_rows import Prefixes
 from penstock.trainer.errors import NotEstimated
-from penstock.trainer.memory_plan.estimate import BFLOAT16, FLOAT32, Method, Pass
+from penstock.trainer.memory_plan.estimate import Pass
+from penstock.trainer.memory_plan.method import BFLOAT16, FLOAT32, Method
 from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.settings import TrainerSettings
 
@@ -115,6 +116,9 @@ def plan_inputs(
             zero_stage=settings.trainer.zero_stage,
             num_ranks=settings.trainer.num_ranks,
             checkpointing=settings.model.gradient_checkpointing,
+            activation_offload=settings.model.activation_offload,
+            gradient_dtype=settings.trainer.gradient_dtype,
+            offload=settings.trainer.offload,
             lora_rank=lora.rank,
             lora_targets=tuple(lora.targets),
             with_entropy=algorithm.entropy_coefficient > 0.0,

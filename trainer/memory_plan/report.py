@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.trainer.memory_plan.memory_plan import MemoryPlan, Phase
+from penstock.trainer.memory_plan.method import Needs
 from penstock.trainer.memory_plan.suggestions import Suggestion
 
 _GB = 1e9
@@ -34,13 +35,15 @@ def _lines(plan: MemoryPlan, limit: int | None, on_gpu: bool, found: Sequence[Su
     )
     yield ""
     yield "held all the time"
-    for name, value in plan.device.items():
+    for name, value in plan.held.device.items():
         yield f"  {name:<34}{size(value):>10}"
-    for name, value in plan.host.items():
+    for name, value in plan.held.host.items():
         yield f"  {name:<34}{size(value):>10}{'  (host)' if on_gpu else ''}"
+    for name, value in plan.held.cpu.items() if not on_gpu else ():
+        yield f"  {name:<34}{size(value):>10}"
     yield "in all, by phase"
     for phase in plan.phases:
-        parts = ", ".join(f"{name} {size(value)}" for name, value in {**phase.device, **phase.host}.items() if value)
+        parts = ", ".join(_parts(phase, on_gpu))
         mark = "  <- largest" if phase is _largest(plan, on_gpu) else ""
         yield f"  {phase.name:<34}{size(_size(phase, on_gpu)):>10}  with {parts}{mark}"
     peak = plan.peak(on_gpu=on_gpu)
@@ -67,11 +70,10 @@ def document(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequen
         "micro_batches": inputs.largest.count,
         "largest_micro_batch_tokens": inputs.largest.tokens,
         "operations": inputs.operations,
-        "held": {"device": dict(plan.device), "host": dict(plan.host)},
+        "held": _needs(plan.held),
         "phases": {
             phase.name: {
-                "device": dict(phase.device),
-                "host": dict(phase.host),
+                **_needs(phase.needs),
                 "on_device": phase.on_device,
                 "total": phase.total,
             }
@@ -83,6 +85,17 @@ def document(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequen
         "fits": None if limit is None else peak <= limit,
         "fits_with": [{"settings": list(one.settings), "peak": one.peak} for one in found],
     }
+
+
+def _needs(needs: Needs) -> dict[str, dict[str, int]]:
+    return {"device": dict(needs.device), "host": dict(needs.host), "cpu": dict(needs.cpu)}
+
+
+def _parts(phase: Phase, on_gpu: bool) -> Iterator[str]:
+    needs = phase.needs
+    yield from (f"{name} {size(value)}" for name, value in needs.device.items() if value)
+    yield from (f"{name} {size(value)}{' (host)' if on_gpu else ''}" for name, value in needs.host.items() if value)
+    yield from (f"{name} {size(value)}" for name, value in needs.cpu.items() if value and not on_gpu)
 
 
 def _size(phase: Phase, on_gpu: bool) -> int:

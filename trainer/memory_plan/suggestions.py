@@ -25,6 +25,11 @@ class _Change:
     settings: tuple[str, ...]
     inputs: PlanInputs
 
+    def then(self, step: _Change) -> _Change:
+        """Return both; of a setting of both, the later value counts."""
+        values = {setting.partition("=")[0]: setting for setting in (*self.settings, *step.settings)}
+        return _Change(tuple(values.values()), step.inputs)
+
 
 def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggestion]:
     """Return what makes a run fit: every single setting that does, else the shortest combination; none: nothing known does.
@@ -38,18 +43,16 @@ def suggestions(inputs: PlanInputs, limit: int, *, on_gpu: bool) -> list[Suggest
     def tried(change: _Change) -> Suggestion:
         return Suggestion(change.settings, MemoryPlan(change.inputs).peak(on_gpu=on_gpu))
 
-    alone = [found for changes in _changes(inputs) if (found := _first(map(tried, changes), limit))]
+    kinds = list(_changes(inputs, on_gpu=on_gpu))
+    alone = [found for changes in kinds if (found := _first(map(tried, changes), limit))]
     if alone:
         return alone
     combined = _Change((), inputs)
-    for number in range(len(list(_changes(inputs)))):
-        steps = list(list(_changes(combined.inputs))[number])
-        for step in steps:
-            both = _Change(combined.settings + step.settings, step.inputs)
-            if (found := tried(both)).peak <= limit:
-                return [found]
-        if steps:
-            combined = _Change(combined.settings + steps[-1].settings, steps[-1].inputs)
+    for number in range(len(kinds)):
+        steps = [combined.then(step) for step in list(_changes(combined.inputs, on_gpu=on_gpu))[number]]
+        if found := _first(map(tried, steps), limit):
+            return [found]
+        combined = min([combined, *steps], key=lambda change: tried(change).peak)
     return []
 
 
@@ -57,8 +60,8 @@ def _first(tried: Iterator[Suggestion], limit: int) -> Suggestion | None:
     return next((one for one in tried if one.peak <= limit), None)
 
 
-def _changes(inputs: PlanInputs) -> Iterator[list[_Change]]:
-    """Yield the forms of each setting, the mildest first; empty where it is set already."""
+def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
+    """Yield the forms of each setting, the mildest first; empty where it is set already, or cannot help."""
     method = inputs.method
     budgets = []
     budget = inputs.budget_tokens
@@ -66,16 +69,46 @@ def _changes(inputs: PlanInputs) -> Iterator[list[_Change]]:
         budget = max(inputs.row_tokens, budget // 2)
         budgets.append(_Change((f"trainer.micro_batch_tokens={budget}",), replace(inputs, budget_tokens=budget)))
     yield budgets
-    checkpointing = replace(inputs, method=replace(method, checkpointing=True))
-    yield [] if method.checkpointing else [_Change(("model.gradient_checkpointing=true",), checkpointing)]
+    yield list(_with_checkpointing(inputs, on_gpu=on_gpu))
     yield [
         _Change((f"trainer.zero_stage={stage}",), replace(inputs, method=replace(method, zero_stage=stage)))
         for stage in range(method.zero_stage + 1, 4)
         if method.num_ranks > 1
     ]
+    yield list(_with_offload(inputs)) if on_gpu else []
     yield [_with_bfloat16(inputs)] if method.dtype == "float32" else []
     yield list(_more_ranks(inputs))
     yield list(_with_adapters(inputs))
+    yield [_with_rounded_sums(inputs)] if method.sums_apart else []
+
+
+def _with_checkpointing(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[_Change]:
+    if inputs.method.activation_offload:
+        return
+    settings: tuple[str, ...] = ()
+    if not inputs.method.checkpointing:
+        settings = ("model.gradient_checkpointing=true",)
+        yield _Change(settings, replace(inputs, method=replace(inputs.method, checkpointing=True)))
+    if on_gpu:
+        method = replace(inputs.method, checkpointing=True, activation_offload=True)
+        yield _Change((*settings, "model.activation_offload=true"), replace(inputs, method=method))
+
+
+def _with_offload(inputs: PlanInputs) -> Iterator[_Change]:
+    """Yield what moves states to the host, with the lowest ZeRO stage that does."""
+    method = inputs.method
+    if method.offload == "none":
+        stage = max(1, method.zero_stage)
+        settings = ("trainer.offload=optimizer", *((f"trainer.zero_stage={stage}",) if not method.zero_stage else ()))
+        yield _Change(settings, replace(inputs, method=replace(method, offload="optimizer", zero_stage=stage)))
+    if method.offload != "parameters":
+        settings = ("trainer.offload=parameters", *(("trainer.zero_stage=3",) if method.zero_stage < 3 else ()))
+        yield _Change(settings, replace(inputs, method=replace(method, offload="parameters", zero_stage=3)))
+
+
+def _with_rounded_sums(inputs: PlanInputs) -> _Change:
+    method = replace(inputs.method, gradient_dtype="as-trained")
+    return _Change(("trainer.gradient_dtype=as-trained",), replace(inputs, method=method))
 
 
 def _with_bfloat16(inputs: PlanInputs) -> _Change:

@@ -53,7 +53,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "eval.at_start": ("false",), "eval.every": ("7", EVAL), "eval.max_new_tokens": ("9",), "eval.samples": ("2", "eval.temperature=1.0"),
     "eval.temperature": ("0.5",), "model.dtype": ("bfloat16",), "model.gradient_checkpointing": ("true",),
     "model.activation_offload": ("true", "model.gradient_checkpointing=true"), "trainer.offload": ("optimizer",),
-    "trainer.gradient_dtype": ("as-trained",),
+    "trainer.gradient_dtype": ("as-trained", "model.dtype=bfloat16"),
     "model.lora.alpha": ("16.0", LORA), "model.lora.dropout": ("0.1", LORA), "model.lora.rank": ("8",), "model.lora.targets": ('["q_proj"]', LORA),
     "model.path": ("m",), "rollout.group_size": ("6",), "rollout.groups_per_step": ("64",), "rollout.max_new_tokens": ("77",),
     "rollout.max_staleness": ("3",), "rollout.stop": ('["</a>"]',), "rollout.temperature": ("0.7",), "run.id": ("my-run",), "run.seed": ("7",),

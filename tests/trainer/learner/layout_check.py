@@ -32,6 +32,7 @@ HOW = Optimisation(
 PLAIN = "plain"
 OFFLOADS: dict[str, dict[str, Any]] = {
     "offload-1": {"offload": "optimizer"},
+    "offload-2": {"offload": "optimizer", "zero_stage": 2},
     "offload-3": {"offload": "parameters", "zero_stage": 3, "gradient_checkpointing": True, "activation_offload": True},
     "activations-2": {"gradient_checkpointing": True, "activation_offload": True, "zero_stage": 2},
 }
@@ -55,13 +56,15 @@ def micro_batches(dims: ParallelDims) -> list[MicroBatch]:
     chosen = rows()
     tokens, masks = [row.token_ids for row in chosen], [row.loss_mask for row in chosen]
     plan = plan_micro_batches(
-        list(map(len, tokens)), budget_tokens=70, num_ranks=dims.rows.count, prefixes=prefixes_of(tokens, masks)
+        list(map(len, tokens)), budget_tokens=40, num_ranks=dims.rows.count, prefixes=prefixes_of(tokens, masks)
     )
-    return [build([chosen[number] for number in piece]) for piece in plan[dims.rows.index]]
+    found = [build([chosen[number] for number in piece]) for piece in plan[dims.rows.index]]
+    assert len(found) > 1, "a rank adds up the gradients of several micro-batches"
+    return found
 
 
-def trained(model: Path, folder: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
-    """Make a few steps, and the last one again from a checkpoint before it."""
+def trained(model: Path, folder: Path, plain: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
+    """Make a few steps, and the last one again from the checkpoint before it and from that of the plain layout."""
     policy = load_policy(model, how, dims, temperature=1.0)
     policy._scorer._chunk_tokens = 7
     objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01))
@@ -72,12 +75,16 @@ def trained(model: Path, folder: Path, how: Optimisation, dims: ParallelDims) ->
     policy.load(folder)
     policy.train_step(micro_batches(dims), objective)
     again = policy.snapshot()
+    policy.load(plain)
+    policy.train_step(micro_batches(dims), objective)
+    from_plain = policy.snapshot()
     return {
         "resumed_equal": all(torch.equal(tensor, again[name]) for name, tensor in tensors.items()),
         "loss": [step.loss for step in steps],
         "norm": [step.grad_norm for step in steps],
         "sums": [step.sums for step in steps],
         "weights": {name: float(tensor.double().norm()) for name, tensor in tensors.items()},
+        "weights_from_plain": {name: float(tensor.double().norm()) for name, tensor in from_plain.items()},
     }
 
 
@@ -111,11 +118,12 @@ def main(arguments: Sequence[str]) -> int:
     for name, changes in {PLAIN: {}, **(OFFLOADS if ranks.num_ranks > 1 else {})}.items():
         own = folder / f"{name}-{ranks.num_ranks}"
         own.mkdir(exist_ok=True)
-        results[name] = trained(model, own, replace(HOW, **changes), dims)
+        results[name] = trained(model, own, folder / f"{PLAIN}-{ranks.num_ranks}", replace(HOW, **changes), dims)
     if ranks.num_ranks > 1:
         for stage in (1, 2, 3):
             how = replace(HOW, dtype="bfloat16", zero_stage=stage)
             results[f"sum-{stage}"] = error_of_sum(how, dims)
+            results[f"offloaded-sum-{stage}"] = error_of_sum(replace(how, offload="optimizer"), dims)
             results[f"rounded-sum-{stage}"] = error_of_sum(replace(how, gradient_dtype="as-trained"), dims)
     if ranks.is_leader:
         print(json.dumps(results))

@@ -14,49 +14,74 @@ import pytest
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.learner import logprobs
 from penstock.trainer.memory_plan import estimate
-from penstock.trainer.memory_plan.estimate import Method
 from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, MemoryPlan
+from penstock.trainer.memory_plan.method import Method
 from penstock.trainer.memory_plan.model_shape import read_shape, shape_of
 from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
 from penstock.trainer.memory_plan.suggestions import suggestions
 
 RECORD = json.loads((Path(__file__).parents[3] / "benchmarks/trainer_memory.json").read_text())
 MEASURED: dict[str, Any] = RECORD["configurations"]
-TOLERANCE = 0.1
+TOLERANCE = 0.08  # of the peak of a phase
 QWEN3 = MEASURED["standard"]["fields"]
 
 
-def _inputs(name: str) -> PlanInputs:
+def _inputs(name: str, **changes: Any) -> PlanInputs:
     one, fields = MEASURED[name]["configuration"], MEASURED[name]["fields"]
     method = Method(
         dtype=one["dtype"], zero_stage=one["zero_stage"], num_ranks=one["num_ranks"], checkpointing=one["checkpointing"],
-        lora_rank=one["lora"], with_entropy=one["entropy"],
+        gradient_dtype=one["gradient_dtype"], offload=one["offload"], lora_rank=one["lora"], with_entropy=one["entropy"],
     )  # fmt: skip
     batch = Batch(one["prompt"], one["answer"], one["group_size"], one["groups"])
+    method = replace(method, **changes)
     return PlanInputs(shape_of(fields, name), method, batch, one["budget"], publishes_adapter=bool(one["lora"]))
 
 
-def test_a_dozen_configurations_and_three_widths_are_recorded() -> None:
+def _errors(name: str, **changes: Any) -> dict[str, float]:
+    """Relative error of the estimate of each recorded phase, without a checkpoint, the record's method changed."""
+    plan = MemoryPlan(_inputs(name, **changes))
+    found = {phase.name: phase.total - plan.held.host[CHECKPOINT] for phase in plan.phases}
+    others = {phase: found.pop(phase) for phase in ("optimizer step", COPY) if phase in found}
+    others["forward and backward"] = max(found.values())
+    return {phase: others[phase] / peak - 1 for phase, peak in MEASURED[name]["peaks"].items()}
+
+
+def test_what_is_recorded() -> None:
     """Without these a wrong formula could agree with the few that are there."""
-    assert len(MEASURED) >= 12
+    chosen = [one["configuration"] for one in MEASURED.values()]
     assert len({one["fields"]["hidden_size"] for one in MEASURED.values()}) >= 3
     assert {one["fields"]["model_type"] for one in MEASURED.values()} == {"llama", "qwen2", "qwen3"}
+    layouts = {
+        (one["zero_stage"], one["num_ranks"], one["offload"] != "none") for one in chosen if one["dtype"] == "bfloat16"
+    }
+    assert layouts >= {(stage, ranks, False) for stage in (1, 2, 3) for ranks in (1, 2)}
+    assert layouts >= {(stage, 2, True) for stage in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_largest_phase_is_within_a_tenth_of_its_measured_peak(name: str) -> None:
-    """The peak of the resident memory of a rank, as `benchmarks.trainer_memory` recorded it, without a checkpoint."""
-    peaks, plan = MEASURED[name]["peaks"], MemoryPlan(_inputs(name))
-    assert plan.peak(on_gpu=False) - plan.host[CHECKPOINT] == pytest.approx(max(peaks.values()), rel=TOLERANCE)
+def test_the_estimate_of_every_phase_is_near_its_measured_peak(name: str) -> None:
+    """The peak of the resident memory of a rank, as `benchmarks.trainer_memory` recorded it."""
+    errors = _errors(name)
+    assert all(abs(error) <= TOLERANCE for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("name", [name for name, one in MEASURED.items() if COPY in one["peaks"]])
-def test_the_optimizer_step_and_the_copy_are_near_their_peaks_too(name: str) -> None:
-    """They are not the largest here, and are for a model whose rows are short."""
-    plan = MemoryPlan(_inputs(name))
-    found = {phase.name: phase.total - plan.host[CHECKPOINT] for phase in plan.phases}
-    for phase in ("optimizer step", COPY):
-        assert found[phase] == pytest.approx(MEASURED[name]["peaks"][phase], rel=TOLERANCE), phase
+SHORT = {
+    name: one["configuration"] for name, one in MEASURED.items() if name.startswith("short") and "lora" not in name
+}
+SUMMED_APART = [name for name, chosen in SHORT.items() if chosen["dtype"] == "bfloat16"]
+OFFLOADED = [name for name, chosen in SHORT.items() if chosen["offload"] != "none"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [
+        *((name, {"gradient_dtype": "as-trained"}) for name in SUMMED_APART),
+        *((name, {"offload": "none"}) for name in OFFLOADED),
+    ],
+)
+def test_an_estimate_that_ignored_a_setting_would_be_wrong(name: str, ignored: dict[str, Any]) -> None:
+    """The records tell float32 sums from sums as trained, and an offload from none: some phase would be off."""
+    assert max(map(abs, _errors(name, **ignored).values())) > TOLERANCE
 
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:
@@ -67,10 +92,10 @@ def test_the_chunk_of_logits_is_the_trainers() -> None:
 def test_ranks_share_what_their_stage_shards() -> None:
     """Stage 1 splits optimizer states and master weights, stage 3 the parameters too; buckets of a copy are never split."""
     inputs = _inputs("standard")
-    whole = MemoryPlan(inputs).device
+    whole = MemoryPlan(inputs).held.device
     for stage, parameters in ((1, 1), (2, 1), (3, 4)):
         method = replace(inputs.method, zero_stage=stage, num_ranks=4)
-        held = MemoryPlan(replace(inputs, method=method)).device
+        held = MemoryPlan(replace(inputs, method=method)).held.device
         assert held["parameters"] == whole["parameters"] // parameters
         assert held["optimizer states"] == whole["optimizer states"] // 4
         assert held["master weights"] == whole["master weights"] // 4
@@ -86,7 +111,8 @@ def test_a_gpu_counts_no_copies_and_no_parked_reference() -> None:
     assert here.peak(on_gpu=True) - parked.peak(on_gpu=True) == model
     assert here.peak(on_gpu=False) == parked.peak(on_gpu=False)
     # The reference, two copies of the weights, and one of weights and two moments for a checkpoint.
-    assert parked.peak(on_gpu=False) - parked.peak(on_gpu=True) == (3 + 3) * model
+    of_process = parked.peak(on_gpu=False) - sum(parked.held.cpu.values())
+    assert of_process - parked.peak(on_gpu=True) == (3 + 3) * model
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -95,14 +121,14 @@ def test_ranks_share_the_copy_for_a_checkpoint(stage: int) -> None:
     inputs = _inputs("standard")
     method = replace(inputs.method, zero_stage=stage, num_ranks=4)
     shared = replace(inputs, method=method)
-    copied = MemoryPlan(shared).host[CHECKPOINT]
+    copied = MemoryPlan(shared).held.host[CHECKPOINT]
     of_rank = (
         inputs.shape.parameters // 4 if stage else inputs.shape.table
     )  # whole parameters: one rank has the embedding
     assert copied == 12 * of_rank
-    assert MemoryPlan(replace(shared, critic=inputs.shape)).host[CHECKPOINT] == 2 * copied
+    assert MemoryPlan(replace(shared, critic=inputs.shape)).held.host[CHECKPOINT] == 2 * copied
     adapters = replace(shared, method=replace(method, lora_rank=8))
-    assert MemoryPlan(adapters).host[CHECKPOINT] < 0.1 * copied
+    assert MemoryPlan(adapters).held.host[CHECKPOINT] < 0.1 * copied
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.3, 0.1])
@@ -113,6 +139,43 @@ def test_every_suggestion_fits(share: float) -> None:
     found = suggestions(inputs, limit, on_gpu=True)
     assert found
     assert all(one.peak <= limit and one.settings for one in found)
+
+
+def test_an_offload_moves_states_from_the_device_to_the_host() -> None:
+    """All of them: master weights and moments, then the parameters, then what checkpointing keeps; in all nothing is saved."""
+    plain = MemoryPlan(_inputs("short-stage-3-2-ranks"))
+    optimizer, parameters = (
+        MemoryPlan(_inputs("short-stage-3-2-ranks", offload=what)) for what in ("optimizer", "parameters")
+    )
+    states = {"master weights", "optimizer states", "gradients"}
+    assert states <= plain.held.device.keys()
+    assert states <= optimizer.held.host.keys()
+    assert not states & optimizer.held.device.keys()
+    assert {"parameters"} == optimizer.held.device.keys() - parameters.held.device.keys()
+    assert parameters.held.host["parameters"] == plain.held.device["parameters"]
+    activations = MemoryPlan(_inputs("short-stage-3-2-ranks", activation_offload=True))
+    for phase, same in zip(activations.phases, plain.phases, strict=True):
+        moved = phase.needs.host.get("activations", 0)
+        assert (moved > 0) == (phase.name in {"log-probabilities and loss", "backward"})
+        assert (phase.on_device + moved, phase.total) == (same.on_device, same.total)
+    assert parameters.peak(on_gpu=True) < optimizer.peak(on_gpu=True) < plain.peak(on_gpu=True)
+    assert optimizer.peak(on_gpu=False) > plain.peak(on_gpu=False)
+
+
+def test_an_offload_is_suggested_where_it_helps_and_only_there() -> None:
+    """With the ZeRO stage that it needs; never where the CPU trains."""
+    inputs = _inputs("short")
+    found = suggestions(inputs, int(0.6 * MemoryPlan(inputs).peak(on_gpu=True)), on_gpu=True)
+    assert ("trainer.offload=optimizer",) in [one.settings for one in found]
+    inputs = replace(inputs, method=replace(inputs.method, zero_stage=3, offload="optimizer"))
+    found = suggestions(inputs, int(0.95 * MemoryPlan(inputs).peak(on_gpu=True)), on_gpu=True)
+    assert ("trainer.offload=parameters",) in [one.settings for one in found]
+    unsharded = replace(_inputs("stage-0"), budget_tokens=768)
+    found = suggestions(unsharded, int(0.95 * MemoryPlan(unsharded).peak(on_gpu=True)), on_gpu=True)
+    assert ("trainer.offload=optimizer", "trainer.zero_stage=1") in [one.settings for one in found]
+    for share in (0.9, 0.6, 0.3):
+        on_cpu = suggestions(inputs, int(share * MemoryPlan(inputs).peak(on_gpu=False)), on_gpu=False)
+        assert not any("offload" in setting for one in on_cpu for setting in one.settings)
 
 
 def test_nothing_is_suggested_where_nothing_fits() -> None:
