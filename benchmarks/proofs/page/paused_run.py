@@ -17,7 +17,7 @@ from penstock.deploy import quickstart, quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.protocol.record import pause_request
 
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
 PENSTOCK = [sys.executable, "-P", "-m", "penstock"]
 _RUN_S = 1800.0  # for the steps of a run
 _STEPS = 20_000  # more than a run makes before it is paused
