@@ -39,7 +39,7 @@ fuzz: $(STAMP)  ## property tests and the fuzzers of both HTTP APIs with 40 time
 		tests/reward_service/endpoints/test_openapi_fuzz.py tests/console/web/control/test_schema.py
 
 chaos: $(STAMP)  ## kill processes at random (three seeds), then audit and replay; plus a control that must fail (half an hour)
-	$(BIN)/python -m pytest -m chaos --timeout 900
+	$(BIN)/python -m pytest -m chaos --timeout 3600
 	$(BIN)/python -m benchmarks.chaos
 	$(BIN)/python -m benchmarks.chaos --without-ids --seeds 0 --steps 20 --kills 7 --points 4
 	$(BIN)/python -m benchmarks.chaos --without-guards --seeds 0 --steps 14 --kills 4 --points 3

@@ -71,9 +71,9 @@ class Checkpoints:
         checkpoint.commit(self._root, state, self._writer.write, keep=1)
 
 
-def measure(name: str, repeat: int, folder: Path, dims: ParallelDims) -> str:
+def measure(name: str, repeat: int, row_tokens: int, folder: Path, dims: ParallelDims) -> str:
     """Return a row of the table."""
-    chosen = replace(CONFIGURATIONS[name], prompt=32, answer=32, group_size=4, groups=1)
+    chosen = replace(CONFIGURATIONS[name], prompt=row_tokens // 2, answer=row_tokens // 2, group_size=4, groups=1)
     trained = Trained(chosen, dims)
     micro_batches = trained.micro_batches(chosen)
     checkpoints = Checkpoints(trained, folder)
@@ -108,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=["standard", "smollm2-135m"])
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--row-tokens", type=int, default=64, help="tokens of each of the 4 rows of a step")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -120,7 +121,7 @@ def main() -> None:
     dims = ParallelDims(Ranks())
     for name in options.only:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            print(measure(name, options.repeat, Path(folder), dims), flush=True)
+            print(measure(name, options.repeat, options.row_tokens, Path(folder), dims), flush=True)
 
 
 if __name__ == "__main__":

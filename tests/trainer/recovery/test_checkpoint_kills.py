@@ -1,0 +1,100 @@
+"""Killed at random moments while ranks write a checkpoint beside training, a run loses and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.servers import wait_for
+from tests.trainer.learner.forks import Command
+from tests.trainer.recovery.test_crash_points import GROUPS_PER_STEP, Scene, scene
+
+from penstock.deploy.bootstrap import delete_run
+from penstock.protocol.record.checkpoint_state import PARTIAL, committed
+
+__all__ = ["scene"]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(3600)]
+
+STEPS = 50
+LONGEST_DELAY_S = 1.0  # from the first file of a checkpoint: past the acknowledgements, into the next step
+NEXT_DELAY_S = 1.0  # until the ranks that are left are killed
+
+
+def newest(folder: Path) -> int:
+    found = committed(folder) if folder.is_dir() else []
+    return found[-1][1].step if found else 0
+
+
+def kill_in_a_checkpoint(trainer: Command, folder: Path, rng: random.Random) -> tuple[int, str]:
+    """Kill a rank at a random moment after it began to write a checkpoint; return the rank and where it was."""
+    rank = rng.randrange(len(trainer.processes))
+    after = newest(folder) + rng.randint(0, 1)
+
+    def is_writing() -> bool:
+        assert all(process.is_alive() for process in trainer.processes), (
+            f"ended before it was killed\n{trainer.err[-3000:]}"
+        )
+        return newest(folder) >= after and any(folder.glob(f"step*{PARTIAL}"))
+
+    wait_for(is_writing, "a checkpoint", 240.0)
+    step = newest(folder)
+    time.sleep(rng.uniform(0.0, LONGEST_DELAY_S))
+    pid = trainer.processes[rank].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    where = "before the rename" if newest(folder) == step else "after the rename"
+    time.sleep(rng.uniform(0.0, NEXT_DELAY_S))
+    trainer.kill()  # as torchrun does with the ranks that are left
+    return rank, where
+
+
+@pytest.mark.parametrize(("num_ranks", "num_kills"), [(1, 25), (2, 30)])
+def test_random_kills_while_checkpoints_are_written_change_nothing(
+    scene: Scene, run_id: str, num_ranks: int, num_kills: int
+) -> None:
+    """The accounting closes after each kill; at the end each group counts once, and a replay makes the same versions."""
+    run_file, rng = scene.run_file(run_id), random.Random(f"{num_ranks} ranks")
+    layout = (
+        f"trainer.num_ranks={num_ranks}",
+        "trainer.zero_stage=2",
+        f"trainer.steps={STEPS}",
+        "eval.every=0",
+        "trainer.max_mismatch=None",
+    )
+    folder, kills = scene.checkpoints(run_id), Counter[str]()
+    trainer = None
+    try:
+        with scene.producer(run_id):
+            for number in range(num_kills):
+                trainer = Command(run_file.parent, "train", str(run_file), *layout, num_ranks=num_ranks)
+                rank, where = kill_in_a_checkpoint(trainer, folder, rng)
+                kills[f"rank {rank}, {where}"] += 1
+                if newest(folder):
+                    proof = scene.audit(run_id)
+                    assert proof.closes, (number, rank, where, proof.breaches)
+                print(
+                    f"{time.strftime('%X')} kill {number + 1}: rank {rank}, {where}, step {newest(folder)}", flush=True
+                )
+            trainer = Command(run_file.parent, "train", str(run_file), *layout, num_ranks=num_ranks)
+            trainer.wait(deadline_s=900.0)
+        proof = scene.audit(run_id)
+        assert proof.closes, proof.breaches
+        assert proof.splits[0].used == STEPS * GROUPS_PER_STEP
+        trainer = Command(run_file.parent, "replay", run_id, str(run_file), "--json", num_ranks=num_ranks)
+        replayed = json.loads(trainer.wait(deadline_s=900.0).splitlines()[-1])
+    finally:
+        if trainer is not None:
+            trainer.kill()
+    assert replayed["holds"], replayed
+    train = proof.splits[0]
+    print(
+        f"{num_ranks} rank(s): {sum(kills.values())} kills ({dict(kills)}); groups issued {train.issued}, trained {train.used}, dropped "
+        f"{dict(train.dropped)}, trained twice 0, lost {train.dropped.get('lost', 0)}; {len(replayed['same'])} versions replayed with the same hash"
+    )
+    delete_run(scene.bus, run_id)
