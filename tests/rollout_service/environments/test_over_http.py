@@ -302,7 +302,11 @@ async def test_an_address_that_may_not_be_called_is_not(
     own = HTTP.defined(
         "mine",
         EnvironmentDefinition.model_validate(
-            {"type": "http", "attempts": 1, "options": {"url": url, "allowed_targets": list(allowed)}}
+            {
+                "type": "http",
+                "attempts": 1,
+                "options": {"url": url, "allowed_targets": list(allowed), "place_deadline_s": 0.2},
+            }
         ),
     )
     own.never_call(await own_servers.find(NatsSettings(url="nats://127.0.0.1:4999"), S3Settings()))
