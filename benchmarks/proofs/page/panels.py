@@ -20,7 +20,7 @@ def compare_panels(window: Window) -> int:
     browser, run = window.browser, window.run_id
     browser.open(run, "overview")
     found, metrics = window.api("summary"), window.api("metrics", points=500)
-    same(browser.tile("step"), f"{found['step']} of {found['total_steps']}", "step")
+    same(browser.tile("step"), f"{found['step']:,} of {found['total_steps']:,}", "step")
     same(float(browser.tile("reward").replace(",", "")), round(found["reward"], 3), "reward")
     same(browser.tile("groups trained"), f"{found['groups']['trained']:,}", "groups trained")
     for title, name in (
