@@ -57,6 +57,7 @@ from penstock.trainer.publishing.publish_coordinator import PublishChannels, Pub
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
+from penstock.trainer.rank_watch import RankWatch, answer_watch, end_process
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.checkpoint_files import verify_files
@@ -120,6 +121,7 @@ def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     publisher = RankPublisher(blobs, settings.run.id, dims.buckets)
     serve_requests(publisher, PublishChannels(ranks.channel(), ranks.channel()))
     serve_writes(rank_group.captured, ranks.channel())
+    answer_watch(ranks.channel(), rank_group.activity, settings.trainer.rank_deadline_s, end_process)
     process_memory.end_start()
     rank_group.follow(publisher)
 
@@ -202,6 +204,9 @@ def _run(session: _Session, ranks: Ranks) -> None:
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     coordinator = PublishCoordinator(publisher, channels)
     writer = CheckpointWriter(rank_group.captured, ranks.channel() if ranks.num_ranks > 1 else None)
+    watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if ranks.num_ranks > 1:
+        watch = RankWatch(ranks.channel(), rank_group.activity, settings.trainer.rank_deadline_s, end_process)
     success = SuccessRules()
     if session.data.sets:
         given = settings.reward.success
@@ -225,7 +230,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
         record_writer.mark_committed(found[1], state_json)
     copies = stored if settings.trainer.store_checkpoints else None
     parts = _training(session, rank_group, writer, coordinator, record_writer, resumed, success, copies)
-    with parts as (training, evaluation_log):
+    with watch, parts as (training, evaluation_log):
         started, is_complete = time.monotonic(), False
         process_memory.end_start()
         try:

@@ -6,6 +6,7 @@ if gradients use NCCL. DeepSpeed's communication is separate.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -124,11 +125,13 @@ class RankChannel:
         self._lock = threading.Lock()
         self._broken: RankUnresponsive | None = None  # after it, a late answer would be read for a later question
 
-    def ask(self, question: bytes, own: Callable[[], T]) -> tuple[T, list[bytes]]:
+    def ask(
+        self, question: bytes, own: Callable[[], T], *, deadline_s: float = _ANSWER_DEADLINE_S
+    ) -> tuple[T, list[bytes]]:
         """Send a question, call ``own``, and return its result with the others' answers (rank 0).
 
         All answers are awaited, even if ``own`` raises. Raises RankUnresponsive for a rank that exited, or has not
-        answered for half an hour.
+        answered for ``deadline_s``.
         """
         others = range(1, self._num_ranks)
         with self._lock:
@@ -136,11 +139,11 @@ class RankChannel:
                 raise self._broken
             try:
                 for rank in others:
-                    self._send(question, rank)
+                    self._send(question, rank, timedelta(seconds=deadline_s))
                 try:
                     mine = own()
                 finally:
-                    answers = [self._receive(rank, timedelta(seconds=_ANSWER_DEADLINE_S)) for rank in others]
+                    answers = [self._receive(rank, timedelta(seconds=deadline_s)) for rank in others]
             except RankUnresponsive as err:
                 self._broken = err
                 raise
@@ -148,22 +151,33 @@ class RankChannel:
 
     def listen(self, answer: Callable[[bytes], bytes]) -> None:
         """Answer rank 0's questions until it exits (all other ranks)."""
-        while True:
-            try:
-                question = self._receive(0, _DEADLINE)
-                self._send(answer(question), 0)
-            except RankUnresponsive:
-                return
+        with contextlib.suppress(RankUnresponsive):
+            while True:
+                self.answer_one(answer)
 
-    def _send(self, data: bytes, rank: int) -> None:
+    def answer_one(self, answer: Callable[[bytes], bytes], *, deadline_s: float | None = None) -> bytes:
+        """Answer rank 0's next question, and return the question (all other ranks).
+
+        Raises RankUnresponsive when rank 0 has exited, or has not asked for ``deadline_s``.
+        """
+        question = self._receive(0, _DEADLINE if deadline_s is None else timedelta(seconds=deadline_s))
+        self._send(answer(question), 0, _DEADLINE if deadline_s is None else timedelta(seconds=deadline_s))
+        return question
+
+    def _send(self, data: bytes, rank: int, deadline: timedelta) -> None:
         tensors = [torch.tensor([len(data)], dtype=torch.int64)]
         if data:  # an empty tensor is not sent
             tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         try:
-            for tensor in tensors:
-                dist.send(tensor, dst=rank, group=self._group)
+            for tensor in tensors:  # gloo sends when the other process says that it is ready
+                work = dist.isend(tensor, dst=rank, group=self._group)
+                assert work is not None
+                work.wait(deadline)
         except RuntimeError as err:
-            raise RankUnresponsive(f"rank {rank} of {self._num_ranks} has exited ({err}); {_SEE_LOGS}") from None
+            raise RankUnresponsive(
+                f"rank {rank} of {self._num_ranks} has exited, or did not answer for {deadline.total_seconds():.0f} s "
+                f"({err}); {_SEE_LOGS}"
+            ) from None
 
     def _receive(self, rank: int, deadline: timedelta) -> bytes:
         try:

@@ -308,6 +308,12 @@ class OptimizerSettings(Section):
     lease_s: float = Field(
         default=6.0, ge=1.0, le=60.0, description="A lease that was not renewed for this long has expired, in s."
     )
+    rank_deadline_s: float = Field(
+        default=60.0,
+        ge=1.0,
+        description="Longest time for which one of several ranks may not answer while the run trains, in s: one that is "
+        "suspended or blocked. Then the other ranks end, and the launcher starts all of them again.",
+    )
     kill_at: str = Field(
         default="",
         description="For crash tests: the trainer sends itself SIGKILL at this point (trainer/crash_points.py), NAME:2 the "

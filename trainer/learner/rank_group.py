@@ -36,6 +36,7 @@ from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies, name
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import Weights
+from penstock.trainer.rank_watch import RankActivity
 
 
 class RankGroup:
@@ -62,6 +63,7 @@ class RankGroup:
         self._critic = critic
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
+        self.activity = RankActivity()
         self._num_copies = 0
         self._copies = WeightCopies(policy, dims, self.copied_root)
 
@@ -131,7 +133,9 @@ class RankGroup:
         The buckets that are copied for a publication go to ``publisher``.
         """
         while True:
+            self.activity.begin("waiting for rank 0", self.policy.steps_done)
             what, detail = self._dims.ranks.broadcast(None)
+            self.activity.begin(what, self.policy.steps_done)
             match what:
                 case "step":
                     plan = StepPlan.from_wire(detail[0])
@@ -156,6 +160,7 @@ class RankGroup:
 
     def _order(self, what: str, detail: Callable[[], Any] | None = None) -> None:
         if self._dims.ranks.num_ranks > 1:
+            self.activity.begin(what, self.policy.steps_done)
             self._dims.ranks.broadcast([what, detail() if detail else None])
 
     def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], keep_rows: int) -> StepFigures:
