@@ -195,6 +195,7 @@ TRAINER = Dashboard(
                 of("Slow steps, by phase", "penstock_trainer_step_seconds"),
                 of("Trained tokens", "penstock_tokens_total", expr=f'sum(rate(penstock_tokens_total{{outcome="trained"}}[{INTERVAL}]))', legend="trained"),
                 of("Steps", "penstock_trainer_steps_total"),
+                of("Steps without stored log-probabilities", "penstock_trainer_logprobs_lost_total"),
                 of("Published version", "penstock_weights_version", expr='penstock_weights_version{role="trainer"}', legend="trainer"),
                 of("Published versions, by kind", "penstock_weights_published_total"),
             ),
