@@ -13,7 +13,7 @@ import psutil
 from benchmarks.proofs.page.paused_run import DEADLINE_S, PENSTOCK
 from tests.console.web.browsing import CHROMIUM, Browser
 
-LATER = 5  # niceness of what a run does not need
+LATER = 19  # niceness of what a run does not need
 _STEP_TILE = "(document.querySelector('[data-tile=step] b') || {}).textContent || ''"
 
 
