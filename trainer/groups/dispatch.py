@@ -384,7 +384,7 @@ class Dispatch:
         self.state = DispatchState(order_id(order, prompts.fingerprint))
         self.issued_before = _NOTHING  # by earlier sessions; set from the run's log
         self._issued: dict[GroupKey, _Issued] = {}  # outstanding groups that this session issued
-        self._late: dict[PolicyVersion, deque[GroupKey]] = {}  # those, by the version they were issued for (`is_late`)
+        self._issued_for: dict[PolicyVersion, deque[GroupKey]] = {}  # those by version, but some that are not late
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
@@ -437,7 +437,7 @@ class Dispatch:
         a held group stays held until it is closed.
         """
         version = last_chance_version(trainer_version, self._rollout.max_staleness)
-        groups = self._late.get(version, ())
+        groups = self._issued_for.get(version, ())
         while groups and not self._is_under_way(groups[0], version, holds):
             groups.popleft()
         return bool(groups)
@@ -502,7 +502,7 @@ class Dispatch:
         tasks = [self._task(key, version) for key in keys]
         promises = [_Issued(version, self._own_promise(key, task)) for key, task in zip(keys, tasks, strict=True)]
         self._issued.update(zip(keys, promises, strict=True))
-        self._late.setdefault(version, deque()).extend(keys)
+        self._issued_for.setdefault(version, deque()).extend(keys)
         return pack_tasks(tasks)
 
     def _forget(self, trainer_version: PolicyVersion) -> None:
@@ -510,7 +510,7 @@ class Dispatch:
         may_arrive = self.state.outstanding.union(self.state.dead)
         self._issued = {key: issued for key, issued in self._issued.items() if key in may_arrive}
         oldest = last_chance_version(trainer_version, self._rollout.max_staleness)
-        self._late = {version: groups for version, groups in self._late.items() if version >= oldest}
+        self._issued_for = {version: groups for version, groups in self._issued_for.items() if version >= oldest}
 
     def _own_promise(self, key: GroupKey, task: Task) -> TaskPromise:
         """Return the promise of a task that this session issues; an earlier one may have issued it with other settings."""

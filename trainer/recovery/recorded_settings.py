@@ -15,11 +15,11 @@ from penstock.trainer.algorithm.chosen_parts import BY_KEY
 from penstock.trainer.settings import TrainerSettings
 
 _CONNECTIONS = ("nats", "s3")  # addresses of servers may change between a run and its replay
-# A step's weights do not depend on these: when the run waits, saves, publishes, stops, or kills itself in tests.
+# A step's weights do not depend on these: when the run waits, saves, publishes, signs, stops, or kills itself in tests.
 _WITHOUT_EFFECT = frozenset(
     f"trainer.{key}"
     for key in (
-        "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "keep_versions", "collect_deadline_s",
+        "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "store_checkpoints", "signing_key_file", "keep_versions", "collect_deadline_s",
         "keep_best", "milestone_every", "keep_milestones",
         "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs",
     )

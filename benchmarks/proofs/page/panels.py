@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from benchmarks.proofs.page.open_page import Window
+from tests.console.web.browsing import OVERVIEW_CHARTS
 
 
 def compare_panels(window: Window) -> int:
@@ -23,12 +24,7 @@ def compare_panels(window: Window) -> int:
     same(browser.tile("step"), f"{found['step']:,} of {found['total_steps']:,}", "step")
     same(float(browser.tile("reward").replace(",", "")), round(found["reward"], 3), "reward")
     same(browser.tile("groups trained"), f"{found['groups']['trained']:,}", "groups trained")
-    for title, name in (
-        ("Reward", "reward_mean"), ("Entropy", "entropy"), ("Clipped tokens", "clip_fraction"),
-        ("KL between sampler and policy", "kl_behaviour"), ("Effective sample size", "ess_share"),
-        ("Degenerate groups", "zero_signal_groups"), ("Truncated completions", "truncated_share"),
-        ("Tokens trained per second", "tokens_per_s"), ("Staleness of what was trained", "staleness_mean"),
-    ):  # fmt: skip
+    for title, name in OVERVIEW_CHARTS:
         last = browser.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last")
         same(float(last or "nan"), metrics["figures"][name]["mean"][-1], title)
     browser.open(run, "trajectories", f"?step_from={found['step'] - 2}")

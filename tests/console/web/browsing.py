@@ -14,6 +14,12 @@ from penstock.console.web.access import Role
 
 CHROMIUM = "/usr/bin/chromium"
 VIEWS = ("overview", "trajectories", "fleet", "weights", "rewards", "lineage", "dead-letters")
+OVERVIEW_CHARTS = (  # title on the page, name in the API
+    ("Reward", "reward_mean"), ("Entropy", "entropy"), ("Clipped tokens", "clip_fraction"),
+    ("KL between sampler and policy", "kl_behaviour"), ("Effective sample size", "ess_share"),
+    ("Degenerate groups", "zero_signal_groups"), ("Truncated completions", "truncated_share"),
+    ("Tokens trained per second", "tokens_per_s"), ("Staleness of what was trained", "staleness_mean"),
+)  # fmt: skip
 _DEADLINE_MS = 30_000
 
 

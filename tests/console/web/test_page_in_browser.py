@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 import pytest
 from tests.console.record import recorded_run as recorded
-from tests.console.web.browsing import CHROMIUM, VIEWS, Browser, browser
+from tests.console.web.browsing import CHROMIUM, OVERVIEW_CHARTS, VIEWS, Browser, browser
 from tests.console.web.conftest import STEPS, Shown
 from tests.console.web.shown_run import DROPPED, EPISODES, GROUP_SIZE, GROUPS_A_STEP, HOSTILE, WITHOUT_LOGPROBS
 from tests.servers import require_package
@@ -69,12 +69,7 @@ def test_the_overview_shows_what_the_api_answers(chromium: Browser, shown: Shown
     assert chromium.tile("held-out accuracy") == f"{found['held_out']['now']:.3f}"
     assert chromium.tile("staleness") == f"{found['staleness_mean']:.2f}"
     assert chromium.tile("groups trained") == f"{found['groups']['trained']:,}"
-    for title, name in (
-        ("Reward", "reward_mean"), ("Entropy", "entropy"), ("Clipped tokens", "clip_fraction"),
-        ("KL between sampler and policy", "kl_behaviour"), ("Effective sample size", "ess_share"),
-        ("Degenerate groups", "zero_signal_groups"), ("Truncated completions", "truncated_share"),
-        ("Tokens trained per second", "tokens_per_s"), ("Staleness of what was trained", "staleness_mean"),
-    ):  # fmt: skip
+    for title, name in OVERVIEW_CHARTS:
         shown_last = chromium.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last")
         assert float(shown_last or "nan") == metrics["figures"][name]["mean"][-1], title
     for one in found["evaluations"]:

@@ -114,6 +114,12 @@ def test_sessions_with_other_seeds_are_not_replayed_as_one() -> None:
     assert what_steps_read({"run.seed": 3, "run.id": "a", "nats.url": "b"}) == {"run.seed": 3}
 
 
+def test_sessions_that_sign_or_save_otherwise_are_replayed_as_one() -> None:
+    """A key that is changed during a run, or checkpoints that are also stored, change no weights."""
+    saved = {"trainer.signing_key_file": "new.key", "trainer.store_checkpoints": True, "trainer.lr": 1e-6}
+    assert what_steps_read(saved) == {"trainer.lr": 1e-6}
+
+
 def figures(loss: float, *, tokens: float, clipped: float, fresh: float) -> StepFigures:
     sums = {"tokens": tokens, "clipped": clipped, "kl_proximal": clipped / 10}
     fresh_sums = {"fresh_tokens": fresh, "fresh_k1": fresh, "fresh_k3": fresh, "fresh_abs": fresh}
