@@ -1,4 +1,4 @@
-"""Settings that are accepted and have no effect, or another one than their name promises in the project it is from."""
+"""Settings that are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ _EVALUATION = ("num_prompts", "at_start", "at_end", "temperature", "samples", "m
 
 
 def notes(loaded: Loaded[TrainerSettings]) -> list[str]:
-    """Return a line for each setting that was given and does nothing here, and for a reference on the CPU."""
+    """Return a line for each setting that was given and does nothing here."""
     settings, origins = loaded.settings, loaded.origins
-    found = [
+    return [
         f"{key} has no effect {why} [{origins[key]}]"
         for key, why in _idle(settings)
         if origins.get(key, "default") != "default"
     ]
-    if settings.algorithm.needs_reference and settings.algorithm.reference_device == "cpu":
-        found.append(
-            'algorithm.reference_device = "cpu": the reference is also computed on the CPU, many times slower than on a GPU; '
-            f"other projects only keep it there [{origins['algorithm.reference_device']}]"
-        )
-    return found
 
 
 def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:

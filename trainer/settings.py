@@ -566,8 +566,8 @@ class TrainerSettings(Section):
     def _check_lora(self) -> None:
         chosen = self.algorithm
         is_frozen_copy = chosen.reference_path is not None or not chosen.needs_reference
-        if self.model.lora.rank and not is_frozen_copy and chosen.reference_device == "cpu":
+        if self.model.lora.rank and not is_frozen_copy and chosen.reference_device == "parked":
             raise ValueError(
-                'algorithm.reference_device = "cpu" does nothing with model.lora: the reference is the policy with '
+                'algorithm.reference_device = "parked" does nothing with model.lora: the reference is the policy with '
                 "its adapters switched off, and takes no memory; set algorithm.reference_path, or leave it out"
             )

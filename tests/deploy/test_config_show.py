@@ -48,11 +48,6 @@ def test_every_section_is_shown_once_with_its_origins(capsys: pytest.CaptureFixt
         (["eval.num_prompts=3"], "eval.num_prompts has no effect without data.eval"),
         (["eval.num_prompts=3", "data.eval=e"], ""),
         (["data.from_run=x", "data.train=t"], "data.train has no effect with data.from_run"),
-        (
-            ["algorithm.kl_coefficient=0.1", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
-            "the reference is also computed on the CPU, many times slower than on a GPU; other projects only keep it there "
-            "[override as actor_rollout_ref.ref.fsdp_config.param_offload]",
-        ),
     ],
 )
 def test_a_setting_without_effect_is_named(capsys: pytest.CaptureFixture[str], arguments: list[str], note: str) -> None:

@@ -182,9 +182,10 @@ class _GeneralSettings(Section):
     reference_path: Path | None = Field(
         default=None, description="Model folder of the reference; none: model.path as the run started."
     )
-    reference_device: Literal["same", "cpu"] = Field(
+    reference_device: Literal["same", "parked"] = Field(
         default="same",
-        description="Where the reference is kept and computed: on the policy's device, or, many times slower, on the CPU.",
+        description="Where the reference is kept: on the policy's device, or parked in host memory, from where each layer is copied "
+        "to that device while it computes. It is computed there in both cases.",
     )
 
     options: dict[str, Any] = Field(
@@ -230,6 +231,12 @@ class AlgorithmSettings(_AllSettings):
     @classmethod
     def _canonical(cls, value: str) -> str:
         return canonical(value)
+
+    @field_validator("reference_device", mode="before")
+    @classmethod
+    def _in_host_memory(cls, value: object, info: ValidationInfo) -> object:
+        """Read a record's "cpu", where the reference was also computed on the CPU: the same numbers where a CPU trained."""
+        return "parked" if value == "cpu" and info.context == RECORDED else value
 
     @field_validator("loss", "advantage", "filters", "corrections")
     @classmethod

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.estimators.gae import gae
@@ -44,9 +42,13 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
     if algorithm.needs_reference and how.lora is not None and algorithm.reference_path is None:
         reference = WithoutAdapter(policy)
     elif algorithm.needs_reference:
-        device = torch.device("cpu") if algorithm.reference_device == "cpu" else policy.device
-        folder = algorithm.reference_path or settings.model.path
-        reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
+        reference = load_reference(
+            algorithm.reference_path or settings.model.path,
+            how,
+            policy.device,
+            temperature=settings.rollout.temperature,
+            parked=algorithm.reference_device == "parked",
+        )
     critic = _critic(settings, how, dims) if algorithm.has_critic else None
     return RankGroup(policy, dims, blobs, build_objective(algorithm), reference, critic)
 

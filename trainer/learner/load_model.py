@@ -46,9 +46,14 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
     return Policy(Trainable(scorer, how, dims), scorer, dims)
 
 
-def load_reference(folder: Path, how: Optimisation, device: torch.device, *, temperature: float) -> Reference:
-    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does."""
-    return Reference(CompletionScorer(load_language_model(folder, how), temperature), device)
+def load_reference(
+    folder: Path, how: Optimisation, device: torch.device, *, temperature: float, parked: bool = False
+) -> Reference:
+    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does.
+
+    A ``parked`` one stays in host memory and is computed on the device.
+    """
+    return Reference(CompletionScorer(load_language_model(folder, how), temperature), device, parked=parked)
 
 
 def load_language_model(folder: Path, how: Optimisation) -> nn.Module:

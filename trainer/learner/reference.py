@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
+from penstock.trainer.learner.parked import park
 
 
 class ReferencePolicy(Protocol):
@@ -54,10 +55,14 @@ class WithoutAdapter:
 class Reference:
     """A frozen model without optimizer; every rank has its own copy."""
 
-    def __init__(self, scorer: CompletionScorer, device: torch.device) -> None:
-        """Put the model on its device and freeze it. Called by `load_reference`."""
-        self._scorer = scorer.to(device).requires_grad_(False).eval()
+    def __init__(self, scorer: CompletionScorer, device: torch.device, *, parked: bool = False) -> None:
+        """Freeze the model and put it on its device, or park it in host memory (`park`). Called by `load_reference`."""
+        self._scorer = scorer.requires_grad_(False).eval()
         self._device = device
+        if parked:
+            park(self._scorer, device)
+        else:
+            self._scorer.to(device)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch; [N] float32 on the batch's device."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.trainer.memory_plan.estimate import Network, checkpoint_copy, network
-from penstock.trainer.memory_plan.method import Method, Needs, Sizes
+from penstock.trainer.memory_plan.estimate import MAX_LOGITS, Network, checkpoint_copy, network
+from penstock.trainer.memory_plan.method import FLOAT32, Method, Needs, Sizes
 from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.memory_plan.plan_inputs import PlanInputs
 
@@ -16,6 +16,7 @@ _COPIES = 2  # of the weights: the newest published one, which the next patch is
 # What libraries hold on a CPU besides tensors, measured: half of it is code that oneDNN compiles for each shape of a product.
 _FLOAT32_KERNELS, _BFLOAT16_KERNELS, _BFLOAT16_KERNELS_OF_ADAPTERS = 10_000_000, 35_000_000, 55_000_000
 COPY = "copy of the weights"
+PARKED = "log-probabilities of the parked reference"
 CHECKPOINT = "copy for a checkpoint"  # of weights and optimizer states, until a thread has written it
 
 
@@ -95,8 +96,21 @@ class MemoryPlan:
         yield from (Phase(name, needs, self.held) for name, needs in self._policy.phases.items())
         if self._critic is not None:
             yield from (Phase(f"critic: {name}", needs, self.held) for name, needs in self._critic.phases.items())
+        if self.inputs.reference is not None and self.inputs.reference_on_host:
+            yield Phase(PARKED, Needs(self._parked(self.inputs.reference)), self.held)
         if not self.inputs.publishes_adapter:
             yield Phase(COPY, Needs(host={"newest copy": self._copy}), self.held)
+
+    def _parked(self, reference: ModelShape) -> Sizes:
+        """Return what a parked reference needs of the device: its largest layer, and a chunk of logits twice."""
+        largest, method = self.inputs.largest, self.inputs.method
+        layer = max(reference.table, *(inputs * outputs for inputs, outputs in reference.linears.values()))
+        positions = min(max(1, MAX_LOGITS // reference.vocabulary), largest.predictors)
+        return {
+            "layer of the reference": layer * method.width,
+            "activations": largest.tokens * method.width * (2 * reference.hidden + 3 * reference.intermediate),
+            "logits": 2 * FLOAT32 * positions * reference.vocabulary,
+        }
 
     @property
     def _kernels(self) -> int:

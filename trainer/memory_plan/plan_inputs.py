@@ -133,7 +133,7 @@ def plan_inputs(
         publish_dtype=settings.trainer.publish_dtype,
         publishes_adapter=settings.publishes_adapters,
         reference=(reference or shape) if copied else None,
-        reference_on_host=algorithm.reference_device == "cpu",
+        reference_on_host=algorithm.reference_device == "parked",
         reference_is_initial=algorithm.reference_path is None,
         critic=(critic or shape) if algorithm.has_critic else None,
     )

@@ -114,7 +114,7 @@ ABSENT: dict[str, str] = {
     "packing_samples": NO_PADDING,
     "ref_num_gpus_per_node": "the reference is computed by the trainer's ranks: algorithm.reference_device",
     "ref_num_nodes": "the reference is computed by the trainer's ranks: algorithm.reference_device",
-    "ref_reward_offload": "algorithm.reference_device = cpu keeps the reference in host memory",
+    "ref_reward_offload": "algorithm.reference_device = parked keeps the reference in host memory",
     "reward_num_gpus_per_node": MICRO_REWARD,
     "reward_num_nodes": MICRO_REWARD,
     "ring_attn_size": NO_PARALLEL,

@@ -64,7 +64,7 @@ TAKEN: dict[str, Alias] = {
     "actor_rollout_ref.model.path": taken("model.path"),
     "actor_rollout_ref.model.target_modules": taken("model.lora.targets", values=LINEAR),
     "actor_rollout_ref.ref.fsdp_config.param_offload": taken(
-        "algorithm.reference_device", values={True: "cpu", False: "same"}
+        "algorithm.reference_device", values={True: "parked", False: "same"}
     ),
     "actor_rollout_ref.rollout.n": taken("rollout.group_size"),
     "actor_rollout_ref.rollout.prompt_length": taken("data.max_prompt_tokens"),

@@ -88,7 +88,7 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
 
 
 @pytest.mark.parametrize("limit", [40, 9, 5])
-@pytest.mark.parametrize("reference", [(), ("algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu")])
+@pytest.mark.parametrize("reference", [(), ("algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked")])
 def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int, reference: tuple[str, ...]) -> None:
     """Each suggestion, given as settings, is accepted, fits and needs what was said."""
 

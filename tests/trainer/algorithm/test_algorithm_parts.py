@@ -39,13 +39,13 @@ CASES = {
     "steered": ["algorithm.kl_coefficient=0.1", "algorithm.kl_target=1.0", "algorithm.kl_horizon=100"],
     "full kl": [
         "algorithm.kl_coefficient=0.1", "algorithm.kl_form=full", "algorithm.entropy_coefficient=0.01",
-        "algorithm.reference_device=cpu",
+        "algorithm.reference_device=parked",
     ],
     "full reward kl": ["algorithm.reward_kl_coefficient=100.0", "algorithm.reward_kl_form=full"],
     "m2po clip": ["algorithm.name=m2po_released", "algorithm.m2po_budget=0.001"],
     "m2po free": ["algorithm.name=m2po_released", "algorithm.m2po_budget=50.0"],
     "everything": [
-        "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=cpu",
+        "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=parked",
         "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
         "algorithm.rejection=token_k2", "algorithm.rejection_high=0.05", "algorithm.veto=1e-4",
         "algorithm.opsm_delta=0.5", "algorithm.age_band_cap=4", "algorithm.sft_coefficient=0.1",

@@ -39,7 +39,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "algorithm.kl_unbiased": ("true", KL), "algorithm.length_weight": ("true",), "algorithm.mask_truncated": ("true",),
     "algorithm.max_trained_count": ("2",), "algorithm.minimal_advantage": ("0.1",), "algorithm.name": ("rloo",),
     "algorithm.normalise_by_std": ("false",), "algorithm.opsm_delta": ("0.5",), "algorithm.overlong_factor": ("2.0", "algorithm.overlong_buffer=0.2"),
-    "algorithm.reference_device": ("cpu", KL), "algorithm.reference_path": ("r", KL), "algorithm.rejection": ("token_k1",),
+    "algorithm.reference_device": ("parked", KL), "algorithm.reference_path": ("r", KL), "algorithm.rejection": ("token_k1",),
     "algorithm.retrained_interval": ("2", "algorithm.max_trained_count=2"), "algorithm.reward_clip": ("5.0",),
     "algorithm.reward_kl_form": ("k2", REWARD_KL), "algorithm.reward_norm": ("group",), "algorithm.sft_coefficient": ("0.1",),
     "algorithm.skip_non_positive_advantage": ("true",), "algorithm.tau_negative": ("2.0", "algorithm.name=sapo"),

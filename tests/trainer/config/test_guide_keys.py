@@ -110,7 +110,7 @@ actor_rollout_ref.model.path=m -> model.path=m
 actor_rollout_ref.model.enable_gradient_checkpointing=true -> model.gradient_checkpointing=True
 actor_rollout_ref.actor.optim.lr=1e-6 -> trainer.lr=1e-06
 actor_rollout_ref.actor.kl_loss_type=low_var_kl algorithm.kl_coefficient=0.001 -> algorithm.kl_form=k3
-actor_rollout_ref.ref.fsdp_config.param_offload=true algorithm.kl_coefficient=0.001 -> algorithm.reference_device=cpu
+actor_rollout_ref.ref.fsdp_config.param_offload=true algorithm.kl_coefficient=0.001 -> algorithm.reference_device=parked
 actor_rollout_ref.actor.clip_ratio=0.1 -> algorithm.clip_high=0.1
 actor_rollout_ref.actor.clip_ratio_high=0.28 -> algorithm.clip_high=0.28
 actor_rollout_ref.actor.clip_ratio_c=3.0 -> algorithm.dual_clip=3.0

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
+from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
@@ -93,8 +94,9 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["model.lora.alpha=8"], "does nothing while model.lora.rank is 0"),
         (["model.lora.publish=merged"], "does nothing while model.lora.rank is 0"),
         (['model.lora.targets=["q_proj", "lm_head"]', "model.lora.rank=8"], "engines serve no adapter of lm_head"),
+        (["algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"], "expected 'same' or 'parked'"),
         (
-            ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"],
+            ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked"],
             "the reference is the policy with its adapters switched off",
         ),
         (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
@@ -263,3 +265,9 @@ def test_every_preset_trains(name: str):
     assert logprobs.grad is not None
     assert torch.isfinite(logprobs.grad).all()
     assert logprobs.grad.abs().sum() > 0
+
+
+def test_the_reference_of_an_earlier_record_is_parked() -> None:
+    """Records of runs before `parked` say "cpu", which computed the same numbers where a CPU trained."""
+    recorded = AlgorithmSettings.model_validate({"reference_device": "cpu", "kl_coefficient": 0.1}, context=RECORDED)
+    assert recorded.reference_device == "parked"

@@ -14,7 +14,7 @@ import pytest
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.learner import logprobs
 from penstock.trainer.memory_plan import estimate
-from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, MemoryPlan
+from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan
 from penstock.trainer.memory_plan.method import Method
 from penstock.trainer.memory_plan.model_shape import read_shape, shape_of
 from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
@@ -102,7 +102,7 @@ def test_ranks_share_what_their_stage_shards() -> None:
 
 
 def test_a_gpu_counts_no_copies_and_no_parked_reference() -> None:
-    """Copies of the weights and of a checkpoint are in the memory of the host, and so is a reference that `reference_device = "cpu"` parks."""
+    """Copies of the weights and of a checkpoint are in the memory of the host, and so is a reference that `reference_device = "parked"` keeps there."""
     inputs = _inputs("standard")
     here, parked = (
         MemoryPlan(replace(inputs, reference=inputs.shape, reference_on_host=on_host)) for on_host in (False, True)
@@ -110,6 +110,9 @@ def test_a_gpu_counts_no_copies_and_no_parked_reference() -> None:
     model = inputs.shape.parameters * 4
     assert here.peak(on_gpu=True) - parked.peak(on_gpu=True) == model
     assert here.peak(on_gpu=False) == parked.peak(on_gpu=False)
+    (phase,) = [phase for phase in parked.phases if phase.name == PARKED]
+    assert phase.needs.device["layer of the reference"] == inputs.shape.table * 4
+    assert not [phase for phase in here.phases if phase.name == PARKED]
     # The reference, two copies of the weights, and one of weights and two moments for a checkpoint.
     of_process = parked.peak(on_gpu=False) - sum(parked.held.cpu.values())
     assert of_process - parked.peak(on_gpu=True) == (3 + 3) * model
