@@ -23,6 +23,7 @@ from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport.bus import Bus
 
 _CONNECT_S = 60.0
+_PARENT_POLL_S = 0.5
 _ERROR = 2
 
 
@@ -33,11 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("label")
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--await-report", action="store_true")
+    parser.add_argument("--parent", type=int, help="end when this process, which started this one, has ended")
     options, rest = parser.parse_known_args(arguments)
     logs.configure(f"tracker-{options.label}", level="warning")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    if options.parent is not None:
+        threading.Thread(target=_stop_with_parent, args=(options.parent, stop), daemon=True).start()
     try:
         settings = load_settings(options.run, rest, os.environ)
         folder = settings.run.folder.absolute()
@@ -53,6 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     repeated = f", {done.num_repeated} repeated after a resume left out" if done.num_repeated else ""
     print(f"{options.label}: {done.num_rows} rows written{repeated}", file=sys.stderr)
     return 0
+
+
+def _stop_with_parent(parent: int, stop: threading.Event) -> None:
+    """Have the writing stop once the parent has ended, even by SIGKILL, so that no writer outlives its `penstock track`."""
+    while os.getppid() == parent and not stop.wait(_PARENT_POLL_S):
+        pass
+    stop.set()
 
 
 def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once: bool, awaits_report: bool) -> Job:

@@ -75,7 +75,7 @@ def track(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, onc
         raise ConfigError(
             'no tracker is set: penstock track RUN tracker=tensorboard, or tracker = ["wandb"] in the run file'
         )
-    flags = ["--once"] if once else []
+    flags = ["--parent", str(os.getpid()), *(["--once"] if once else [])]
     children = [subprocess.Popen(command(run, one.label, arguments, *flags)) for one in settings.tracker]
 
     def stop(*_: object) -> None:

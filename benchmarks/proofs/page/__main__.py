@@ -1,6 +1,6 @@
 """The live page against real runs in a real chromium, while processes are killed. `make proof-page`.
 
-    python -m benchmarks.proofs.page [--steps 120] [--pairs 2] [--seed 0] [--only restarts|pairs]
+    python -m benchmarks.proofs.page [--steps 120] [--pairs 2] [--seed 0] [--only restarts|pairs] [--apart]
 
 Local runs of the quickstart's task (an untrained model: what it learns does not matter here), each paused when it has made its steps and
 the kills are done, so that a busy machine, which starts a browser more slowly than it trains, has a longer run:
@@ -11,7 +11,9 @@ the kills are done, so that a busy machine, which starts a browser more slowly t
 2. Pairs of a run with twelve kills of the console, a tracker and the browser, in random order and at random moments, and one without page,
    tracker and kills. The audit of each must close. Printed are the wall seconds of both until the last step that both have, the CPU seconds of
    the run's own processes until then, which a busy machine changes less, and their ratios. Console, tracker and browser run at a low
-   priority here: starting them takes seconds of CPU, which on a machine of few cores would be the trainer's.
+   priority here: starting them takes seconds of CPU, which on a machine of few cores would be the trainer's. With `--apart` they
+   have one core of their own, as on another machine, and the run has the others, in both runs of a pair: its wall time then changes only if
+   something of the run waits for them.
 
 The browser's console may have one kind of error: "Failed to load resource", while a server is down. The browser writes it itself for
 each request without an answer or with a 503, and no script of a page can prevent it. Any other error or warning fails the proof.
@@ -50,7 +52,12 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("restarts", "pairs"))
+    parser.add_argument("--apart", action="store_true", help="console, tracker and browser on a core of their own")
     options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    apart = (set(cores[:-1]), {cores[-1]}) if options.apart else (set(cores), set(cores))
+    if not all(apart):
+        parser.error("--apart needs two cores")
     steps, chance = options.steps, random.Random(options.seed)
     started = time.monotonic()
 
@@ -65,7 +72,7 @@ def main() -> int:
             found: dict[str, Meter] = {}
             for name in ("kills", "quiet") if pair % 2 == 0 else ("quiet", "kills"):
                 run_id = f"{name}-{pair}"
-                found[name] = (random_kills if name == "kills" else quiet)(base, run_id, steps, chance, say)
+                found[name] = (random_kills if name == "kills" else quiet)(base, run_id, steps, chance, say, apart)
                 steps = found[name].last
             common = min(one.last for one in found.values())
             (wall, cpu), (quiet_wall, quiet_cpu) = found["kills"].until(common), found["quiet"].until(common)
@@ -76,10 +83,19 @@ def main() -> int:
     return 0
 
 
-def quiet(base: Path, run_id: str, steps: int, chance: random.Random, say: Callable[[str], None]) -> Meter:
+def quiet(
+    base: Path,
+    run_id: str,
+    steps: int,
+    chance: random.Random,
+    say: Callable[[str], None],
+    apart: tuple[set[int], set[int]],
+) -> Meter:
     """A run without page, tracker and kills."""
+    os.sched_setaffinity(0, apart[0])
     with training(base, run_id) as run, Meter(base, run) as meter:
         run.start_trainer()
+        os.sched_setaffinity(0, apart[1])
         pause(base, run, steps)
         say(f"{steps_of(base, run_id)} steps without page, tracker and kills; the audit closes")
         return meter
@@ -129,15 +145,24 @@ def restarts_and_panels(base: Path, steps: int, chance: random.Random, say: Call
             console.kill()
 
 
-def random_kills(base: Path, run_id: str, steps: int, chance: random.Random, say: Callable[[str], None]) -> Meter:
-    """A run with twelve kills at random."""
+def random_kills(
+    base: Path,
+    run_id: str,
+    steps: int,
+    chance: random.Random,
+    say: Callable[[str], None],
+    apart: tuple[set[int], set[int]],
+) -> Meter:
+    """A run with twelve kills at random. `apart`: the cores of the run, and those of console, tracker and browser."""
     order = ["console", "tracker", "browser"] * _RANDOM_KILLS_OF_EACH
     chance.shuffle(order)
     track = [*PENSTOCK, "track", run_id, "tracker=tensorboard", f"run.dir={base / 'runs'}"]
+    os.sched_setaffinity(0, apart[0])
     with training(base, run_id) as run, Meter(base, run) as meter:
+        run.start_trainer()
+        os.sched_setaffinity(0, apart[1])  # of this thread, and of what it starts from here on
         console = Console(base)
         tracker = Child("tracker", ["nice", "-n", str(LATER), *track], log=base / "tracker.log")
-        run.start_trainer()
         tracker.start()
         window = Window(console, run_id)
         try:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.console.tracking.recorded_events import evaluation, finished, publish, step
 
@@ -113,6 +114,31 @@ def test_a_killed_process_goes_on_where_it_was(bus: Bus, run: str, nats_settings
     assert 100 <= written <= 150
     assert _work(run, bus, tmp_path, once=True).num_rows == 200 - written
     assert _losses(tmp_path, run) == Counter(dict.fromkeys(range(1, 201), 1))
+
+
+def test_a_writer_ends_when_the_process_that_started_it_is_killed(
+    bus: Bus, run: str, nats_settings: NatsSettings, tmp_path: Path
+) -> None:
+    """Else it would go on beside the next `penstock track`, which would be refused."""
+    publish(bus, [step(1, run_id=run)])
+    arguments = _arguments(tmp_path, nats_settings)
+    login = {"PENSTOCK_NATS__USER": nats_settings.user, "PENSTOCK_NATS__PASSWORD": nats_settings.secret()}
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-m", "penstock", "track", run, *arguments],
+        env={**os.environ, **login},
+        stderr=subprocess.DEVNULL,
+    )
+    noted, deadline = tmp_path / run / "trackers" / "tensorboard.json", time.monotonic() + 60
+    while not (noted.exists() and json.loads(noted.read_text())["event"] >= 1):
+        assert time.monotonic() < deadline, "the writer did not write"
+        time.sleep(0.05)
+    writers = psutil.Process(parent.pid).children(recursive=True)
+    assert writers
+    parent.kill()
+    parent.wait()
+    _, running = psutil.wait_procs(writers, timeout=60)
+    assert not running
+    assert _work(run, bus, tmp_path, once=True).num_rows == 0
 
 
 def test_two_processes_do_not_write_one_run_to_one_tracker(tmp_path: Path) -> None:
