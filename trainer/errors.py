@@ -14,6 +14,7 @@ PenstockError
     ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
     ├── TrainingDiverged      a loss or gradient is not a finite number
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
+    ├── ExportFailed          the exported model cannot be loaded, or computes something else than the trained one
     ├── NotEstimated          the memory of a run cannot be estimated from settings and config.json
     └── UnknownReward         the run file names a reward that no service offers
 ```
@@ -74,6 +75,10 @@ class TrainingDiverged(TrainerError):
 
 class CheckpointError(TrainerError):
     """A checkpoint is incomplete, or belongs to another run or another number of ranks."""
+
+
+class ExportFailed(TrainerError):
+    """The exported model cannot be loaded, or computes something else than the trained one; nothing was replaced."""
 
 
 class UnknownReward(TrainerError):

@@ -314,6 +314,11 @@ class OptimizerSettings(Section):
         description="Longest time for which one of several ranks may not answer while the run trains, in s: one that is "
         "suspended or blocked. Then the other ranks end, and the launcher starts all of them again.",
     )
+    verify_export: bool = Field(
+        default=True,
+        description="Load the exported model on rank 0 and compare its log-probabilities with the trainer's, before it replaces an "
+        "earlier one. Needs host memory for one more copy of the model.",
+    )
     kill_at: str = Field(
         default="",
         description="For crash tests: the trainer sends itself SIGKILL at this point (trainer/crash_points.py), NAME:2 the "

@@ -32,7 +32,6 @@ from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.publishing.model_folder import write_model_folder
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
@@ -254,9 +253,9 @@ class Training:
             self.collector.close()
         self._checkpoint(waits=True)
         if not self.stop.is_set():
-            tensors = self.rank_group.snapshot()
             folder = self.settings.run.folder / "model"
-            write_model_folder(folder, tensors, like=self.settings.model.path, dtype=self.rank_group.policy.dtype)
+            verify = self.settings.trainer.verify_export
+            self.rank_group.export(folder, like=self.settings.model.path, verify=verify)
             log.info("exported", folder=str(folder), policy_version=self.version)
             self.publisher.wait_until_published(self.version, PUBLICATION_DEADLINE_S)
             if self.evaluations.is_newest(self.version):

@@ -24,7 +24,7 @@ READ = frozenset({
     "trainer.num_ranks", "trainer.micro_batch_tokens", "trainer.zero_stage", "trainer.offload",
     "trainer.gradient_dtype", "trainer.weight_decay",
     "trainer.min_lr_ratio", "trainer.max_grad_norm", "trainer.checkpoint_every_s", "trainer.keep_checkpoints",
-    "trainer.resume",
+    "trainer.resume", "trainer.verify_export",
 })  # fmt: skip
 """Keys that every such command reads besides its section; also those below them."""
 
@@ -55,13 +55,12 @@ class OwnSection:
     section: str  # the command's name too
     also_read: frozenset[str]
     instead: Mapping[str, str]  # what to do with keys that it does not read
-    not_read: frozenset[str] = frozenset()  # of READ
 
     @property
     def read(self) -> frozenset[str]:
         """Keys that the command reads; also those below them."""
         own: Any = TrainerSettings.model_fields[self.section].annotation
-        return (READ - self.not_read) | self.also_read | {f"{self.section}.{name}" for name in own.model_fields}
+        return READ | self.also_read | {f"{self.section}.{name}" for name in own.model_fields}
 
     @property
     def keys(self) -> dict[str, str]:

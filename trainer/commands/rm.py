@@ -9,11 +9,9 @@ from penstock.trainer.commands.own_section import OwnSection
 
 RM = OwnSection(
     section="rm",
-    also_read=frozenset(),
-    not_read=frozenset({"model.lora.rank", "model.lora.alpha", "model.lora.targets"}),
+    also_read=frozenset({"model.lora.dropout"}),
     instead={
         "data.answer_is_ground_truth": "a preference has no ground truth; remove it",
-        "model.lora": "a reward model is trained whole; remove it",
         "reward": "a reward model is what is trained; remove it",
     },
 )

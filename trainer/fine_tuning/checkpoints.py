@@ -1,4 +1,4 @@
-"""Checkpoints of a training on given answers: DeepSpeed's files and ``state.json``, committed by one rename.
+"""Checkpoints of a training on given answers: each rank's shard and ``state.json``, committed by one rename.
 
 A checkpoint is a folder ``step00000050``. It is written under another name, every file is fsynced, and the rename is the
 commit: a crash leaves the previous checkpoint or the new one. ``state.json`` has the sha256 of every other file, which are
@@ -8,20 +8,22 @@ compared before anything is loaded.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.record.checkpoint_state import PARTIAL
+from penstock.trainer import crash_points
+from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.recovery import durable_folders
 from penstock.trainer.recovery.checkpoint_files import hash_files
 
 STATE_FILE = "state.json"
 _AGAIN = "to begin again from the first step, set trainer.resume=false"
+_MAY_DIFFER = frozenset({"trainer.zero_stage"})  # like the number of ranks: what shards are read again by
 
 
 class TrainingState(BaseModel):
@@ -49,30 +51,25 @@ def partial_folder(root: Path, step: int) -> Path:
     return root / f"step{step:08d}{PARTIAL}"
 
 
-@contextmanager
-def written(root: Path, step: int) -> Iterator[Path]:
-    """Yield the folder into which this rank writes its files; raises CheckpointError where that fails."""
-    partial = partial_folder(root, step)
+def commit(root: Path, state: TrainingState, write: Callable[[Path], None], *, keep: int) -> None:
+    """Write a checkpoint and make it the newest; removes all but the newest ``keep``.
+
+    ``write`` writes every rank's files into the folder it is given. Raises CheckpointError where that fails: the checkpoint
+    before it is unchanged.
+    """
+    partial = partial_folder(root, state.step)
     try:
-        yield partial
-    except (OSError, RuntimeError) as err:  # torch raises RuntimeError when the disk is full
-        durable_folders.raise_not_written(partial, err)
-
-
-def begin(root: Path, step: int) -> None:
-    """Make an empty folder for a checkpoint."""
-    with written(root, step) as partial:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-
-
-def commit(root: Path, state: TrainingState, *, keep: int) -> None:
-    """Make the files that were written since `begin` the newest checkpoint; removes all but the newest ``keep``."""
-    with written(root, state.step) as partial:
+        write(partial)
         complete = state.model_copy(update={"files": hash_files(partial)})
         (partial / STATE_FILE).write_text(complete.model_dump_json(indent=1), encoding="utf-8")
         durable_folders.sync_tree(partial)
+    except (OSError, RuntimeError) as err:  # torch raises RuntimeError when the disk is full
+        durable_folders.raise_not_written(partial, err)
+    crash_points.reach(CrashPoint.WRITTEN)
     durable_folders.commit(partial, partial.with_name(partial.name.removesuffix(PARTIAL)))
+    crash_points.reach(CrashPoint.COMMITTED)
     for old in _committed(root)[:-keep]:
         durable_folders.remove(old)
 
@@ -102,13 +99,14 @@ def newest(root: Path) -> tuple[Path, TrainingState] | None:
     return folder, state
 
 
-def check_same(
-    state: TrainingState, folder: Path, *, num_ranks: int, settings: Mapping[str, Any], data: Mapping[str, str]
-) -> None:
-    """Raise CheckpointError if another training wrote a checkpoint: it names each setting that differs."""
+def check_same(state: TrainingState, folder: Path, *, settings: Mapping[str, Any], data: Mapping[str, str]) -> None:
+    """Raise CheckpointError if another training wrote a checkpoint: it names each setting that differs.
+
+    Any number of ranks and any ZeRO stage continues it; on others than it was written with, the weights are equal up to rounding.
+    """
     problems = [
         f"{key} is {settings.get(key)!r}, the checkpoint has {state.settings.get(key)!r}"
-        for key in sorted(settings.keys() | state.settings.keys())
+        for key in sorted((settings.keys() | state.settings.keys()) - _MAY_DIFFER)
         if settings.get(key) != state.settings.get(key)
     ]
     problems += [
@@ -116,8 +114,6 @@ def check_same(
         for use in sorted(data.keys() | state.data.keys())
         if data.get(use) != state.data.get(use)
     ]
-    if num_ranks != state.num_ranks:
-        problems.append(f"trainer.num_ranks is {num_ranks}, the checkpoint has {state.num_ranks}")
     if problems:
         raise CheckpointError(
             f"{folder} is of an unfinished training after {state.step} steps, and this one differs: {'; '.join(problems)}. "

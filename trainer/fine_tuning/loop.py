@@ -21,6 +21,7 @@ import structlog
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning import checkpoints
+from penstock.trainer.fine_tuning.background_checkpoints import BackgroundCheckpoints
 from penstock.trainer.fine_tuning.checkpoints import TrainingState
 from penstock.trainer.fine_tuning.early_stop import Best
 from penstock.trainer.fine_tuning.length import Length
@@ -76,6 +77,7 @@ class Plan:
     resume: bool
     checkpoint_every_s: float
     keep_checkpoints: int
+    verify_export: bool = True
     changed_config: Mapping[str, Any] | None = None  # fields of the result's config.json that are not those of ``like``
 
 
@@ -98,9 +100,19 @@ class Training:
         self._progress = ProgressLine(plan.name, plan.length.num_steps)
         every = plan.settings.checkpoint_every or plan.length.num_steps + 1
         self._schedule = CheckpointSchedule(every_steps=every, every_s=plan.checkpoint_every_s, now=time.monotonic())
+        self._checkpoints = BackgroundCheckpoints(
+            task.policy, plan.dims, keep=plan.keep_checkpoints, on_committed=self._schedule.committed
+        )
+        self._newest_state: TrainingState | None = None  # of the checkpoint that was begun last (rank 0)
 
     def run(self) -> Result | None:
         """Train to the end and write the result; None if a stop or a pause was requested first, with everything in a checkpoint."""
+        try:
+            return self._run()
+        finally:
+            self._checkpoints.close()
+
+    def _run(self) -> Result | None:
         self._resume()
         is_over = self._best.ends(self._plan.settings.early_stop)
         while self._step < self._plan.length.num_steps and not is_over:
@@ -172,31 +184,36 @@ class Training:
         return ends
 
     def _checkpoint_or_stop(self) -> bool:
-        """Write a checkpoint when rank 0 says so; returns True if the training is to stop."""
+        """Begin a checkpoint when rank 0 says so; returns True if the training is to stop, after waiting for it."""
+        started = time.monotonic()
         choice = None
         if self._folder is not None:
+            self._checkpoints.check()
             stops = self._stop.is_set() or self._folder.is_pause_requested
-            choice = [self._schedule.is_due(self._step, time.monotonic()), stops]
+            is_due = self._schedule.is_due(self._step, started, is_writing=self._checkpoints.is_writing)
+            if is_due or stops:
+                self._wait_for_checkpoint(self._folder)  # before any rank makes its next copy
+            choice = [is_due, stops]
         is_due, stops = self._dims.ranks.broadcast(choice)
         if is_due or stops:
-            self._checkpoint()
+            self._checkpoint(started)
+        if stops and self._folder is not None:
+            self._wait_for_checkpoint(self._folder)
         return stops
 
-    def _checkpoint(self) -> None:
-        started = time.monotonic()
-        root = Path(
-            self._dims.ranks.broadcast(None if self._folder is None else str(self._folder.checkpoints.absolute()))
-        )
-        if self._folder is not None:
-            checkpoints.begin(root, self._step)
-        self._dims.ranks.barrier()
-        with checkpoints.written(root, self._step) as partial:
-            self._task.policy.save(partial)
-        if self._folder is not None:
-            checkpoints.commit(root, self._state(), keep=self._plan.keep_checkpoints)
-            self._folder.keep_best(self._best.step)
-        self._dims.ranks.barrier()
+    def _checkpoint(self, started: float) -> None:
+        if self._folder is None:
+            self._checkpoints.begin()
+        else:
+            self._newest_state = self._state()
+            self._checkpoints.begin(self._folder.checkpoints, self._newest_state)
         self._schedule.written(started=started, now=time.monotonic())
+
+    def _wait_for_checkpoint(self, folder: TrainingFolder) -> None:
+        """Wait until the newest checkpoint is committed; then only its best weights, and newer ones, are needed."""
+        self._checkpoints.wait()
+        if self._newest_state is not None:
+            folder.keep_best({step for step in (self._newest_state.best_step, self._best.step) if step is not None})
 
     def _state(self) -> TrainingState:
         assert self._folder is not None
@@ -233,7 +250,13 @@ class Training:
         )
         self._losses = [loss for loss in (state.first_loss, state.last_loss) if loss is not None]
         if self._folder is not None:
-            log.info("resumed", step=self._step, of=self._plan.length.num_steps, checkpoint=place[0])
+            log.info(
+                "resumed",
+                step=self._step,
+                of=self._plan.length.num_steps,
+                checkpoint=place[0],
+                ranks_before=state.num_ranks,
+            )
 
     def _newest(self, folder: TrainingFolder) -> tuple[Path, TrainingState] | None:
         if not self._plan.resume:
@@ -241,23 +264,27 @@ class Training:
             return None
         newest = checkpoints.newest(folder.checkpoints)
         if newest is not None:
-            checkpoints.check_same(
-                newest[1],
-                newest[0],
-                num_ranks=self._dims.ranks.num_ranks,
-                settings=self._plan.fixed,
-                data=self._plan.data,
-            )
+            checkpoints.check_same(newest[1], newest[0], settings=self._plan.fixed, data=self._plan.data)
         return newest
 
     def _best_folder(self) -> Path | None:
         return None if self._folder is None or self._best.step is None else self._folder.best(self._best.step)
 
     def _export(self, folder: Path | None) -> None:
-        write_result(self._task.policy, folder, like=self._plan.like, changed=self._plan.changed_config)
+        plan = self._plan
+        write_result(
+            self._task.policy,
+            self._dims,
+            folder,
+            like=plan.like,
+            changed=plan.changed_config,
+            verify=plan.verify_export,
+        )
 
     def _write_result(self) -> Result:
         plan = self._plan
+        if self._folder is not None:
+            self._checkpoints.wait()
         uses_best = plan.settings.keep_best and self._best.step != self._step
         best = self._best_folder()
         if not uses_best:
@@ -268,7 +295,7 @@ class Training:
         result = Result(plan.output, self._step, step, self._num_tokens, self._losses[0], self._losses[-1])
         if self._folder is not None:
             log.info("written", folder=str(plan.output), weights_of_step=step)
-            self._folder.keep_best(None)
+            self._folder.keep_best(())
             self._folder.finish({**asdict(result), "folder": str(plan.output.absolute())})
             checkpoints.remove_all(self._folder.checkpoints)
         return result

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, published_name
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, published_name
+from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.publishing.model_folder import write_model_folder
+from penstock.trainer.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +34,41 @@ def adapter_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + "-adapter")
 
 
-def write_result(policy: Policy, folder: Path | None, *, like: Path, changed: Mapping[str, Any] | None = None) -> None:
-    """Write the whole model, adapters merged, and the adapters; collective. ``folder`` is None on ranks that write no files."""
-    tensors = policy.snapshot()
+def write_result(
+    policy: Policy,
+    dims: ParallelDims,
+    folder: Path | None,
+    *,
+    like: Path,
+    changed: Mapping[str, Any] | None = None,
+    verify: bool = True,
+) -> None:
+    """Write the whole model, adapters merged, and the adapters; collective. ``folder`` is that of the rank that writes small files.
+
+    Raises ExportFailed as `export_model` does.
+    """
+    place = Path(dims.ranks.broadcast(None if folder is None else str(folder.absolute())))
+    export_model(policy, dims, place, like=like, changed=changed, verify=verify)
     config = policy.adapter_config()
     factors = policy.adapter_tensors() if config is not None else {}
-    if folder is None:
-        return
-    write_model_folder(folder, tensors, like=like, dtype=policy.dtype, changed=changed)
-    if config is None:
+    if folder is None or config is None:
         return
     final = adapter_folder(folder)
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file({published_name(name): tensor for name, tensor in factors.items()}, partial / ADAPTER_WEIGHTS)
-    (partial / ADAPTER_CONFIG).write_bytes(config.to_json())
+    (partial / ADAPTER_CONFIG).write_bytes(_config_json(config, policy.modules_beside_adapters()))
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
+
+
+def _config_json(config: AdapterConfig, saved: Sequence[str]) -> bytes:
+    """Return the adapter's file for peft; with a score that is ``saved`` beside it, that of a sequence classifier."""
+    if not saved:
+        return config.to_json()
+    fields = json.loads(config.to_json()) | {"task_type": "SEQ_CLS", "modules_to_save": list(saved)}
+    return json.dumps(fields, indent=2).encode()
 
 
 def move_result(source: Path, folder: Path) -> None:

@@ -66,6 +66,7 @@ def plan_of(settings: TrainerSettings, name: str, dims: ParallelDims, *, num_row
         resume=settings.trainer.resume,
         checkpoint_every_s=settings.trainer.checkpoint_every_s,
         keep_checkpoints=settings.trainer.keep_checkpoints,
+        verify_export=settings.trainer.verify_export,
     )
 
 

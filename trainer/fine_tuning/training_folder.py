@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,11 @@ class TrainingFolder:
         """Return the folder of the weights after ``step`` steps, if they are the best."""
         return self._path / "best" / f"step{step:08d}"
 
-    def keep_best(self, step: int | None) -> None:
-        """Remove all weights but those of ``step``."""
+    def keep_best(self, steps: Collection[int]) -> None:
+        """Remove all weights but those of ``steps``."""
+        kept = tuple(self.best(step).name for step in steps)
         for folder in (self._path / "best").glob("step*"):
-            if step is None or not folder.name.startswith(f"step{step:08d}"):
+            if not folder.name.startswith(kept):
                 shutil.rmtree(folder)
 
     def close(self) -> None:

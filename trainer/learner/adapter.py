@@ -32,8 +32,21 @@ class Lora:
     targets: tuple[str, ...] = ()  # endings of module names; none: every linear layer but the output head
 
 
-def attach(model: nn.Module, lora: Lora) -> None:
-    """Put adapters into a `transformers` model and freeze the rest; raises UnsupportedModel if no layer matches."""
+def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
+    """Put adapters into a `transformers` model and freeze the rest.
+
+    Args:
+        model: A causal language model or, with a ``head``, a sequence classifier.
+        lora: Which layers are adapted.
+        head: Name of a module that has no adapter and is trained whole beside them.
+
+    Raises:
+        UnsupportedModel: No layer matches the targets, or the head does.
+    """
+    if head is not None and head in (target.rpartition(".")[2] for target in lora.targets):
+        raise UnsupportedModel(
+            f"model.lora.targets = {list(lora.targets)}: {head} is trained whole, beside the adapters; leave it out"
+        )
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415  seconds of import, only where it is needed
 
     config = LoraConfig(
@@ -41,7 +54,7 @@ def attach(model: nn.Module, lora: Lora) -> None:
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  peft accepts any number
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or "all-linear",
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",  # whose "all-linear" leaves the head out
     )
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]):
@@ -53,7 +66,7 @@ def attach(model: nn.Module, lora: Lora) -> None:
                 f"model.lora.targets = {list(lora.targets)} do not match the model ({err}); set names of its linear layers"
             ) from None
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
+        parameter.requires_grad_(is_adapter(name) or (head is not None and name.startswith(f"{head}.")))
     model.to(dtype)
 
 

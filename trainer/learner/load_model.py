@@ -37,10 +37,7 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
         ConfigError: The dtype does not work with the ZeRO stage.
     """
     model: Any = load_language_model(model_folder, how)
-    if how.lora is not None:
-        adapter.attach(model, how.lora)
-        if how.gradient_checkpointing:  # a checkpointed layer needs an input that requires a gradient
-            model.enable_input_require_grads()
+    attach_adapters(model, how)
     scorer = CompletionScorer(model, temperature)
     warn_if_padded(scorer.padding_reason, dims)
     return Policy(Trainable(scorer, how, dims), scorer, dims)
@@ -58,22 +55,20 @@ def load_reference(
 
 def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
     """Load a causal language model for training; raises UnsupportedModel."""
-    model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how)
+    model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype)
     check_loaded(model, report, folder)
     prepare(model, how)
     return model
 
 
-def from_folder(
-    loader: str, kind: str, folder: Path, how: Optimisation, **options: object
-) -> tuple[Any, dict[str, Any]]:
+def from_folder(loader: str, kind: str, folder: Path, dtype: str, **options: object) -> tuple[Any, dict[str, Any]]:
     """Load a model folder with a class of `transformers`; returns the model and which of its weights were found.
 
     Args:
         loader: Name of the class.
         kind: What the class loads, for errors.
         folder: A Hugging Face model folder; code in it is never executed.
-        how: Its dtype is that of the weights.
+        dtype: Name of the weights' dtype.
         options: Further arguments of ``from_pretrained``.
 
     Raises:
@@ -90,7 +85,7 @@ def from_folder(
     try:
         return getattr(transformers, loader).from_pretrained(
             folder,
-            dtype=getattr(torch, how.dtype),
+            dtype=getattr(torch, dtype),
             trust_remote_code=False,  # otherwise it asks on a terminal
             use_safetensors=True,
             local_files_only=True,
@@ -111,6 +106,15 @@ def prepare(model: Any, how: Optimisation) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if how.activation_offload:
         offload_activations(model.base_model)
+
+
+def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -> None:
+    """Put adapters into a model where they are set; ``head`` as for `adapter.attach`, which also raises UnsupportedModel."""
+    if how.lora is None:
+        return
+    adapter.attach(model, how.lora, head=head)
+    if how.gradient_checkpointing:  # a checkpointed layer needs an input that requires a gradient
+        model.enable_input_require_grads()
 
 
 def warn_if_padded(reason: str | None, dims: ParallelDims) -> None:

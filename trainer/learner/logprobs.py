@@ -88,6 +88,10 @@ class CompletionScorer(nn.Module):
         hidden = hidden.index_select(0, predictors)
         return hidden if hidden_only else self.scores(hidden, targets, with_entropy=with_entropy, kl_to=kl_to)
 
+    def around(self, language_model: nn.Module) -> CompletionScorer:
+        """Return the same around another model of the kind."""
+        return CompletionScorer(language_model, self._temperature)
+
     def scores(
         self, hidden: Tensor, targets: Tensor, *, with_entropy: bool = False, kl_to: Logits | None = None
     ) -> Tensor:

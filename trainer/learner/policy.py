@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
@@ -28,7 +28,7 @@ from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.reference import ReferencePolicy
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import WeightBuckets
+from penstock.trainer.publishing.weight_buckets import TensorSink
 
 _PREFIX = "language_model."  # of parameter names, added by wrapping the model
 _TAG = "engine"
@@ -76,6 +76,20 @@ class Policy:
     def dtype(self) -> str:
         """Name of the parameters' dtype, as manifests carry it."""
         return self._trainable.dtype
+
+    @property
+    def model_class(self) -> str:
+        """Name of the model's class in `transformers`."""
+        return type(self._scorer.language_model).__name__
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens that the model knows."""
+        return int(self._scorer.language_model.config.get_text_config().vocab_size)
+
+    def scorer_around(self, model: nn.Module) -> nn.Module:
+        """Return what computes with another model of `model_class` as this policy with its own."""
+        return self._scorer.around(model)
 
     @property
     def pair_cost(self) -> float:
@@ -165,21 +179,25 @@ class Policy:
             specs.append(TensorSpec(name, str(rounded).removeprefix("torch."), shape))
         return build_layout(specs, bucket_bytes=bucket_bytes)
 
-    def copy_to(self, buckets: WeightBuckets, *, merge: bool = True) -> None:
-        """Copy the tensors of some buckets into them. Collective under ZeRO-3, as `snapshot`.
+    def copy_to(self, sink: TensorSink, *, merge: bool = True) -> None:
+        """Give a sink its tensors, whole, one after the other. Collective under ZeRO-3, as `snapshot`.
 
         Adapters are merged, or omitted if ``merge`` is False.
         """
-        self._visit(buckets.names.__contains__, buckets.put, merge=merge)
+        self._visit(sink.names.__contains__, sink.put, merge=merge)
 
     def adapter_config(self) -> AdapterConfig | None:
         """Return the adapters' configuration; None without adapters."""
         return adapter.config(self._scorer)
 
+    def modules_beside_adapters(self) -> list[str]:
+        """Return the names of modules that are trained whole beside adapters: a reward model's score."""
+        return sorted({name.removeprefix(_PREFIX).rpartition(".")[0] for name, _ in self._trained_beside_adapters()})
+
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copy the adapters to the CPU, by their layer's name followed by ``lora_A.weight`` or ``lora_B.weight``.
 
-        Rounded to ``dtype``, if given. Empty without adapters and on ranks that write no files; collective under ZeRO-3.
+        A score that is trained beside adapters is among them, under its own name. Rounded to ``dtype``, if given. Empty without adapters and on ranks that write no files; collective under ZeRO-3.
         """
         copies: dict[str, Tensor] = {}
         for name, (down, up, _) in adapter.factors(self._scorer).items():
@@ -190,7 +208,18 @@ class Policy:
                         f"{layer}.lora_A.weight": _to_cpu(down, dtype),
                         f"{layer}.lora_B.weight": _to_cpu(up, dtype),
                     }
+        for name, parameter in self._trained_beside_adapters():
+            with self._trainable.whole(parameter):
+                if self._dims.writes_files:
+                    copies[name.removeprefix(_PREFIX)] = _to_cpu(parameter, dtype)
         return copies
+
+    def _trained_beside_adapters(self) -> list[tuple[str, Tensor]]:
+        return [
+            (name, parameter)
+            for name, parameter in self._scorer.named_parameters()
+            if parameter.requires_grad and not adapter.is_adapter(name) and adapter.config(self._scorer) is not None
+        ]
 
     def _published(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor, tuple[Any, ...] | None]]:
         """Yield what is published, in the same order on all ranks: name, tensor, and the adapter to merge into it."""

@@ -1,6 +1,6 @@
 """The ranks that train together: rank 0 sends orders, and every rank carries out its part.
 
-Rank 0 calls `step`, `weights`, `snapshot`, `capture`, `save` and `load`; the other ranks run `follow`, which carries out the
+Rank 0 calls `step`, `weights`, `snapshot`, `export`, `capture`, `save` and `load`; the other ranks run `follow`, which carries out the
 same orders in the same order until rank 0 calls `dismiss`. Each rank fetches and builds only its own rows.
 """
 
@@ -27,6 +27,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.learner.captured_state import CapturedState
 from penstock.trainer.learner.checkpoint_writer import CaptureSlot
 from penstock.trainer.learner.critic import Critic
+from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
 from penstock.trainer.learner.policy import Observer, Policy, StepFigures
@@ -89,6 +90,11 @@ class RankGroup:
         self._order("snapshot")
         return self.policy.snapshot(dtype)
 
+    def export(self, folder: Path, *, like: Path, verify: bool) -> None:
+        """Write the policy as a model folder (rank 0), as `export_model` does, which also raises."""
+        self._order("export", lambda: [str(folder.absolute()), str(like), verify])
+        export_model(self.policy, self._dims, folder, like=like, verify=verify)
+
     def weights(
         self, dtype: torch.dtype | None = None, *, as_adapter: bool = False, wanted: Sequence[int] = ()
     ) -> Weights:
@@ -135,28 +141,35 @@ class RankGroup:
         while True:
             self.activity.begin("waiting for rank 0", self.policy.steps_done)
             what, detail = self._dims.ranks.broadcast(None)
+            if what == "dismiss":
+                return
             self.activity.begin(what, self.policy.steps_done)
-            match what:
-                case "step":
-                    plan = StepPlan.from_wire(detail[0])
-                    self._train(plan, self._fetch(plan), detail[1])
-                case "gaps":
-                    plan = StepPlan.from_wire(detail[0])
-                    self._gaps(plan, self._fetch(plan), detail[1])
-                case "snapshot":
-                    self.policy.snapshot()
-                case "weights":
-                    self._copies.copy(CopyOrder.from_wire(detail), publisher)
-                case "copied_root":
-                    self._copies.root()
-                case "capture":
-                    self.captured.put(self._capture())
-                case "save":
-                    self._save(Path(detail))
-                case "load":
-                    self._load(Path(detail))
-                case _:
-                    return
+            self._carry_out(what, detail, publisher)
+
+    def _carry_out(self, what: str, detail: Any, publisher: RankPublisher | None) -> None:
+        match what:
+            case "step":
+                plan = StepPlan.from_wire(detail[0])
+                self._train(plan, self._fetch(plan), detail[1])
+            case "gaps":
+                plan = StepPlan.from_wire(detail[0])
+                self._gaps(plan, self._fetch(plan), detail[1])
+            case "snapshot":
+                self.policy.snapshot()
+            case "export":
+                export_model(self.policy, self._dims, Path(detail[0]), like=Path(detail[1]), verify=detail[2])
+            case "weights":
+                self._copies.copy(CopyOrder.from_wire(detail), publisher)
+            case "copied_root":
+                self._copies.root()
+            case "capture":
+                self.captured.put(self._capture())
+            case "save":
+                self._save(Path(detail))
+            case "load":
+                self._load(Path(detail))
+            case _:
+                raise ValueError(f"internal error, please report: unknown order {what!r} of rank 0")
 
     def _order(self, what: str, detail: Callable[[], Any] | None = None) -> None:
         if self._dims.ranks.num_ranks > 1:

@@ -8,17 +8,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
-from penstock.trainer.learner.load_model import from_folder, prepare, warn_if_padded
+from penstock.trainer.learner.load_model import attach_adapters, from_folder, prepare, warn_if_padded
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
-_HEAD = "score.weight"
+_HEAD = "score"
 
 
 class RewardScorer(nn.Module):
@@ -49,20 +48,22 @@ class RewardScorer(nn.Module):
         hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed)
         return self.language_model.score(hidden.index_select(0, predictors)).squeeze(-1).float()
 
+    def around(self, classifier: nn.Module) -> RewardScorer:
+        """Return the same around another classifier."""
+        return RewardScorer(classifier)
+
 
 def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tuple[Policy, dict[str, Any]]:
     """Load a language model, or a reward model, to train its score; returns it with what differs in its config.json.
 
-    A score that the folder does not have is 0 at first, so that the first loss is that of equal rewards.
+    A score that the folder does not have is 0 at first, so that the first loss is that of equal rewards. With adapters it is
+    trained whole, beside them.
 
     Raises:
-        UnsupportedModel: The folder is no usable model, or transformers has no classifier of its kind.
-        ConfigError: Adapters were asked for.
+        UnsupportedModel: The folder is no usable model, transformers has no classifier of its kind, or adapters match no layer.
     """
-    if how.lora is not None:
-        raise ConfigError("reward models are trained whole: the score is no linear layer that adapters change")
     model, report = from_folder(
-        "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how, num_labels=1
+        "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how.dtype, num_labels=1
     )
     missing = set(report["missing_keys"])
     if not hasattr(model, "score") or tuple(model.score.weight.shape) != (
@@ -72,11 +73,12 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
         raise UnsupportedModel(
             f"model.path = {folder}: {type(model).__name__} has no linear score; use a decoder model"
         )
-    check_loaded(model, {**report, "missing_keys": missing - {_HEAD}}, folder)
-    if _HEAD in missing:
+    check_loaded(model, {**report, "missing_keys": missing - {f"{_HEAD}.weight"}}, folder)
+    if f"{_HEAD}.weight" in missing:
         with torch.no_grad():
             model.score.weight.zero_()
     prepare(model, how)
+    attach_adapters(model, how, head=_HEAD)
     scorer = RewardScorer(model)
     warn_if_padded(scorer.padding_reason, dims)
     changed = {

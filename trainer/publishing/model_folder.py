@@ -6,15 +6,17 @@ The small files are the same in a published version and in the exported model.
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
+from penstock.protocol.weights.layout import WeightLayout, shard_header, shard_index, shard_name
 from penstock.trainer.errors import UnsupportedModel
 
 MAX_SHARD_BYTES = 1024**3
@@ -22,26 +24,64 @@ _MAX_SMALL_FILE_BYTES = 64 * 1024**2
 _WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)|\.index\.json)$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-Shards = dict[str, dict[str, Tensor]]
 
+class ModelFiles:
+    """Some of a model folder's files of weights, written tensor by tensor; use as a context manager.
 
-def split_shards(tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES) -> Shards:
-    """Return tensors split in order over files of at most ``max_bytes``; a larger tensor has its own file.
-
-    The keys are file names: ``model.safetensors`` for a single file, numbered names for several.
+    A bucket of the layout is a file. No tensor is held: each is written to its place in the file.
     """
-    parts: list[dict[str, Tensor]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if parts[-1] and filled + size > max_bytes:
-            parts.append({})
-            filled = 0
-        parts[-1][name] = tensor
-        filled += size
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
+
+    def __init__(self, folder: Path, layout: WeightLayout, numbers: Iterable[int]) -> None:
+        """Write buckets ``numbers`` of the layout below ``folder``."""
+        self._folder = folder
+        self._layout = layout
+        self._places = {t.name: (n, t) for n in numbers for t in layout.buckets[n].tensors}
+        self._files: dict[int, tuple[BinaryIO, int]] = {}  # with the length of its header
+        self._opened = ExitStack()
+
+    def __enter__(self) -> ModelFiles:
+        """Create the files."""
+        for number in sorted({number for number, _ in self._places.values()}):
+            file = self._opened.enter_context((self._folder / _file_name(self._layout, number)).open("wb"))
+            header = shard_header(self._layout.buckets[number])
+            file.write(header)
+            self._files[number] = file, len(header)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write them to disk and close them."""
+        with self._opened:
+            for file, _header_bytes in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors in these files."""
+        return self._places.keys()
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a whole tensor, rounded to the layout's dtype."""
+        number, placed = self._places[name]
+        file, header_bytes = self._files[number]
+        dtype = getattr(torch, self._layout.buckets[number].dtype)
+        whole = tensor.detach().to(dtype).to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        file.seek(header_bytes + placed.byte_offset)
+        file.write(whole.numpy().data)
+
+
+def _file_name(layout: WeightLayout, number: int) -> str:
+    count = len(layout.buckets)
+    return "model.safetensors" if count == 1 else shard_name(number, count)
+
+
+def write_small_files(
+    folder: Path, layout: WeightLayout, *, like: Path, dtype: str, changed: Mapping[str, Any] | None = None
+) -> None:
+    """Write everything of a model folder but its weights, their index included; ``like``, ``dtype``, ``changed`` as in `small_files`."""
+    index = {"model.safetensors.index.json": shard_index(layout)} if len(layout.buckets) > 1 else {}
+    for name, data in {**small_files(like, dtype, changed), **index}.items():
+        (folder / name).write_bytes(data)
 
 
 def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:
@@ -76,37 +116,3 @@ def _is_own(path: Path) -> bool:
         f"{path} links to {target}, outside of the model folder, and would be published with the model; copy the file there, "
         "or remove the link"
     )
-
-
-def _index(shards: Shards) -> dict[str, bytes]:
-    """Return the index of several shards; empty for a single one."""
-    if len(shards) == 1:
-        return {}
-    weight_map = {name: file for file, shard in shards.items() for name in shard}
-    total = sum(t.numel() * t.element_size() for shard in shards.values() for t in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return {"model.safetensors.index.json": json.dumps(index, indent=2).encode()}
-
-
-def write_model_folder(
-    folder: Path, tensors: Mapping[str, Tensor], *, like: Path, dtype: str, changed: Mapping[str, Any] | None = None
-) -> None:
-    """Write a model folder that `transformers` loads, atomically; an older one is replaced.
-
-    Args:
-        folder: The folder to write.
-        tensors: Parameters under their Hugging Face names.
-        like: The folder that training started from, with config and tokenizer.
-        dtype: Name of the tensors' dtype.
-        changed: Fields of ``config.json`` that differ.
-    """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    shards = split_shards(tensors)
-    for name, data in {**small_files(like, dtype, changed), **_index(shards)}.items():
-        (partial / name).write_bytes(data)
-    for name, shard in shards.items():
-        save_file(shard, partial / name, metadata={"format": "pt"})
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,19 @@ from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLay
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
+
+
+class TensorSink(Protocol):
+    """What a model's tensors are copied to, one by one."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors that it takes."""
+        ...
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Take a whole tensor; it changes afterwards."""
+        ...
 
 
 class WeightBuckets:

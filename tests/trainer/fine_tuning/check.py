@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.numpy import load_file
 from tests.trainer.fine_tuning.trl_rows import BATCH, NUM_STEPS
 
+from penstock.trainer import crash_points
+from penstock.trainer.errors import ExportFailed
 from penstock.trainer.fine_tuning import dpo, rm, sft
+from penstock.trainer.publishing.model_folder import ModelFiles
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
@@ -105,6 +109,64 @@ def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {"whole": whole, "first": first, "second": second, "last": last}
 
 
+def killed(folder: Path, ranks: Ranks, point: str) -> dict[str, Any]:
+    """Train as the uninterrupted run of `resumed`, with a checkpoint after each step; ends by SIGKILL at a point of one of them."""
+    own = {
+        "lr": SFT_LR, "steps": 8, "eval_data": folder / "held_out.jsonl", "eval_every": 2, "keep_best": True,
+        "checkpoint_every": 1,
+    }  # fmt: skip
+    other: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.2}}, "data": {"shuffle": True}}
+    crash_points.arm(point)
+    return train(ranks, "sft", settings(folder, "killed", "sft", own, **other))
+
+
+def lora_rm(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train a reward model by adapters, in one go and in two; return what peft, transformers and the server make of the result."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    from penstock.reward_model.classifier import Classifier
+
+    own = {"lr": 3e-3, "steps": 6, "eval_data": folder / "held_out_pairs.jsonl"}
+    other: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.1}, "gradient_checkpointing": True}}
+    whole = train(ranks, "rm", settings(folder, "lora-rm", "rm", own, **other))
+    parted = settings(folder, "lora-rm-parted", "rm", own, **other)
+    train(ranks, "rm", parted, stop=3)
+    last = train(ranks, "rm", parted)
+    home = folder / "runs" / "lora-rm"
+    base, merged = (
+        AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+        for path in (folder / "model", home / "rm")
+    )
+    adapted = PeftModel.from_pretrained(base, home / "rm-adapter").eval()
+    texts = ["2+3=", "7+7=14", "9+1=0"]
+    served = Classifier(home / "rm", dtype="float32", device="cpu", label=None, max_length=None, batch_tokens=64)
+    ids = [served._tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    with torch.no_grad():
+        scores = [[float(model(input_ids=one).logits) for one in ids] for model in (adapted, merged.eval())]
+    scores.append([float(one.value or 0.0) for one in served.score(texts, special_tokens=True)])
+    return {"whole": whole, "last": last, "scores": scores}
+
+
+def broken_export(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train twice; the second time one matrix of the result is written as zeros."""
+    chosen = settings(folder, "broken", "sft", {"lr": SFT_LR, "steps": 1})
+    before, put, text = train(ranks, "sft", chosen), ModelFiles.put, ""
+
+    def put_wrong(self: ModelFiles, name: str, tensor: torch.Tensor) -> None:
+        put(self, name, tensor * 0 if name.endswith("layers.0.mlp.down_proj.weight") else tensor)
+
+    ModelFiles.put = put_wrong
+    try:
+        train(ranks, "sft", chosen)
+    except ExportFailed as err:
+        text = str(err)
+    finally:
+        ModelFiles.put = put
+    after = digest(chosen.run.folder / "sft" / "model.safetensors")
+    return {"text": text, "before": before["weights"], "after": after}
+
+
 def early(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train with a rate at which the validation loss rises, two validations longer than it falls."""
     own = {
@@ -132,6 +194,8 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
         ("lora-dpo-3", "dpo", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
         ("live-1", "dpo", {"lr": DPO_LR, "reference": "live"}, {}),
         ("rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}}),
+        ("lora-rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
+        ("lora-rm-0", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 0}, "model": {"lora": {"rank": 4}}}),
         ("precomputed-1", "dpo", {"lr": DPO_LR, "reference": "precomputed"}, {}),
     ]
     for name, section, own, other in ways:
@@ -140,13 +204,37 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def moved(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Make steps 1 to 3 on two ranks at ZeRO stage 2, to be continued on one at another stage; then nothing is left to move."""
+    stages = {1: 0, 2: 2}
+    own = {"lr": SFT_LR, "steps": 6}
+    trainer = {"zero_stage": stages[ranks.num_ranks]}
+    if ranks.num_ranks == 2:
+        return train(ranks, "sft", settings(folder, "moved", "sft", own, trainer=trainer), stop=3)
+    moved, whole = (
+        train(ranks, "sft", settings(folder, name, "sft", own, trainer=trainer)) for name in ("moved", "whole-1")
+    )
+    return {"moved": moved, "whole": whole}
+
+
 def main(arguments: Sequence[str]) -> int:
     folder, *names = arguments
     ranks = Ranks()
-    cases = {"resumed": resumed, "early": early, "layouts": layouts}
+    cases = {
+        "resumed": resumed,
+        "early": early,
+        "layouts": layouts,
+        "lora_rm": lora_rm,
+        "moved": moved,
+        "broken_export": broken_export,
+    }
     found = {}
     for name in names:
-        found[name] = cases[name](Path(folder), ranks) if name in cases else curve(Path(folder), ranks, name)
+        kind, _, argument = name.partition("@")
+        if kind == "killed":
+            found[kind] = killed(Path(folder), ranks, argument)
+        else:
+            found[name] = cases[name](Path(folder), ranks) if name in cases else curve(Path(folder), ranks, name)
     if ranks.is_leader:
         print(json.dumps(found))
     ranks.leave(0)

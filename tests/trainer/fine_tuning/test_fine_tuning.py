@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
     """Everything that one process trains."""
-    return _result(_start(folder, *TRAINED, "resumed", "early"))
+    return _result(_start(folder, *TRAINED, "resumed", "early", "lora_rm", "broken_export"))
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -118,6 +119,43 @@ def test_the_adapter_is_written_beside_the_merged_model(found: dict[str, Any], f
         np.testing.assert_allclose(merged[name], expected, atol=1e-6)
 
 
+def test_a_reward_model_learns_by_adapters(found: dict[str, Any], folder: Path) -> None:
+    """Score and adapters are what peft, transformers and the server read, resumed as uninterrupted; other weights are the base's."""
+    run = found["lora_rm"]
+    [line] = run["whole"]["evals"]
+    assert line["eval_accuracy"] >= 0.75
+    assert line["eval_loss"] < math.log(2.0), "that of equal scores"
+    by_peft, merged, served = run["scores"]
+    assert by_peft == pytest.approx(merged, abs=1e-5)
+    assert served == pytest.approx(merged, abs=1e-5)
+    assert max(by_peft) - min(by_peft) > 1e-3
+    assert run["last"]["weights"] == run["whole"]["weights"]
+    tensors = load_file(folder / "runs" / "lora-rm" / "rm" / "model.safetensors")
+    base = load_file(folder / "model" / "model.safetensors")
+    same = {name for name, weight in base.items() if name in tensors and (tensors[name] == weight).all()}
+    assert len(same) == len(base) - 14
+
+
+def test_a_training_killed_while_a_thread_writes_equals_an_uninterrupted_one(
+    found: dict[str, Any], folder: Path
+) -> None:
+    """SIGKILL between shard and state, before and after the rename: each start continues, and the last one gives the same weights."""
+    for point in ("shard_written:2", "written:2", "committed:2"):
+        _start(folder, f"killed@{point}").wait(expected=-9)
+    last = _result(_start(folder, "killed@"))["killed"]
+    whole = found["resumed"]["whole"]
+    for kind in ("steps", "evals"):
+        assert [_timeless(line) for line in last[kind]] == [_timeless(line) for line in whole[kind]]
+    assert (last["weights"], last["weights_of_step"]) == (whole["weights"], whole["weights_of_step"])
+
+
+def test_a_result_that_computes_something_else_replaces_nothing(found: dict[str, Any]) -> None:
+    """The written folder is loaded and compared before it gets its name."""
+    run = found["broken_export"]
+    assert "gives other log-probabilities than the trainer" in run["text"]
+    assert run["after"] == run["before"]
+
+
 def test_early_stop_keeps_the_best_weights(found: dict[str, Any]) -> None:
     """Two validations after the best one the training ends; its result has the weights of the best."""
     run = found["early"]
@@ -132,8 +170,15 @@ def test_early_stop_keeps_the_best_weights(found: dict[str, Any]) -> None:
 @pytest.mark.timeout(300)
 def test_two_ranks_train_as_one(folder: Path) -> None:
     """Losses, norms, validations and weights agree, also of losses that need the whole batch, at every ZeRO stage."""
-    forks = [_start(folder, "layouts", num_ranks=ranks) for ranks in (1, 2)]
-    one, two = (_result(fork)["layouts"] for fork in forks)
+    two = _result(_start(folder, "layouts", "moved", num_ranks=2))["layouts"]
+    found = _result(_start(folder, "layouts", "moved"))
+    one = found["layouts"]
+    moved, whole = found["moved"]["moved"], found["moved"]["whole"]
+    for line, other in zip(
+        moved["steps"], whole["steps"], strict=True
+    ):  # one rank continues what two began, at another stage
+        assert _timeless(line) == pytest.approx(_timeless(other), rel=1e-4, abs=2e-5)
+    assert moved["checksum"] == pytest.approx(whole["checksum"], rel=1e-6)
     assert sorted(one) == sorted(two)
     for name, alone in one.items():
         together = two[name]

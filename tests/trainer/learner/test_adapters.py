@@ -25,7 +25,7 @@ from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
-from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.errors import PublicationFailed, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.publishing.publish import Publisher
@@ -282,3 +282,11 @@ def _written(connections: Connections, version: int) -> Written:
         reference = manifest.parent.manifest
         manifest = manifest_of(connections, reference)
     return Written(manifest, reference)
+
+
+def test_a_score_is_no_target() -> None:
+    """A reward model's score is trained whole: as a target of adapters it is refused, before anything is changed."""
+    model = torch.nn.ModuleDict({"score": torch.nn.Linear(2, 1)})
+    with pytest.raises(UnsupportedModel, match="score is trained whole, beside the adapters; leave it out"):
+        adapter.attach(model, Lora(2, 4.0, targets=("q_proj", "model.score")), head="score")
+    assert isinstance(model["score"], torch.nn.Linear)

@@ -20,7 +20,8 @@ from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.model_folder import split_shards, write_model_folder
+from penstock.trainer.publishing.model_folder import ModelFiles, write_small_files
+from penstock.trainer.publishing.weight_buckets import layout_of
 from penstock.trainer.ranks import Ranks
 
 
@@ -139,12 +140,18 @@ def test_an_unusable_model_folder_is_refused(tmp_path: Path, model_folder: Path,
 def test_an_exported_folder_holds_the_model(tmp_path: Path, model_folder: Path, model: torch.nn.Module) -> None:
     """Config, tokenizer and sharded weights are written; transformers loads the same tensors."""
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    sharded = split_shards(tensors, 100_000)
-    assert len(sharded) > 2
-    assert {name for part in sharded.values() for name in part} == set(tensors)
-    write_model_folder(tmp_path / "out", tensors, like=model_folder, dtype="float32")
-    write_model_folder(tmp_path / "out", tensors, like=model_folder, dtype="float32")  # replaces the first
-    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(tensors)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, tensors[name])
+    for max_bytes, num_files in ((100_000, 6), (10**9, 1)):
+        layout, folder = layout_of(tensors, max_bytes), tmp_path / str(num_files)
+        folder.mkdir()
+        write_small_files(folder, layout, like=model_folder, dtype="float32")
+        count = len(layout.buckets)
+        for numbers in (range(1, count), [0]):  # as two ranks do
+            with ModelFiles(folder, layout, numbers) as files:
+                for name in files.names:
+                    files.put(name, tensors[name].to(torch.float64))
+        written = [load_file(path) for path in folder.glob("*.safetensors")]
+        assert len(written) == count == num_files
+        assert {name for part in written for name in part} == set(tensors)
+        again = AutoModelForCausalLM.from_pretrained(folder)
+        for name, parameter in again.named_parameters():
+            assert torch.equal(parameter, tensors[name])
