@@ -1,6 +1,6 @@
 """The connection to the object store.
 
-Small objects and parts of objects are read and written by `obstore_fast_path` first; a request that fails there is
+Small objects and parts of objects are read and written by `s3_fast_path` first; a request that fails there is
 repeated by `s3_requests`, where each failure becomes an error of its own.
 
 Only calls that are safe on every S3 server are offered. Tag, legal-hold, retention and policy calls
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused
 from penstock.protocol.facts import BlobRef
-from penstock.protocol.transport.obstore_fast_path import ObstoreFastPath
+from penstock.protocol.transport.s3_fast_path import S3FastPath
 from penstock.protocol.transport.tls import client_context
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class Blobs:
         self._deadline_s = deadline_s
         is_encrypted = settings.endpoint.startswith("https://")
         self._tls = client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None
-        self._fast_path = ObstoreFastPath(settings, timeout_s=min(60.0, deadline_s) / 2)  # the requests need time too
+        self._fast_path = S3FastPath(
+            settings, self._tls, timeout_s=min(60.0, deadline_s) / 2
+        )  # the requests need time too
 
     @functools.cached_property
     def _requests(self) -> S3Requests:
@@ -81,9 +83,10 @@ class Blobs:
 
     def put(self, key: str, data: bytes) -> BlobRef:
         """Store an object and return the reference that a message carries."""
-        if not self._fast_path.put(key, data):
+        sha256 = hashlib.sha256(data).hexdigest()
+        if not self._fast_path.put(key, data, sha256):
             self._requests.put(key, data)
-        return BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        return BlobRef(key=key, size_bytes=len(data), sha256=sha256)
 
     def put_file(self, key: str, path: Path) -> BlobRef:
         """Store a file; large ones are sent in parts."""

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import nats.errors
 import nats.js.errors
 import structlog
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable
+from penstock.protocol.transport.nats_client import LeanClient
 from penstock.protocol.transport.pending import LoopThread, Pending
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
@@ -67,7 +67,7 @@ class Connection:
         self._last_error = ""
         self._denials = 0
         self._waited_for: collections.Counter[str] = collections.Counter()
-        self.client = Client()
+        self.client = LeanClient()
         self.js: JetStreamContext = None  # type: ignore[assignment]
         self.num_transitions = 0
 
@@ -213,7 +213,7 @@ class Connection:
         await self._require_jetstream()
 
     async def _connect_once(self, options: dict[str, Any]) -> None:
-        client = Client()
+        client = LeanClient()
         try:
             await client.connect(
                 list(self._settings.addresses),

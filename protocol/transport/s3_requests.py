@@ -1,6 +1,6 @@
 """The requests to the object store that `blobs` makes, repeated until they succeed or fail for good; the only file that imports minio.
 
-`blobs` imports it with its first request that is not for `obstore_fast_path`: the libraries take 0.1 s of CPU to import, and a
+`blobs` imports it with its first request that is not for `s3_fast_path`: the libraries take 0.1 s of CPU to import, and a
 process that looks at a run may never need them.
 """
 

@@ -5,17 +5,11 @@ A ``ca_file`` names the certificates of the only authorities that are trusted; w
 
 from __future__ import annotations
 
-import contextlib
-import os
 import ssl
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
 
-_ENVIRONMENT = threading.Lock()
-_CA_VARIABLE = "SSL_CERT_FILE"
 # What OpenSSL says of a server that does not speak TLS at all.
 _PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
@@ -30,24 +24,6 @@ def client_context(ca_file: Path | None, key: str) -> ssl.SSLContext:
         ) from None
     except OSError as err:
         raise ConfigError(f"{key} = {ca_file}: not readable ({err.strerror})") from None
-
-
-@contextlib.contextmanager
-def trusted_by_compiled_clients(ca_file: Path | None) -> Iterator[None]:
-    """Make a compiled client that is created in the block trust ``ca_file`` only; it takes no such option itself."""
-    if ca_file is None:
-        yield
-        return
-    with _ENVIRONMENT:  # the variable belongs to the process
-        before = os.environ.get(_CA_VARIABLE)
-        os.environ[_CA_VARIABLE] = str(ca_file)
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_CA_VARIABLE]
-            else:
-                os.environ[_CA_VARIABLE] = before
 
 
 def handshake_problem(err: BaseException, url: str, key: str) -> str:

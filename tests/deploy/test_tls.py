@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -18,8 +19,15 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobError, BlobStoreRefused, BusRefused, BusUnreachable, ConfigError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.obstore_fast_path import ObstoreFastPath
+from penstock.protocol.transport.s3_fast_path import S3FastPath
+from penstock.protocol.transport.tls import client_context
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
+
+_SHA256 = hashlib.sha256(b"data").hexdigest()
+
+
+def _fast_path(settings: S3Settings) -> S3FastPath:
+    return S3FastPath(settings, client_context(settings.ca_file, "s3.ca_file"), timeout_s=10)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def test_services_get_encrypted_connections(stack: LocalStack) -> None:
     assert stack.nats.url.startswith("tls://")
     with Bus.connect(stack.nats, name="test") as bus:
         assert bus is not None
-    assert ObstoreFastPath(stack.s3, timeout_s=10).put("a/fast", b"data")
+    assert _fast_path(stack.s3).put("a/fast", b"data", _SHA256)
     blobs = Blobs(stack.s3)
     assert blobs.get(blobs.put("a/b", b"data")) == b"data"
     file = stack.data / "file"
@@ -65,7 +73,7 @@ def test_an_unknown_authority_is_refused_at_once(stack: LocalStack, other_ca: Pa
         s3 = stack.s3.model_copy(update={"ca_file": ca_file})
         with pytest.raises(BlobStoreRefused, match=r"certificate is refused.*s3\.ca_file"):
             Blobs(s3).check()
-        assert not ObstoreFastPath(s3, timeout_s=10).put("a/c", b"data")
+        assert not _fast_path(s3).put("a/c", b"data", _SHA256)
 
 
 def test_a_wrong_name_is_refused(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +88,7 @@ def test_a_wrong_name_is_refused(stack: LocalStack, tmp_path: Path, monkeypatch:
     try:
         with pytest.raises(BlobStoreRefused, match=r"certificate is refused.*penstock certs FOLDER --name"):
             Blobs(server.settings).check()
-        assert not ObstoreFastPath(server.settings, timeout_s=10).put("a/c", b"data")
+        assert not _fast_path(server.settings).put("a/c", b"data", _SHA256)
     finally:
         server.stop()
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("guards.toml")
 _DEADLINE_S = 240  # for the tests of one guard, on a busy machine; a test that waits for what never comes has failed
 _QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of the large libraries, which hold no tests
-_LARGE = ("pyarrow.parquet", "torch", "transformers", "fastapi", "uvicorn", "nats", "obstore", "rich")
+_LARGE = ("pyarrow.parquet", "torch", "transformers", "fastapi", "uvicorn", "nats", "rich")
 _BEGIN, _END = "<!-- guards: written by `make mutation-proof` -->", "<!-- end of guards -->"
 
 
