@@ -41,12 +41,14 @@ from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import prepare
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable, _import_deepspeed
 from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, MemoryPlan
 from penstock.trainer.memory_plan.method import Method
 from penstock.trainer.memory_plan.model_shape import shape_of
 from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
 from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.parallel_layout import ParallelLayout
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets
 from penstock.trainer.ranks import Ranks
 
@@ -77,6 +79,7 @@ class Configuration:
     dtype: Literal["float32", "bfloat16"] = "float32"
     zero_stage: Literal[0, 1, 2, 3] = 1
     num_ranks: int = 1
+    sequence_parallel: int = 1
     checkpointing: bool = False
     gradient_dtype: Literal["float32", "as-trained"] = "float32"
     offload: Literal["none", "optimizer", "parameters"] = "none"
@@ -92,6 +95,7 @@ class Configuration:
     def what(self) -> str:
         """The configuration in words."""
         ranks = f", {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        ranks += f" that share tokens by {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
         parts = [
             f"{self.family}, {self.layers} x {self.hidden}, vocabulary {self.vocabulary:,}{'' if self.tied else ', untied'}",
             f"{self.dtype}, ZeRO {self.zero_stage}{ranks}",
@@ -131,6 +135,8 @@ CONFIGURATIONS = {
     "bfloat16-2-ranks-as-trained": replace(AS_TRAINED, zero_stage=2, **ON_2_RANKS),
     "stage-3-2-ranks": replace(BFLOAT16, zero_stage=3, **ON_2_RANKS),
     "stage-3-2-ranks-as-trained": replace(AS_TRAINED, zero_stage=3, **ON_2_RANKS),
+    "sequence-2-ranks": replace(STANDARD, num_ranks=2, sequence_parallel=2),
+    "sequence-bfloat16-2-ranks": replace(BFLOAT16, sequence_parallel=2, groups=4, **ON_2_RANKS),
     "one-micro-batch": replace(STANDARD, groups=1),
     "lora": replace(STANDARD, lora=16),
     "lora-bfloat16": replace(BFLOAT16, lora=16, checkpointing=True),
@@ -200,7 +206,7 @@ def inputs_of(chosen: Configuration) -> PlanInputs:
     shape = shape_of(fields_of(chosen), "config.json")
     method = Method(
         dtype=chosen.dtype, zero_stage=chosen.zero_stage, num_ranks=chosen.num_ranks, checkpointing=chosen.checkpointing,
-        gradient_dtype=chosen.gradient_dtype, offload=chosen.offload, lora_rank=chosen.lora, with_entropy=chosen.entropy,
+        sequence_parallel=chosen.sequence_parallel, gradient_dtype=chosen.gradient_dtype, offload=chosen.offload, lora_rank=chosen.lora, with_entropy=chosen.entropy,
     )  # fmt: skip
     batch = Batch(chosen.prompt, chosen.answer, chosen.group_size, chosen.groups)
     return PlanInputs(shape, method, batch, chosen.budget, publishes_adapter=bool(chosen.lora))
@@ -232,7 +238,7 @@ class Trained:
             adapter.attach(model, adapter.Lora(chosen.lora, 32.0))
             if chosen.checkpointing:
                 model.enable_input_require_grads()
-        scorer = CompletionScorer(model, 1.0)
+        scorer = CompletionScorer(model, 1.0, shares=TokenShares(dims.token_group))
         self.trainable = Trainable(scorer, how, dims)
         self.policy = Policy(self.trainable, scorer, dims)
         self.objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01 if chosen.entropy else 0.0))
@@ -268,9 +274,9 @@ class Trained:
 def measure_here(chosen: Configuration) -> dict[str, float]:
     """Return the peak of each phase in bytes, of this rank, and the CPU seconds of the step."""
     torch.set_num_threads(1)
-    dims = ParallelDims(Ranks())
+    dims = ParallelDims(Ranks(), ParallelLayout(chosen.sequence_parallel))
     tiny = replace(
-        chosen, layers=1, hidden=64, heads=1, kv_heads=1, intermediate=64, vocabulary=64, prompt=8, answer=8, group_size=2,
+        chosen, layers=1, hidden=64, heads=chosen.sequence_parallel, kv_heads=1, intermediate=64, vocabulary=64, prompt=8, answer=8, group_size=2,
         groups=chosen.num_ranks,
     )  # fmt: skip
     warm = Trained(tiny, dims)

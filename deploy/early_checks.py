@@ -16,7 +16,7 @@ from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_header import is_gguf
 from penstock.trainer.learner.gguf_model import check_gguf
-from penstock.trainer.learner.model_folder_check import check_folder
+from penstock.trainer.learner.model_folder_check import check_folder, check_layout
 from penstock.trainer.recovery.same_model import check_same_model
 from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
@@ -37,6 +37,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
         check_gguf(trainer.model.path)
     elif (trainer.model.path / "config.json").is_file():
         check_folder(trainer.model.path)
+        check_layout(trainer.model.path, trainer.trainer.layout)
     if trainer.data.from_run is None:
         definitions.check_settings(trainer.reward)
         sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]

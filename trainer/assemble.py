@@ -116,7 +116,7 @@ def train(
 
 def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     blobs = Blobs(settings.s3)
-    dims = ParallelDims(ranks)
+    dims = ParallelDims(ranks, settings.trainer.layout)
     rank_group = build_rank_group(settings, dims, blobs)
     publisher = RankPublisher(blobs, settings.run.id, dims.buckets)
     serve_requests(publisher, PublishChannels(ranks.channel(), ranks.channel()))
@@ -198,7 +198,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
     if found is not None and (changed := changed_settings(config_file, session.config)):
         log.warning("settings changed since the last session", changed=changed)
     config_file.write_bytes(session.config)
-    dims = ParallelDims(ranks)
+    dims = ParallelDims(ranks, settings.trainer.layout)
     rank_group = build_rank_group(settings, dims, connections.blobs)
     publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets)
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None

@@ -1,7 +1,7 @@
-"""How the ranks share the work of a run: who computes which rows, who sums, who publishes, who writes files.
+"""How the ranks share the work of a run: who computes which rows and tokens, who sums, who publishes, who writes files.
 
-Today there is one dimension, data parallel: every rank computes its own rows with a whole model. Learner and
-publishing ask here and never compare rank numbers themselves, so another layout changes this file.
+Ranks that compute the same rows (`trainer/parallel_layout.py`) have the same losses and figures, which count once in every sum.
+Learner and publishing ask here and never compare rank numbers themselves, so another layout changes this file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.trainer.ranks import Ranks
+from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.ranks import Ranks, RankSubgroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,31 @@ class Share:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
 class ParallelDims:
     """The part of this rank in the work of all."""
 
-    ranks: Ranks
+    def __init__(self, ranks: Ranks, layout: ParallelLayout | None = None) -> None:
+        """Divide the ranks; without a layout every rank computes rows of its own. The same call on every rank."""
+        self.ranks = ranks
+        self.layout = layout or ParallelLayout()
+        size = self.layout.sequence_parallel
+        self.token_group: RankSubgroup | None = ranks.subgroup(size) if size > 1 else None
 
     @property
     def rows(self) -> Share:
-        """The share of a step's rows that this rank computes; DeepSpeed averages gradients over all shares."""
+        """The share of a step's rows that this rank computes, alone or with others."""
+        together = self.layout.ranks_of_rows
+        return Share(self.ranks.rank // together, self.ranks.num_ranks // together)
+
+    @property
+    def tokens(self) -> Share:
+        """The share of a micro-batch's tokens that this rank computes."""
+        size = self.layout.sequence_parallel
+        return Share(self.ranks.rank % size, size)
+
+    @property
+    def states(self) -> Share:
+        """The share of the optimizer state that this rank keeps under ZeRO; DeepSpeed averages gradients over all shares."""
         return Share(self.ranks.rank, self.ranks.num_ranks)
 
     @property
@@ -42,13 +59,18 @@ class ParallelDims:
         return self.ranks.is_leader
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise sum over all shares of the rows; collective."""
-        return self.ranks.sum(values)
+        """Return the element-wise sum over all shares of the rows, each counted once; collective."""
+        return self.ranks.sum(values if self._stands_for_rows else [0.0] * len(values))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the ``data`` of all shares of the rows on rank 0, in their order; nothing on the others; collective."""
-        return self.ranks.gather(data)
+        return self.ranks.gather(data)[:: self.layout.ranks_of_rows]
 
     def maximum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise maximum over all shares of the rows; collective."""
         return self.ranks.maximum(values)
+
+    @property
+    def _stands_for_rows(self) -> bool:
+        """True on the first of the ranks that compute the same rows."""
+        return self.ranks.rank % self.layout.ranks_of_rows == 0

@@ -72,6 +72,17 @@ class Ranks:
         dist.gather(mine, found, dst=0)
         return [t[: int(size)].numpy().tobytes() for t, size in zip(found or [], sizes, strict=False)]
 
+    def subgroup(self, size: int) -> RankSubgroup:
+        """Return the group of ``size`` ranks next to each other that this one is in; called on all ranks, in the same order."""
+        own = None
+        for first in range(0, self.num_ranks, size):
+            members = list(range(first, first + size))
+            group = dist.new_group(members, timeout=_DEADLINE)
+            if self.rank in members:
+                own = RankSubgroup(group, self.rank - first, size)
+        assert own is not None
+        return own
+
     def channel(self) -> RankChannel:
         """Open a channel of questions and answers for threads; called on all ranks, in the same order."""
         return RankChannel(self.rank, self.num_ranks)
@@ -110,6 +121,30 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
+
+
+class RankSubgroup:
+    """Some of the ranks, which exchange the tensors of a forward and backward pass."""
+
+    def __init__(self, group: Any, index: int, size: int) -> None:
+        """Use `Ranks.subgroup` instead."""
+        self._group = group
+        self.index = index  # of this rank
+        self.size = size
+
+    def exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send ``parts[n]`` to rank n of the group, and return what each sent to this one, [size, …] as ``parts``."""
+        given = parts.contiguous()
+        found = torch.empty(
+            given.shape, dtype=given.dtype, device=given.device
+        )  # `empty_like` could keep other strides
+        dist.all_to_all_single(found, given, group=self._group)
+        return found
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up contiguous ``values`` over the group, in place, and return them."""
+        dist.all_reduce(values, group=self._group)
+        return values
 
 
 class RankChannel:

@@ -30,6 +30,7 @@ from penstock.trainer.fine_tuning_settings import (
     listed,
 )
 from penstock.trainer.lora_settings import LoraSettings
+from penstock.trainer.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey
@@ -272,10 +273,17 @@ class OptimizerSettings(Section):
         "half the memory and drops small terms.",
     )
     num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
+    sequence_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that compute a micro-batch together, each a part of its tokens and, in attention, of its heads (Ulysses): "
+        "for rows whose activations do not fit on one. Divides trainer.num_ranks and the model's attention heads.",
+    )
     micro_batch_tokens: int = Field(
         default=16_384,
         ge=1,
-        description="Most tokens of one forward and backward pass on a rank; a prompt that completions share counts once.",
+        description="Most tokens of one forward and backward pass on a rank, or on those of trainer.sequence_parallel together; a "
+        "prompt that completions share counts once.",
     )
     checkpoint_every: int = Field(
         default=50, ge=1, description="Steps between checkpoints; the last step makes one too."
@@ -395,6 +403,11 @@ class OptimizerSettings(Section):
         description="How long weights are kept after the last version that needs them expired, for readers under way, in s.",
     )
 
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the ranks are divided."""
+        return ParallelLayout(self.sequence_parallel)
+
     def signing_key(self) -> SigningKey | None:
         """Return the key that signs manifests, None when none is set; raises ConfigError when it cannot be read."""
         if self.signing_key_file is None:
@@ -402,6 +415,15 @@ class OptimizerSettings(Section):
         from penstock.protocol.weights.signature import SigningKey  # noqa: PLC0415  its library is needed only here
 
         return SigningKey.from_file(self.signing_key_file, "trainer.signing_key_file")
+
+    @model_validator(mode="after")
+    def _divides_the_ranks(self) -> OptimizerSettings:
+        if self.num_ranks % self.layout.ranks_of_rows:
+            raise ValueError(
+                f"trainer.num_ranks = {self.num_ranks} is not a multiple of trainer.sequence_parallel = {self.sequence_parallel}; it "
+                "counts all processes: set it to a multiple"
+            )
+        return self
 
     @model_validator(mode="after")
     def _offloads_what_is_sharded(self) -> OptimizerSettings:
@@ -454,10 +476,10 @@ class TrainerSettings(Section):
                 f" = {self.rollout.groups_per_step}; a message never spans steps: lower it, or set it to 0 (automatic)"
             )
         rows = self.rollout.groups_per_step * self.rollout.group_size
-        if rows < self.trainer.num_ranks:
+        if rows < self.trainer.num_ranks // self.trainer.layout.ranks_of_rows:
             raise ValueError(
                 f"a step has {rows} trajectories (rollout.groups_per_step x rollout.group_size), fewer than "
-                f"trainer.num_ranks = {self.trainer.num_ranks}; lower trainer.num_ranks, so that every rank has one"
+                f"trainer.num_ranks = {self.trainer.num_ranks} can share; lower trainer.num_ranks, so that every rank has one"
             )
         interval = self.algorithm.retrained_interval
         if self.algorithm.max_trained_count > 1 and self.rollout.max_staleness < interval:

@@ -293,7 +293,7 @@ def test_two_ranks_run_reuse_and_resume(
                 model={"lora.rank": 4, "lora.alpha": 8.0},
                 rollout={"groups_per_message": 2},
                 algorithm={"kl_coefficient": 0.01, "max_trained_count": 3},
-                trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256},
+                trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256, "sequence_parallel": steps - 1},
             ),
         )  # fmt: skip
         producer = ScriptedProducer(nats_settings, s3_settings, run_streams)

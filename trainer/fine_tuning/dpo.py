@@ -178,7 +178,7 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 
     Returns None if ``stop`` was set first: then everything is in a checkpoint.
     """
-    dims = ParallelDims(ranks)
+    dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "dpo", dims) as folder:
         pairs = open_pairs(settings, settings.dpo.files or settings.data.train_files, dims)
         held_out = open_pairs(settings, settings.dpo.eval_files, dims) if settings.dpo.eval_files else None
@@ -213,7 +213,8 @@ def _use_reference(task: PreferenceTask, policy: Policy, settings: TrainerSettin
     is_live = _is_live(chosen, has_adapters=has_adapters)
     if chosen.reference_path is not None or (is_live and not has_adapters):
         how = optimisation(settings, chosen, plan.length)
-        reference = load_reference(chosen.reference_path or settings.model.path, how, policy.device, temperature=1.0)
+        folder = chosen.reference_path or settings.model.path
+        reference = load_reference(folder, how, policy.device, plan.dims, temperature=1.0)
     if is_live:
         task.use_live(reference)
         return

@@ -144,7 +144,7 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 
     Returns None if ``stop`` was set first: then everything is in a checkpoint.
     """
-    dims = ParallelDims(ranks)
+    dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "rm", dims) as folder:
         pairs = _open_pairs(settings, settings.rm.files or settings.data.train_files, dims)
         held_out = _open_pairs(settings, settings.rm.eval_files, dims) if settings.rm.eval_files else None

@@ -97,7 +97,7 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 
     Returns None if ``stop`` was set first: then everything is in a checkpoint.
     """
-    dims = ParallelDims(ranks)
+    dims = ParallelDims(ranks, settings.trainer.layout)
     with open_folder(settings, "sft", dims) as folder:
         turns = open_turns(settings, settings.sft.files or settings.data.train_files, dims)
         held_out = open_turns(settings, settings.sft.eval_files, dims) if settings.sft.eval_files else None

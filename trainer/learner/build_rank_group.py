@@ -46,6 +46,7 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
             algorithm.reference_path or settings.model.path,
             how,
             policy.device,
+            dims,
             temperature=settings.rollout.temperature,
             parked=algorithm.reference_device == "parked",
         )

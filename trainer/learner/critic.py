@@ -22,9 +22,10 @@ from penstock.trainer.algorithm.losses.value import value_loss
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.algorithm.token_credit import CreditedBatch, TokenCredit, ValueTargets
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
+from penstock.trainer.learner.attention.models import WHOLE, read_rows, use_packed_rows
 from penstock.trainer.learner.captured_state import CapturedPart
 from penstock.trainer.learner.load_model import load_language_model
+from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -48,11 +49,12 @@ class ValueHead(nn.Module):
 class ValueScorer(nn.Module):
     """A causal language model with a value head instead of its output head."""
 
-    def __init__(self, language_model: Any) -> None:
+    def __init__(self, language_model: Any, shares: TokenShares = WHOLE) -> None:
         """Take the backbone of a `transformers` causal language model."""
         super().__init__()
         config = language_model.config.get_text_config()
         self._packed = use_packed_rows(language_model) is None
+        self._shares = shares
         self.body: Any = language_model.base_model  # part of the parameter names in checkpoints
         self.value_head = ValueHead(config.hidden_size, next(language_model.parameters()).dtype)
 
@@ -65,8 +67,9 @@ class ValueScorer(nn.Module):
         layout: Layout | None = None,
     ) -> Tensor:
         """Return the value [N] float32 before each sampled token; arguments as in `CompletionScorer`."""
-        hidden = read_rows(self.body, input_ids, position_ids, layout, self._packed)
-        return self.value_head(hidden.index_select(0, predictors))
+        hidden = read_rows(self.body, input_ids, position_ids, layout, self._packed, self._shares)
+        own, places = self._shares.own_predictors(predictors, input_ids.shape[1])
+        return self._shares.whole(self.value_head(hidden.index_select(0, own)), places, len(predictors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,5 +159,5 @@ def load_critic(
 
     Raises UnsupportedModel and ConfigError as `load_policy` does.
     """
-    scorer = ValueScorer(load_language_model(model_folder, how))
+    scorer = ValueScorer(load_language_model(model_folder, how, dims), TokenShares(dims.token_group))
     return Critic(Trainable(scorer, how, dims), regression, credit, dims)

@@ -9,14 +9,17 @@ import structlog
 import torch
 from torch import nn
 
+from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.activation_offload import offload_activations
+from penstock.trainer.learner.attention.models import why_not_packed
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
+from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -34,34 +37,44 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
 
     Raises:
         UnsupportedModel: The folder is missing or holds no causal language model.
-        ConfigError: The dtype does not work with the ZeRO stage.
+        ConfigError: The dtype does not work with the ZeRO stage, or the model not with the layout of the ranks.
     """
-    model: Any = load_language_model(model_folder, how)
+    model: Any = load_language_model(model_folder, how, dims)
     attach_adapters(model, how)
-    scorer = CompletionScorer(model, temperature)
+    scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
     warn_if_padded(scorer.padding_reason, dims)
     return Policy(Trainable(scorer, how, dims), scorer, dims)
 
 
 def load_reference(
-    folder: Path, how: Optimisation, device: torch.device, *, temperature: float, parked: bool = False
+    folder: Path,
+    how: Optimisation,
+    device: torch.device,
+    dims: ParallelDims,
+    *,
+    temperature: float,
+    parked: bool = False,
 ) -> Reference:
-    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does.
+    """Load a model folder as the frozen reference; raises UnsupportedModel and ConfigError as `load_policy` does.
 
     A ``parked`` one stays in host memory and is computed on the device.
     """
-    return Reference(CompletionScorer(load_language_model(folder, how), temperature), device, parked=parked)
+    model = load_language_model(folder, how, dims)
+    scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
+    return Reference(scorer, device, parked=parked)
 
 
-def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
-    """Load a causal language model for training; raises UnsupportedModel."""
-    model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype)
+def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> nn.Module:
+    """Load a causal language model for training; raises UnsupportedModel and ConfigError as `load_policy` does."""
+    model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype, dims)
     check_loaded(model, report, folder)
     prepare(model, how)
     return model
 
 
-def from_folder(loader: str, kind: str, folder: Path, dtype: str, **options: object) -> tuple[Any, dict[str, Any]]:
+def from_folder(
+    loader: str, kind: str, folder: Path, dtype: str, dims: ParallelDims | None = None, **options: object
+) -> tuple[Any, dict[str, Any]]:
     """Load a model folder with a class of `transformers`; returns the model and which of its weights were found.
 
     Args:
@@ -69,10 +82,13 @@ def from_folder(loader: str, kind: str, folder: Path, dtype: str, **options: obj
         kind: What the class loads, for errors.
         folder: A Hugging Face model folder; code in it is never executed.
         dtype: Name of the weights' dtype.
+        dims: How the ranks share the work: what a model does not allow is refused before its weights are read. None: this
+            process computes it alone.
         options: Further arguments of ``from_pretrained``.
 
     Raises:
         UnsupportedModel: The folder is missing or cannot be loaded as one of the kind.
+        ConfigError: The model cannot be computed in this layout of the ranks.
     """
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
@@ -83,6 +99,8 @@ def from_folder(loader: str, kind: str, folder: Path, dtype: str, **options: obj
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # `check_loaded` says in our words what is missing
     try:
+        if dims is not None and dims.layout.ranks_of_rows > 1:
+            _check_layout(getattr(transformers, loader), folder, dims, **options)
         return getattr(transformers, loader).from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
@@ -92,11 +110,30 @@ def from_folder(loader: str, kind: str, folder: Path, dtype: str, **options: obj
             output_loading_info=True,
             **options,
         )
+    except ConfigError:
+        raise
     except Exception as err:  # noqa: BLE001 - files from outside: transformers raises errors of every kind
         raise UnsupportedModel(
             f"model.path = {folder} is not {kind} ({type(err).__name__}: {err}); set it to a Hugging Face model "
             "folder of an architecture that transformers has: code in the folder is never executed"
         ) from None
+
+
+def _check_layout(loader: Any, folder: Path, dims: ParallelDims, **options: object) -> None:
+    """Raise ConfigError if the model in a folder, made without weights, cannot be computed by several ranks together."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    dims.layout.check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, str(folder))
+    with torch.device("meta"):
+        model = loader.from_config(config, trust_remote_code=False)
+    if reason := why_not_packed(model):
+        raise ConfigError(
+            f"trainer.sequence_parallel = {dims.layout.sequence_parallel} needs rows in one stream, and model.path = {folder}: {reason}, "
+            "so that its rows are padded; set it to 1"
+        )
 
 
 def prepare(model: Any, how: Optimisation) -> None:

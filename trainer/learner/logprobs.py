@@ -20,7 +20,8 @@ from penstock.trainer.algorithm.kl import kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
+from penstock.trainer.learner.attention.models import WHOLE, read_rows, use_packed_rows
+from penstock.trainer.learner.sequence_parallel import TokenShares
 
 Logits = Callable[[int, int], Tensor]  # (start, end) -> logits of those sampled tokens, [n, V] float32, no gradient
 
@@ -39,7 +40,9 @@ class CompletionScorer(nn.Module):
 
     language_model: Any  # a transformers causal language model; their classes are typed loosely
 
-    def __init__(self, language_model: nn.Module, temperature: float, max_logits: int = MAX_LOGITS) -> None:
+    def __init__(
+        self, language_model: nn.Module, temperature: float, max_logits: int = MAX_LOGITS, shares: TokenShares = WHOLE
+    ) -> None:
         """Wrap a `transformers` causal language model; raises UnsupportedModel for one with a special head."""
         super().__init__()
         config: Any = language_model.config
@@ -53,6 +56,7 @@ class CompletionScorer(nn.Module):
         self.language_model = language_model
         self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
         self._temperature = temperature
+        self._shares = shares  # of a stream's tokens; with several, every call is collective
         self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
 
     def forward(
@@ -76,17 +80,23 @@ class CompletionScorer(nn.Module):
             position_ids: [1, T] int64, place of each token in its row; None: 0, 1, 2, …
             layout: Which token attends to which; None: the stream is one row.
             with_entropy: Also return the entropy of every position's distribution, in nats.
-            kl_to: Also return the exact KL of every position's distribution to the one with these logits.
+            kl_to: Also return the exact KL of every position's distribution to the one with these logits, which are of the tokens
+                that ``hidden_only`` returns hidden states of.
             hidden_only: Return what the output head is given and nothing else, for `logits`.
 
         Returns:
             [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 or 3, N] with the
-            entropies and then the KL; hidden states [N, H] alone when asked.
+            entropies and then the KL; hidden states [n, H] alone when asked, of the tokens that this rank's share predicts.
         """
-        packed = self.padding_reason is None
-        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed)
-        hidden = hidden.index_select(0, predictors)
-        return hidden if hidden_only else self.scores(hidden, targets, with_entropy=with_entropy, kl_to=kl_to)
+        packed, shares = self.padding_reason is None, self._shares
+        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, shares)
+        own, places = shares.own_predictors(predictors, input_ids.shape[1])
+        hidden = hidden.index_select(0, own)
+        if hidden_only:
+            return hidden
+        own_targets = targets if places is None else targets[places]
+        scores = self.scores(hidden, own_targets, with_entropy=with_entropy, kl_to=kl_to)
+        return shares.whole(scores, places, len(targets))
 
     def around(self, language_model: nn.Module) -> CompletionScorer:
         """Return the same around another model of the kind."""

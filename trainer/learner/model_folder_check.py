@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.parallel_layout import ParallelLayout
 
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
@@ -45,6 +46,16 @@ def check_folder(folder: Path) -> None:
             )
     for path in _files(folder):
         _check_header(path)
+
+
+def check_layout(folder: Path, layout: ParallelLayout) -> None:
+    """Raise ConfigError if a model's attention heads cannot be divided among ranks, where its config.json names them."""
+    config = _read_object(folder / "config.json", _MAX_INDEX_BYTES)
+    text = config.get("text_config", config)
+    heads = text.get("num_attention_heads") if isinstance(text, dict) else None
+    if isinstance(heads, int):
+        kv_heads = text.get("num_key_value_heads")
+        layout.check_heads(heads, kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads, str(folder))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.attention.models import read_rows, use_packed_rows
+from penstock.trainer.learner.attention.models import WHOLE, read_rows, use_packed_rows
 from penstock.trainer.learner.load_model import attach_adapters, from_folder, prepare, warn_if_padded
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -25,9 +26,10 @@ class RewardScorer(nn.Module):
 
     language_model: Any  # the part of the parameter names that `Policy` removes
 
-    def __init__(self, classifier: nn.Module) -> None:
+    def __init__(self, classifier: nn.Module, shares: TokenShares = WHOLE) -> None:
         """Wrap a `transformers` sequence classifier."""
         super().__init__()
+        self._shares = shares
         self.language_model = classifier
         self.padding_reason = use_packed_rows(classifier)  # why rows are padded; None: they are one stream
 
@@ -45,8 +47,10 @@ class RewardScorer(nn.Module):
         """Return the reward [N] float32 at each of ``predictors``; the other arguments are those of `CompletionScorer`."""
         del targets, with_entropy, kl_to
         packed = self.padding_reason is None
-        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed)
-        return self.language_model.score(hidden.index_select(0, predictors)).squeeze(-1).float()
+        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, self._shares)
+        own, places = self._shares.own_predictors(predictors, input_ids.shape[1])
+        rewards = self.language_model.score(hidden.index_select(0, own)).squeeze(-1).float()
+        return self._shares.whole(rewards, places, len(predictors))
 
     def around(self, classifier: nn.Module) -> RewardScorer:
         """Return the same around another classifier."""
@@ -63,7 +67,7 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
         UnsupportedModel: The folder is no usable model, transformers has no classifier of its kind, or adapters match no layer.
     """
     model, report = from_folder(
-        "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how.dtype, num_labels=1
+        "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how.dtype, dims, num_labels=1
     )
     missing = set(report["missing_keys"])
     if not hasattr(model, "score") or tuple(model.score.weight.shape) != (
@@ -79,7 +83,7 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
             model.score.weight.zero_()
     prepare(model, how)
     attach_adapters(model, how, head=_HEAD)
-    scorer = RewardScorer(model)
+    scorer = RewardScorer(model, TokenShares(dims.token_group))
     warn_if_padded(scorer.padding_reason, dims)
     changed = {
         "architectures": [type(model).__name__],

@@ -138,8 +138,11 @@ class Trainable:
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradient; the losses of all micro-batches and shares of the rows add up."""
-        self._engine.backward(loss * self._dims.rows.count)  # DeepSpeed averages over them
+        """Add a micro-batch's gradient; the losses of all micro-batches and shares of the rows add up.
+
+        Ranks that compute the same rows give the same loss, of which each has a part of the gradient.
+        """
+        self._engine.backward(loss * self._dims.states.count)  # DeepSpeed averages over them
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
 
@@ -210,7 +213,7 @@ class Trainable:
         return state
 
     def _optimizer_state(self) -> OptimizerState:
-        return OptimizerState(self._engine, self._dims.rows)
+        return OptimizerState(self._engine, self._dims.states)
 
     def _to_change(self, parameter: Tensor) -> Any:
         import deepspeed  # noqa: PLC0415

@@ -21,7 +21,7 @@ _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The largest micro-batch of a rank, and how many it has in a step."""
+    """The largest part of a micro-batch that a rank computes, and how many micro-batches it has in a step."""
 
     tokens: int  # computed; a shared prompt counts once
     predictors: int  # sampled tokens, whose log-probabilities are computed
@@ -118,6 +118,11 @@ def _kept_of_token(shape: ModelShape, method: Method) -> int:
     kept += FLOAT32 * (2 + shape.heads)  # scales of the norms, log-sum-exp of attention
     if shape.has_head_norms:
         kept += FLOAT32 * (shape.heads + shape.kv_heads)
+    if (
+        method.sequence_parallel > 1
+    ):  # the output again, by tokens; and key heads are repeated where there are fewer than ranks
+        repeated = max(0, method.sequence_parallel - shape.kv_heads) * shape.head_dim
+        kept += (shape.query + 2 * repeated) * b
     return kept + len(shape.adapted(method.lora_targets)) * method.lora_rank * b
 
 

@@ -27,6 +27,7 @@ class Method:
     dtype: Literal["float32", "bfloat16"]
     zero_stage: int
     num_ranks: int = 1
+    sequence_parallel: int = 1  # ranks that share the tokens of a micro-batch
     checkpointing: bool = False
     activation_offload: bool = False  # of what checkpointing keeps
     gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums

@@ -53,20 +53,21 @@ class PlanInputs:
 
     @cached_property
     def _passes(self) -> list[list[tuple[int, int]]]:
-        """Tokens and sampled tokens of every micro-batch of every rank, as the trainer's planner cuts them."""
+        """Tokens and sampled tokens of every micro-batch of every share of the rows, as the trainer's planner cuts them."""
         batch = self.batch
         num_rows = batch.num_groups * batch.group_size
         shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
         prefixes = Prefixes(list(range(num_rows)), shared)
         units = units_of([self.row_tokens] * num_rows, prefixes, _pair_cost(self.shape))
-        plan = balanced(units, self.budget_tokens, self.method.num_ranks)
+        plan = balanced(units, self.budget_tokens, self.method.num_ranks // self.method.sequence_parallel)
         return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
 
     @property
     def largest(self) -> Pass:
-        """The largest micro-batch of any rank."""
+        """The largest part of a micro-batch of any rank; one of several may have the most sampled tokens."""
         tokens, predictors = max((one for bins in self._passes for one in bins), default=(0, 0))
-        return Pass(tokens, predictors, max(map(len, self._passes)))
+        tokens = -(-tokens // self.method.sequence_parallel)
+        return Pass(tokens, min(predictors, tokens), max(map(len, self._passes)))
 
     @property
     def operations(self) -> float:
@@ -88,7 +89,7 @@ class PlanInputs:
                 + of_head * predictors
                 + pair_passes * 4 * shape.layers * shape.query * pairs
             )
-        return max(found)
+        return max(found) / method.sequence_parallel
 
 
 def plan_inputs(
@@ -100,9 +101,13 @@ def plan_inputs(
 ) -> PlanInputs:
     """Return the inputs of a run; ``reference`` and ``critic`` are the shapes of other folders, where the settings name some.
 
-    Raises NotEstimated for a KL over whole distributions, whose memory was not measured.
+    Raises NotEstimated for a KL over whole distributions, whose memory was not measured, and ConfigError for a layout of the ranks
+    that a model does not allow.
     """
     lora, algorithm = settings.model.lora, settings.algorithm
+    for one, where in ((shape, "model.path"), (reference, "algorithm.reference_path"), (critic, "critic.path")):
+        if one is not None:
+            settings.trainer.layout.check_heads(one.heads, one.kv_heads, where)
     for key in ("kl_form", "reward_kl_form"):
         if algorithm.needs_reference and getattr(algorithm, key) == "full":
             raise NotEstimated(
@@ -115,6 +120,7 @@ def plan_inputs(
             dtype=settings.model.dtype,
             zero_stage=settings.trainer.zero_stage,
             num_ranks=settings.trainer.num_ranks,
+            sequence_parallel=settings.trainer.sequence_parallel,
             checkpointing=settings.model.gradient_checkpointing,
             activation_offload=settings.model.activation_offload,
             gradient_dtype=settings.trainer.gradient_dtype,

@@ -69,6 +69,7 @@ def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
         budget = max(inputs.row_tokens, budget // 2)
         budgets.append(_Change((f"trainer.micro_batch_tokens={budget}",), replace(inputs, budget_tokens=budget)))
     yield budgets
+    yield list(_with_shared_tokens(inputs))
     yield list(_with_checkpointing(inputs, on_gpu=on_gpu))
     yield [
         _Change((f"trainer.zero_stage={stage}",), replace(inputs, method=replace(method, zero_stage=stage)))
@@ -80,6 +81,16 @@ def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
     yield list(_more_ranks(inputs))
     yield list(_with_adapters(inputs))
     yield [_with_rounded_sums(inputs)] if method.sums_apart else []
+
+
+def _with_shared_tokens(inputs: PlanInputs) -> Iterator[_Change]:
+    """Yield more ranks for each micro-batch, of those that the run has."""
+    method, shape = inputs.method, inputs.shape
+    for ranks in range(method.sequence_parallel + 1, method.num_ranks + 1):
+        if method.num_ranks % ranks or shape.heads % ranks or shape.kv_heads % ranks:
+            continue
+        shared = replace(method, sequence_parallel=ranks)
+        yield _Change((f"trainer.sequence_parallel={ranks}",), replace(inputs, method=shared))
 
 
 def _with_checkpointing(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[_Change]:

@@ -287,4 +287,4 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Ran
             "use `penstock replay`, which starts the right number, or torchrun --nproc-per-node N -m penstock.trainer replay"
         )
     torch.set_num_threads(order["threads"])
-    return build_rank_group(settings, ParallelDims(ranks), blobs)
+    return build_rank_group(settings, ParallelDims(ranks, settings.trainer.layout), blobs)

@@ -36,7 +36,7 @@ def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[s
     policy = load_policy(Path(model), how(1, "float32"), dims, temperature=1.0)
     reference = None
     if settings.needs_reference:
-        reference = load_reference(Path(model), how(1, "float32"), policy.device, temperature=1.0)
+        reference = load_reference(Path(model), how(1, "float32"), policy.device, dims, temperature=1.0)
     nothing: Any = None  # a rank that is given its groups fetches none
     rank_group = RankGroup(policy, dims, nothing, build_objective(settings), reference)
     pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)

@@ -99,6 +99,17 @@ def test_foreign_names_lead_to_settings_that_exist():
             ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked"],
             "the reference is the policy with its adapters switched off",
         ),
+        (["trainer.sequence_parallel=2"], "trainer.num_ranks = 1 is not a multiple of trainer.sequence_parallel = 2"),
+        (["trainer.num_ranks=6", "trainer.sequence_parallel=4"], "it counts all processes: set it to a multiple"),
+        (
+            [
+                "rollout.groups_per_step=1",
+                "rollout.group_size=2",
+                "trainer.num_ranks=12",
+                "trainer.sequence_parallel=4",
+            ],
+            "a step has 2 trajectories",
+        ),
         (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
         (["trainer.zero_stage=0", "model.dtype=bfloat16"], "set trainer.zero_stage = 1"),
         (["trainer.gradient_dtype=as-trained"], "does nothing with model.dtype = float32"),

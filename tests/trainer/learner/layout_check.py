@@ -6,6 +6,7 @@ Arguments: MODEL FOLDER; checkpoints go below FOLDER.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
@@ -22,6 +24,7 @@ from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.parallel_layout import ParallelLayout
 from penstock.trainer.ranks import Ranks
 
 NUM_STEPS = 3
@@ -36,6 +39,13 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "offload-3": {"offload": "parameters", "zero_stage": 3, "gradient_checkpointing": True, "activation_offload": True},
     "activations-2": {"gradient_checkpointing": True, "activation_offload": True, "zero_stage": 2},
 }
+SEQUENCE: dict[str, dict[str, Any]] = {  # both ranks compute the same rows
+    "sequence-0": {"zero_stage": 0},
+    "sequence-1": {},
+    "sequence-2": {"zero_stage": 2, "gradient_checkpointing": True},
+    "sequence-3": {"zero_stage": 3},
+}
+ONE_KEY_HEAD = "one key head"  # fewer than ranks
 
 
 def rows() -> list[Row]:
@@ -61,6 +71,19 @@ def micro_batches(dims: ParallelDims) -> list[MicroBatch]:
     found = [build([chosen[number] for number in piece]) for piece in plan[dims.rows.index]]
     assert len(found) > 1, "a rank adds up the gradients of several micro-batches"
     return found
+
+
+def with_one_key_head(model: Path, folder: Path) -> Path:
+    """Write a model with the first key head of another one."""
+    shutil.copytree(model, folder)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    kept = {
+        name: tensor[: config["head_dim"]].clone() if "k_proj" in name or "v_proj" in name else tensor
+        for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def trained(model: Path, folder: Path, plain: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
@@ -119,6 +142,18 @@ def main(arguments: Sequence[str]) -> int:
         own = folder / f"{name}-{ranks.num_ranks}"
         own.mkdir(exist_ok=True)
         results[name] = trained(model, own, folder / f"{PLAIN}-{ranks.num_ranks}", replace(HOW, **changes), dims)
+    one_key_head = with_one_key_head(model, folder / f"one-key-head-{ranks.num_ranks}-{ranks.rank}")
+    own = folder / f"{ONE_KEY_HEAD}-{ranks.num_ranks}"
+    own.mkdir(exist_ok=True)
+    dims_of_one = ParallelDims(ranks, ParallelLayout(sequence_parallel=ranks.num_ranks))
+    results[ONE_KEY_HEAD] = trained(one_key_head, own, own, HOW, dims_of_one)
+    if ranks.num_ranks > 1:
+        together = ParallelDims(ranks, ParallelLayout(sequence_parallel=2))
+        for name, changes in SEQUENCE.items():
+            own = folder / f"{name}-{ranks.num_ranks}"
+            own.mkdir(exist_ok=True)
+            how = replace(HOW, **changes)
+            results[name] = trained(model, own, folder / f"{PLAIN}-{ranks.num_ranks}", how, together)
     if ranks.num_ranks > 1:
         for stage in (1, 2, 3):
             how = replace(HOW, dtype="bfloat16", zero_stage=stage)

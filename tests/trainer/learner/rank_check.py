@@ -39,6 +39,7 @@ from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.parallel_layout import ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
 from penstock.trainer.publishing.rank_publisher import RankPublisher
@@ -53,14 +54,26 @@ CASES = [
     ("ppo-bfloat16", 2, "bfloat16", "ppo"),
     *((f"lora-{stage}", stage, "float32", "grpo") for stage in (1, 2, 3)),
     ("lora-bfloat16", 2, "bfloat16", "grpo"),
+    ("sequence-1", 1, "float32", "grpo"),  # all ranks compute the same rows
+    ("sequence-ppo-3", 3, "float32", "ppo"),
+    ("sequence-lora-2", 2, "float32", "grpo"),
 ]
 CROSSED = [  # checkpoints that the other number of ranks wrote, and the ZeRO stage that resumes them
     *(("2-float32", stage) for stage in (0, 1, 3)),
     ("0-float32", 3), ("3-float32", 2), ("ppo-1", 3), ("lora-3", 1), ("2-bfloat16", 1),
+    ("sequence-1", 3), ("sequence-ppo-3", 1),
 ]  # fmt: skip
 REFUSED = "2-float32"  # whose checkpoint is also written where a rank cannot write
 SAVED = "saved"  # file that says that every checkpoint is written
-PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bfloat16"]  # each a session of one run
+PUBLISHED = [
+    "0-float32",
+    "1-float32",
+    "2-float32",
+    "3-float32",
+    "lora-3",
+    "2-bfloat16",
+    "sequence-1",
+]  # each a session of one run
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
 BUCKET_BYTES = 40_000  # the model has several buckets
@@ -193,6 +206,7 @@ class Scene:
     model: Path
     blobs: Blobs
     dims: ParallelDims
+    together: ParallelDims  # all ranks compute the same rows
 
     @property
     def message(self) -> GroupScored:
@@ -200,21 +214,22 @@ class Scene:
 
     def build(self, name: str, stage: int, dtype: str, algorithm: str) -> tuple[Policy, RankGroup, AlgorithmSettings]:
         """Load a case's networks on this rank."""
+        dims = self.together if "sequence" in name else self.dims
         full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
         settings = AlgorithmSettings(name=algorithm, **full_kl)  # type: ignore[arg-type]
         lora = Lora(rank=4, alpha=8.0) if "lora" in name else None
-        policy = load_policy(self.model, replace(how(stage, dtype), lora=lora), self.dims, temperature=1.0)
+        policy = load_policy(self.model, replace(how(stage, dtype), lora=lora), dims, temperature=1.0)
         reference = (
             WithoutAdapter(policy)
             if lora
-            else load_reference(self.model, how(0, "float32"), policy.device, temperature=1.0)
+            else load_reference(self.model, how(0, "float32"), policy.device, dims, temperature=1.0)
         )
         critic = None
         if settings.has_critic:
             credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
-            critic = load_critic(self.model, how(stage, dtype), CRITIC, credit, self.dims)
+            critic = load_critic(self.model, how(stage, dtype), CRITIC, credit, dims)
         policy._scorer._chunk_tokens = CHUNK_TOKENS
-        rank_group = RankGroup(policy, self.dims, self.blobs, build_objective(settings), reference, critic)
+        rank_group = RankGroup(policy, dims, self.blobs, build_objective(settings), reference, critic)
         rank_group.bucket_bytes = BUCKET_BYTES
         return policy, rank_group, settings
 
@@ -236,7 +251,9 @@ def resume_others(scene: Scene, folder: Path) -> dict[str, dict]:
         else:
             rank_group.follow()
         found[f"{name} at {stage}"] = found.get(f"{name} at {stage}", {}) | {
-            "older": reads_deepspeeds_own(policy, folder / f"older-{name}-{stage}", ranks) if stage in (1, 3) else None
+            "older": reads_deepspeeds_own(policy, folder / f"older-{name}-{stage}", ranks)
+            if stage in (1, 3) and "sequence" not in name
+            else None
         }
         ranks.barrier()
     return found
@@ -329,7 +346,7 @@ def main(arguments: Sequence[str]) -> int:
     writer = CheckpointWriter(copies, channel if ranks.num_ranks > 1 else None)
     if not ranks.is_leader:
         serve_writes(copies, channel)
-    scene = Scene(Path(model), blobs, dims)
+    scene = Scene(Path(model), blobs, dims, ParallelDims(ranks, ParallelLayout(ranks.num_ranks)))
     results = {}
     for name, stage, dtype, algorithm in CASES:
         policy, rank_group, settings = scene.build(name, stage, dtype, algorithm)

@@ -18,7 +18,9 @@ from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_folder import _files_of
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_language_model
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.model_folder import small_files
+from penstock.trainer.ranks import Ranks
 
 HOW: Any = SimpleNamespace(dtype="float32", gradient_checkpointing=False)
 FIRST = "model.embed_tokens.weight"
@@ -160,7 +162,7 @@ def test_a_hostile_model_folder_is_refused(model: Path, change: Change, expected
     """The error names folder or file; nothing of the folder was executed."""
     change(model)
     with pytest.raises(UnsupportedModel, match=expected):
-        load_language_model(model, HOW)
+        load_language_model(model, HOW, ParallelDims(Ranks.__new__(Ranks)))
     assert not (model.parent / "mark").exists()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.trainer.learner.forks import Fork
-from tests.trainer.learner.layout_check import OFFLOADS, PLAIN
+from tests.trainer.learner.layout_check import OFFLOADS, ONE_KEY_HEAD, PLAIN, SEQUENCE
 
 from penstock.deploy.quickstart_task import write_model
 
@@ -30,10 +30,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", [PLAIN, *OFFLOADS])
+@pytest.mark.parametrize("case", [PLAIN, *OFFLOADS, *SEQUENCE, ONE_KEY_HEAD])
 def test_two_ranks_in_every_layout_train_what_one_process_trains(results: dict[int, dict[str, Any]], case: str) -> None:
     """The loss agrees to 2e-6, the norm to 5e-5, figures and published weights too, with entropy in the loss."""
-    alone, together = results[1][PLAIN], results[2][case]
+    alone, together = results[1][case if case == ONE_KEY_HEAD else PLAIN], results[2][case]
     assert together["loss"] == pytest.approx(alone["loss"], abs=LOSS)
     assert together["norm"] == pytest.approx(alone["norm"], rel=NORM)
     for own, expected in zip(together["sums"], alone["sums"], strict=True):

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.learner import logprobs
 from penstock.trainer.memory_plan import estimate
 from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan
 from penstock.trainer.memory_plan.method import Method
 from penstock.trainer.memory_plan.model_shape import read_shape, shape_of
-from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
+from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs, plan_inputs
 from penstock.trainer.memory_plan.suggestions import suggestions
+from penstock.trainer.settings import TrainerSettings
 
 RECORD = json.loads((Path(__file__).parents[3] / "benchmarks/trainer_memory.json").read_text())
 MEASURED: dict[str, Any] = RECORD["configurations"]
@@ -30,7 +33,7 @@ def _inputs(name: str, **changes: Any) -> PlanInputs:
     one, fields = MEASURED[name]["configuration"], MEASURED[name]["fields"]
     method = Method(
         dtype=one["dtype"], zero_stage=one["zero_stage"], num_ranks=one["num_ranks"], checkpointing=one["checkpointing"],
-        gradient_dtype=one["gradient_dtype"], offload=one["offload"], lora_rank=one["lora"], with_entropy=one["entropy"],
+        sequence_parallel=one.get("sequence_parallel", 1), gradient_dtype=one["gradient_dtype"], offload=one["offload"], lora_rank=one["lora"], with_entropy=one["entropy"],
     )  # fmt: skip
     batch = Batch(one["prompt"], one["answer"], one["group_size"], one["groups"])
     method = replace(method, **changes)
@@ -142,6 +145,32 @@ def test_every_suggestion_fits(share: float) -> None:
     found = suggestions(inputs, limit, on_gpu=True)
     assert found
     assert all(one.peak <= limit and one.settings for one in found)
+
+
+def test_ranks_that_share_tokens_need_half_of_the_activations_each() -> None:
+    """States stay as with ranks that have rows of their own; it is suggested where the ranks are there, and the heads divide."""
+    apart = _inputs("standard", num_ranks=2)
+    together = _inputs("standard", num_ranks=2, sequence_parallel=2)
+    held, shared = MemoryPlan(apart), MemoryPlan(together)
+    assert shared.held == held.held
+    assert together.largest.tokens == apart.largest.tokens / 2
+    assert together.operations == pytest.approx(apart.operations, rel=0.01)
+    limit = int(1.05 * shared.peak(on_gpu=True))
+    assert limit < held.peak(on_gpu=True)
+    assert ("trainer.sequence_parallel=2",) in [one.settings for one in suggestions(apart, limit, on_gpu=True)]
+    odd = replace(apart, shape=replace(apart.shape, heads=9, kv_heads=3))
+    found = suggestions(odd, int(0.95 * MemoryPlan(odd).peak(on_gpu=True)), on_gpu=True)
+    assert found
+    assert all("sequence_parallel" not in " ".join(one.settings) for one in found)
+
+
+def test_a_layout_that_the_heads_do_not_allow_is_not_planned() -> None:
+    """With the reason of the trainer, before anything is loaded."""
+    settings = load(
+        TrainerSettings, overrides=["model.path=m", "trainer.num_ranks=5", "trainer.sequence_parallel=5"]
+    ).settings
+    with pytest.raises(ConfigError, match=r"sequence_parallel = 5 does not divide the 8 attention heads of model.path"):
+        plan_inputs(settings, shape_of(QWEN3, "m"))
 
 
 def test_an_offload_moves_states_from_the_device_to_the_host() -> None:

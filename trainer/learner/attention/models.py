@@ -17,9 +17,10 @@ from torch import Tensor
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention import backends
+from penstock.trainer.learner.sequence_parallel import TokenShares
 
 NAME = "penstock_packed"
-
+WHOLE = TokenShares()
 
 _HARMLESS = frozenset(
     {
@@ -82,8 +83,15 @@ def pair_cost(model: Any) -> float:
     return 2 * config.num_hidden_layers * config.num_attention_heads * head / max(1, sum(sizes))
 
 
-def read_rows(body: Any, input_ids: Tensor, position_ids: Tensor | None, layout: Layout | None, packed: bool) -> Tensor:
-    """Return the last hidden states [T, hidden] of a stream of rows.
+def read_rows(
+    body: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    layout: Layout | None,
+    packed: bool,
+    shares: TokenShares = WHOLE,
+) -> Tensor:
+    """Return the last hidden states [T, hidden] of a stream of rows, or those [W, hidden] of the own tokens; then collective.
 
     Args:
         body: The model without its output head.
@@ -91,13 +99,19 @@ def read_rows(body: Any, input_ids: Tensor, position_ids: Tensor | None, layout:
         position_ids: [1, T] int64; None: 0, 1, 2, …
         layout: Which token attends to which; None: one row.
         packed: True if `use_packed_rows` accepted the model; otherwise rows are padded.
+        shares: Which tokens this rank computes. Several shares need packed rows with a layout.
     """
+    if shares.are_several:
+        assert packed, "refused before the model was loaded"
+        assert position_ids is not None, "a micro-batch has positions and a layout"
+        input_ids, position_ids = shares.own(input_ids), shares.own(position_ids)
     if layout is None:
         return body(input_ids=input_ids, use_cache=False).last_hidden_state[0]
     if not packed:
         return _read_padded(body, input_ids, layout)
     layout.num_calls = 0
-    hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout).last_hidden_state
+    given = {"layout": layout, "shares": shares}
+    hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
     expected = body.config.get_text_config().num_hidden_layers
     if layout.num_calls != expected:
         raise UnsupportedModel(
@@ -129,6 +143,7 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     layout: Layout | None = None,
+    shares: TokenShares = WHOLE,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' interface asks; without a layout by torch's own function."""
@@ -137,6 +152,7 @@ def _attention(
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     unknown = _not_exact({**options, "attention_mask": attention_mask}, layout)
+    query, key, value = (shares.by_heads(states, layout.num_tokens) for states in (query, key, value))
     if unknown or query.shape[0] != 1 or query.shape[2] != layout.num_tokens or not getattr(module, "is_causal", True):
         raise UnsupportedModel(
             f"{type(module).__name__} asks for attention over packed rows with {', '.join(unknown) or list(query.shape)}, "
@@ -145,7 +161,8 @@ def _attention(
     layout.num_calls += 1
     scale = options.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return backends.attend(query, key, value, layout, scale).transpose(1, 2).contiguous(), None
+    out = shares.by_tokens(backends.attend(query, key, value, layout, scale))
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _not_exact(options: Mapping[str, Any], layout: Layout) -> list[str]:
