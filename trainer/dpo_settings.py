@@ -41,6 +41,11 @@ class _GeneralSettings(FineTuningSettings):
         description="Factor on log-probabilities of tokens beyond the length of the shorter answer (LD-DPO, arXiv 2409.06411); "
         "none: 1.",
     )
+    weighting: Literal["none", "wpo"] = Field(
+        default="none",
+        description="wpo: weigh each pair by how likely the policy samples its answers (arXiv 2406.11827); costs one more pass "
+        "without gradients.",
+    )
     reference: Literal["auto", "live", "precomputed"] = Field(
         default="auto",
         description="live: a frozen copy computes the reference's log-probabilities in each step, with LoRA the model without "
@@ -90,6 +95,12 @@ class DpoSettings(_AllSettings):
     def needs_reference(self) -> bool:
         """Whether a loss compares with the reference policy."""
         return any(one.loss.needs_reference for one in self.losses)
+
+    @property
+    def takes_one_answer(self) -> bool:
+        """Whether rows with one answer and a label can be trained on."""
+        is_plain = self.length_alpha is None and self.weighting == "none"
+        return is_plain and all(one.loss.takes_one_answer for one in self.losses)
 
     @property
     def reward_scale(self) -> float:
@@ -153,6 +164,8 @@ class DpoSettings(_AllSettings):
         names = {loss.name for loss in losses}
         if "exo_pair" in names and getattr(self, "label_smoothing") == 0.0:  # noqa: B009 - a field that is made above
             return "dpo.loss = exo_pair needs dpo.label_smoothing above 0, such as 1e-3 (the paper's)"
+        if self.weighting != "none" and (coupled := [loss.name for loss in losses if loss.couples_pairs]):
+            return f"dpo.weighting has no meaning for dpo.loss = {coupled[0]}, which sorts the answers of a batch; remove it"
         if any(loss.needs_kl for loss in losses) and self.reference == "precomputed":
             return "dpo.loss = kto compares answers to other prompts of a batch, which cannot be precomputed; remove dpo.reference"
         if any(loss.needs_kl for loss in losses) and self.batch_size < 2:

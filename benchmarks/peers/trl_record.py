@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def record_curves() -> dict[str, Any]:
-    from tests.trainer.fine_tuning.trl_rows import pairs
+    from tests.trainer.fine_tuning.trl_rows import is_good, pairs
 
     from penstock.deploy.quickstart_task import write_model
     from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -78,6 +78,11 @@ def record_curves() -> dict[str, Any]:
             smoothing = {"robust": 0.1, "exo_pair": 1e-3}.get(name, 0.0)
             found[f"dpo/{name}"] = run_dpo(model, preferences, loss_type=[name], label_smoothing=smoothing)
         found["rm"] = run_rm(model, whole, center_rewards_coefficient=0.01)
+        found["wpo"] = run_dpo(model, preferences, loss_type=["sigmoid"], use_weighting=True)
+        found["kto"] = run_kto(model, [
+            {"prompt_ids": p, "completion_ids": c if is_good(number) else r, "label": is_good(number)}
+            for number, ((p, c), (_, r)) in enumerate(zip(chosen, rejected, strict=True))
+        ])  # fmt: skip
         return found
 
 
@@ -104,6 +109,26 @@ def run_dpo(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str
 
     config = DPOConfig(**common(DPO_LR), max_length=None, **options)
     return curve(Recorded, model, config, rows, average=True)
+
+
+def run_kto(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """One micro-batch a step: TRL estimates the KL on each, with the completion of the row before."""
+    from tests.trainer.fine_tuning.trl_rows import BATCH
+    from trl import KTOConfig, KTOTrainer
+
+    class Recorded(KTOTrainer):
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return recorded(self, super().compute_loss(*args, **kwargs))
+
+    for number, row in enumerate(rows):
+        before = number - 1 if number % BATCH else number + BATCH - 1
+        row["KL_completion_ids"] = rows[before]["completion_ids"]
+    settings = common(DPO_LR) | {"per_device_train_batch_size": BATCH, "gradient_accumulation_steps": 1}
+    config = KTOConfig(**settings, max_length=None, **options)
+    return curve(Recorded, model, config, rows, average=True, num_parts=1)
 
 
 def run_rm(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -138,11 +163,19 @@ def recorded(trainer: Any, loss: Any) -> Any:
     return loss
 
 
-def curve(kind: Any, model: Path, config: Any, rows: list[Any], *, average: bool, loaded: Any = None) -> dict[str, Any]:
+def curve(
+    kind: Any,
+    model: Path,
+    config: Any,
+    rows: list[Any],
+    *,
+    average: bool,
+    loaded: Any = None,
+    num_parts: int = 2,  # micro-batches of a step: MICRO_BATCHES
+) -> dict[str, Any]:
     """Return the loss and the gradient norm of each step."""
     import torch
     from datasets import Dataset
-    from tests.trainer.fine_tuning.trl_rows import MICRO_BATCHES
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     network = loaded or AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -154,10 +187,10 @@ def curve(kind: Any, model: Path, config: Any, rows: list[Any], *, average: bool
     )
     trainer.train()
     found = trainer.losses
-    sums = [sum(found[at : at + MICRO_BATCHES]) for at in range(0, len(found), MICRO_BATCHES)]
+    sums = [sum(found[at : at + num_parts]) for at in range(0, len(found), num_parts)]
     return {
         "lr": config.learning_rate,
-        "losses": [loss / MICRO_BATCHES for loss in sums] if average else sums,
+        "losses": [loss / num_parts for loss in sums] if average else sums,
         "grad_norms": [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line],
     }
 

@@ -1,10 +1,11 @@
-"""Reads preference rows: a prompt with a chosen and a rejected answer, in the forms that TRL, HH-RLHF and OpenRLHF use; pure.
+"""Reads preference rows: a prompt with a chosen and a rejected answer, or with one of them; in the forms of TRL, HH-RLHF and OpenRLHF; pure.
 
 | form                | columns                                                                                      |
 |---------------------|----------------------------------------------------------------------------------------------|
 | explicit            | prompt (text or chat), chosen and rejected (text, or chat of one assistant message)           |
 | implicit            | chosen and rejected are whole chats that begin alike and differ in the last message           |
 | HH                  | chosen and rejected are texts with "\\n\\nHuman:" and "\\n\\nAssistant:" before each turn          |
+| one answer          | prompt, completion (as chosen), label: true if the answer is desirable; for `dpo.loss = "kto"`   |
 
 Beside them a row may have system, tools and margin (for `penstock rm`). data.map names other columns.
 """
@@ -28,15 +29,17 @@ _HH_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """Two answers to one prompt, each as the chat that ends with it."""
+    """Two answers to one prompt, each as the chat that ends with it; of a row with a label only one is there."""
 
-    chosen: TurnRow
-    rejected: TurnRow
+    chosen: TurnRow | None
+    rejected: TurnRow | None
     margin: float = 0.0  # how much better chosen is
 
 
 def pair_row(row: Row, data: DataSettings) -> PairRow:
     """Read a renamed row as a preference; raises MalformedData naming the column."""
+    if "completion" in row and not {"chosen", "rejected"} & row.keys():
+        return _labelled(row, data)
     for name in ("chosen", "rejected"):
         if row.get(name) in (None, "", []):
             raise MalformedData(
@@ -56,6 +59,21 @@ def pair_row(row: Row, data: DataSettings) -> PairRow:
         chosen, rejected = (_with_system(chat, row, data) for chat in (chosen, rejected))
     tools = _tools(row, data)
     return PairRow(TurnRow(chosen, is_plain, tools), TurnRow(rejected, is_plain, tools), _margin(row))
+
+
+def _labelled(row: Row, data: DataSettings) -> PairRow:
+    label: Any = row.get("label")
+    if not isinstance(label, bool) and label not in (0, 1):
+        refuse("label", "expected true for a desirable completion, or false", shown(label))
+    if row["completion"] in (None, "", []):
+        refuse("completion", "expected an answer", shown(row["completion"]))
+    prompt: Any = row.get("prompt")
+    before = _chat(prompt, "prompt", data, "user") if prompt not in (None, "", []) else None
+    answer = _chat(row["completion"], "completion", data, None if before is None else "assistant")
+    chat = _whole(before, answer, "completion")
+    is_plain = data.text_prompts == "plain" and isinstance(prompt, str)
+    turn = TurnRow(chat if is_plain else _with_system(chat, row, data), is_plain, _tools(row, data))
+    return PairRow(turn, None) if label else PairRow(None, turn)
 
 
 def _chat(value: Any, column: str, data: DataSettings, text_role: str | None) -> Chat:

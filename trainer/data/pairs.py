@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.pair_rows import pair_row
+from penstock.trainer.data.pair_rows import PairRow, pair_row
 from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
-from penstock.trainer.data.row_formats import rename
+from penstock.trainer.data.row_formats import TurnRow, rename
 from penstock.trainer.data.turns import prompt_and_completion, until_end
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -27,12 +27,20 @@ Ends = Literal["end token", "chat"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Two answers to one prompt, end tokens included; ``margin`` is how much better the chosen one is."""
+    """Two answers to one prompt, end tokens included; ``margin`` is how much better the chosen one is.
+
+    An answer without tokens is not there: the row has one answer, which is desirable if it is the chosen one.
+    """
 
     prompt: Ids
     chosen: Ids
     rejected: Ids
     margin: float = 0.0
+
+    @property
+    def num_answers(self) -> int:
+        """1 or 2."""
+        return bool(len(self.chosen)) + bool(len(self.rejected))
 
     @property
     def longest(self) -> int:
@@ -44,10 +52,17 @@ class PairSet:
     """Preferences of one or several files, by index."""
 
     def __init__(
-        self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int, ends: Ends
+        self,
+        files: Sequence[RowFile],
+        data: DataSettings,
+        tokenizer: ChatTokenizer,
+        max_tokens: int,
+        ends: Ends,
+        takes_one_answer: bool,
     ):
         """Check and tokenise every row. Called by `open`."""
         self._ends_at = ends
+        self._takes_one_answer = takes_one_answer
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason."""
         self.num_rows = Counter[Path]()
@@ -68,13 +83,14 @@ class PairSet:
         tokenizer: ChatTokenizer,
         max_tokens: int,
         ends: Ends = "end token",
+        takes_one_answer: bool = False,
     ) -> PairSet:
         """Open and check files; a prompt has with each answer at most ``max_tokens``.
 
         Answers end with their end token, as they are sampled, or with the chat as the template renders it, as a reward model
-        is given it. Raises MalformedData listing the malformed rows, or if no row is left.
+        is given it. Rows with one answer and a label are refused unless ``takes_one_answer``. Raises MalformedData listing the malformed rows, or if no row is left.
         """
-        return cls([open_rows(path) for path in files], data, tokenizer, max_tokens, ends)
+        return cls([open_rows(path) for path in files], data, tokenizer, max_tokens, ends, takes_one_answer)
 
     def __len__(self) -> int:
         return len(self._ends) // 3
@@ -98,9 +114,7 @@ class PairSet:
                 file = files[at.file_number]
                 try:
                     pair = pair_row(rename(file.row(at.row_number), data, nested_texts=file.nested_texts), data)
-                    (prompt, chosen), (_, rejected) = (
-                        prompt_and_completion(turn, tokenizer) for turn in (pair.chosen, pair.rejected)
-                    )
+                    turn, prompt, chosen, rejected = self._texts(pair, tokenizer)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
                     continue
@@ -108,7 +122,7 @@ class PairSet:
                 places.append(at.place)
                 margins.append(pair.margin)
                 texts += [prompt, chosen, rejected]
-                begin_plain += [pair.chosen.is_plain, False, False]
+                begin_plain += [turn.is_plain, False, False]
             encoded = encode_texts(texts, begin_plain, tokenizer)
             for number, place in enumerate(places):
                 prompt_ids, *answers = encoded[3 * number : 3 * number + 3]
@@ -116,7 +130,7 @@ class PairSet:
                 length = len(prompt_ids) + max(map(len, ended))
                 if not prompt_ids:
                     problems.add(place, "column prompt: expected at least one token, got none")
-                elif ended[0] == ended[1]:  # as data of human labels have some of: nothing to prefer
+                elif ended[0] == ended[1]:  # two, as data of human labels have some of: nothing to prefer
                     self.dropped["identical"] += 1
                 elif fits(length, data, max_tokens, place, problems, self.dropped):
                     self._add(prompt_ids, *ended)
@@ -126,7 +140,20 @@ class PairSet:
             raise MalformedData(nothing_left(files, self.dropped, max_tokens))
 
     def _ended(self, answer: list[int], tokenizer: ChatTokenizer) -> list[int]:
-        return until_end(answer, tokenizer.eos_ids) if self._ends_at == "end token" else answer
+        return until_end(answer, tokenizer.eos_ids) if answer and self._ends_at == "end token" else answer
+
+    def _texts(self, pair: PairRow, tokenizer: ChatTokenizer) -> tuple[TurnRow, str, str, str]:
+        """Return a turn of the row, its prompt, and both answers; one that is not there is empty."""
+        turns = [turn for turn in (pair.chosen, pair.rejected) if turn is not None]
+        if len(turns) < 2 and not self._takes_one_answer:
+            raise MalformedData(
+                'column completion: one answer with a label, which `penstock dpo` trains on with dpo.loss = "kto" alone, and without '
+                "dpo.length_alpha and dpo.weighting; a preference has chosen and rejected"
+            )
+        (prompt, answer), *others = (prompt_and_completion(turn, tokenizer) for turn in turns)
+        if others:
+            return turns[0], prompt, answer, others[0][1]
+        return (turns[0], prompt, answer, "") if pair.chosen is not None else (turns[0], prompt, "", answer)
 
     def _add(self, *parts: Sequence[int]) -> None:
         for ids in parts:

@@ -22,8 +22,8 @@ def refuse_unread(row: Row) -> None:
         )
     if isinstance(row.get("label"), bool) and "completion" in row:
         raise MalformedData(
-            "column label: tells good completions from bad ones, which no algorithm here reads; keep only the rows with good "
-            'ones, or set data.ignore = ["label"]'
+            'column label: tells good completions from bad ones, which `penstock dpo` with dpo.loss = "kto" trains on; keep only '
+            'the rows with good ones, or set data.ignore = ["label"]'
         )
     if found := [name for name in _MEDIA if _is_given(row.get(name))]:
         raise MalformedData(

@@ -18,7 +18,14 @@ from penstock.trainer.data.pairs import Pair, PairSet
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.fine_tuning.length import Length
 from penstock.trainer.fine_tuning.loop import Made, Plan, Training
-from penstock.trainer.fine_tuning.pair_batches import PairBatch, answer_sums, build_pairs, mismatched, plan_pairs
+from penstock.trainer.fine_tuning.pair_batches import (
+    PairBatch,
+    answer_sums,
+    answer_weights,
+    build_pairs,
+    mismatched,
+    plan_pairs,
+)
 from penstock.trainer.fine_tuning.preference_objective import (
     Answers,
     Preference,
@@ -66,6 +73,7 @@ class PreferenceTask:
         self._budget = settings.trainer.micro_batch_tokens
         self._batch_size = chosen.batch_size
         self._couples = any(one.loss.couples_pairs for one in chosen.losses)
+        self._is_weighted = chosen.weighting == "wpo"
         self._needs_kl = any(one.loss.needs_kl for one in chosen.losses)
         self._preference = Preference(
             chosen.losses, chosen.divergence, chosen.alpha, chosen.length_alpha, chosen.reward_scale
@@ -90,7 +98,7 @@ class PreferenceTask:
         pairs = [self._pairs[row] for row in rows]
         stored = torch.stack([self._stored[row] for row in rows]).flatten() if self._stored else None
         own = list(self._own(pairs, stored))
-        mean_tokens = sum(len(pair.chosen) for pair in pairs) / len(pairs)
+        mean_tokens = _mean_tokens(pairs)
         kl = self._kl(pairs) if self._needs_kl else 0.0
         if self._couples:
             answers = self._gathered(own, len(pairs))
@@ -104,22 +112,26 @@ class PreferenceTask:
     def validate(self) -> Mapping[str, float]:
         """Return loss and figures of the held-out pairs, in batches of the training's size; the last one may be smaller."""
         pairs = self._all_held_out()
-        total, sums = 0.0, dict.fromkeys(("rewards/accuracies", "rewards/margins"), 0.0)
+        total, sums = 0.0, dict[str, float]()
         with self.policy.without_dropout():
             kl = self._kl(pairs) if self._needs_kl else 0.0
             answers = self._gathered(self._own(pairs, self._stored_held_out), len(pairs))
         for first in range(0, len(pairs), self._batch_size):
             batch = pairs[first : first + self._batch_size]
             part = _slice(answers, range(2 * first, 2 * (first + len(batch))))
-            mean_tokens = sum(len(pair.chosen) for pair in batch) / len(batch)
-            total += float(self._preference.per_pair(part, mean_chosen_tokens=mean_tokens, kl=kl).sum())
+            total += float(self._preference.per_pair(part, mean_chosen_tokens=_mean_tokens(batch), kl=kl).sum())
             found = self._preference.figures(part)
-            sums = {name: value + float(found[name]) for name, value in sums.items()}
-        return {"loss": total / len(pairs), **{name: value / len(pairs) for name, value in sums.items()}}
+            sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
+        means = mean_figures(sums, len(pairs))
+        shown = {name: means[name] for name in ("rewards/accuracies", "rewards/margins") if name in means}
+        return {"loss": total / len(pairs), **shown}
 
     def _own(self, pairs: Sequence[Pair], stored: Tensor | None) -> Iterator[tuple[list[int], PairBatch]]:
         """Yield the micro-batches of this rank with the reference's sums, each with the numbers of its pairs."""
-        for part, batch in self._micro_batches(pairs):
+        for part, plain in self._micro_batches(pairs):
+            batch = plain
+            if self._is_weighted:
+                batch = replace(plain, weighting=answer_weights(self.policy.collisions(plain).cpu(), plain))
             if stored is not None:
                 yield part, replace(batch, references=stored.view(-1, 2)[part].flatten())
             elif self._live is not None:
@@ -142,16 +154,16 @@ class PreferenceTask:
         self, own: Iterator[tuple[list[int], PairBatch]] | list[tuple[list[int], PairBatch]], num_pairs: int
     ) -> Answers:
         """Return the answers of all pairs, over all ranks, as the policy scores them now."""
-        found = torch.zeros(4, 2 * num_pairs, dtype=torch.float64)
+        found = torch.zeros(5, 2 * num_pairs, dtype=torch.float64)
         for part, batch in own:
             answers = answers_of(self.policy.logprobs(batch).cpu(), batch, self._preference.length_alpha)
             places = _places(part)
-            for row, values in zip(
-                found, (answers.plain, answers.weighed, answers.reference, answers.lengths), strict=True
-            ):
-                row[places] = values
+            weights = torch.ones_like(answers.plain) if answers.weights is None else answers.weights
+            values = answers.plain, answers.weighed, answers.reference, answers.lengths, weights
+            for row, value in zip(found, values, strict=True):
+                row[places] = value
         summed = self._dims.sum(found.flatten().tolist())
-        return Answers(*torch.tensor(summed, dtype=torch.float64).view(4, -1))
+        return Answers(*torch.tensor(summed, dtype=torch.float64).view(5, -1))
 
     def _reference_sums(self, pairs: Sequence[Pair], reference: Scorer) -> Tensor:
         found = torch.zeros(2 * len(pairs), dtype=torch.float64)
@@ -166,7 +178,7 @@ class PreferenceTask:
         for _, batch in self._micro_batches(mismatched(pairs)):
             total += float((self._sums(self.policy, batch) - self._sums(self._live, batch)).sum())
         [summed] = self._dims.sum([total])
-        return max(0.0, summed / (2 * len(pairs)))
+        return max(0.0, summed / sum(pair.num_answers for pair in pairs))
 
     def _all_held_out(self) -> list[Pair]:
         assert self._held_out is not None
@@ -198,7 +210,8 @@ def open_pairs(settings: TrainerSettings, files: Sequence[Path], dims: ParallelD
         settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
     )
     longest = settings.trainer.micro_batch_tokens // 2  # both answers of a pair are in one micro-batch
-    pairs = PairSet.open(files, data=data, tokenizer=tokenizer, max_tokens=longest)
+    one_answer = settings.dpo.takes_one_answer
+    pairs = PairSet.open(files, data=data, tokenizer=tokenizer, max_tokens=longest, takes_one_answer=one_answer)
     if dims.writes_files:
         for path, count in pairs.num_rows.items():
             log.info("data read", file=str(path), rows=count)
@@ -234,6 +247,11 @@ def _rows_used(plan: Plan) -> list[int]:
     return sorted({plan.order.at(position).prompt for position in positions})
 
 
+def _mean_tokens(pairs: Sequence[Pair]) -> float:
+    """Return the tokens of chosen answers for each pair; at least 1, where rows of one answer have none."""
+    return max(1.0, sum(len(pair.chosen) for pair in pairs) / len(pairs))
+
+
 def _with_gradients(batch: PairBatch, part: list[int], losses: Tensor, gradients: Tensor) -> PairBatch:
     """Give a micro-batch its part of a coupled loss and of its gradients, [2, 2 P]."""
     share = float(losses[part].sum()) / len(losses)
@@ -248,4 +266,10 @@ def _places(part: Sequence[int]) -> Tensor:
 
 def _slice(answers: Answers, places: range) -> Answers:
     chosen = slice(places.start, places.stop)
-    return Answers(answers.plain[chosen], answers.weighed[chosen], answers.reference[chosen], answers.lengths[chosen])
+    return Answers(
+        answers.plain[chosen],
+        answers.weighed[chosen],
+        answers.reference[chosen],
+        answers.lengths[chosen],
+        None if answers.weights is None else answers.weights[chosen],
+    )

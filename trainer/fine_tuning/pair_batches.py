@@ -22,6 +22,7 @@ class PairBatch(MicroBatch):
 
     num_pairs: int = 0
     references: Tensor | None = None  # [2 P] float64, sums of the reference's log-probabilities
+    weighting: Tensor | None = None  # [2 P] float64, factors of each answer on the loss of its pair
     gradients: Tensor | None = None  # [2, 2 P] float64, of a coupled loss to weighed and to plain sums
     loss_share: float = 0.0  # of these pairs in that loss
 
@@ -33,16 +34,20 @@ def plan_pairs(pairs: Sequence[Pair], *, budget_tokens: int, num_shares: int) ->
 
 def build_pairs(pairs: Sequence[Pair], references: Tensor | None = None) -> PairBatch:
     """Build the micro-batch of some pairs."""
-    rows = [_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    rows = [
+        _row(pair.prompt, answer, other)
+        for pair in pairs
+        for answer, other in ((pair.chosen, pair.rejected), (pair.rejected, pair.chosen))
+    ]
     plain = build(rows)
     held = {one.name: getattr(plain, one.name) for one in fields(MicroBatch)}
     return PairBatch(**held, num_pairs=len(pairs), references=references)
 
 
 def mismatched(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return each prompt with the answers of the next pair, the first after the last."""
-    following = [*pairs[1:], *pairs[:1]]
-    return [Pair(one.prompt, other.chosen, other.rejected) for one, other in zip(pairs, following, strict=True)]
+    """Return each prompt with the answers of the pair before it, the first with those of the last, as TRL does."""
+    before = [*pairs[-1:], *pairs[:-1]]
+    return [Pair(one.prompt, other.chosen, other.rejected) for one, other in zip(pairs, before, strict=True)]
 
 
 def answer_sums(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) -> tuple[Tensor, Tensor]:
@@ -61,16 +66,27 @@ def answer_sums(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) 
     return plain, batch.sequences.sum(weighed)
 
 
+def answer_weights(collisions: Tensor, batch: PairBatch) -> Tensor:
+    """Return how much of each answer the policy would have sampled itself, [2 P] float64 (WPO, arXiv 2406.11827, eq. 2).
+
+    The exponential of the mean over its tokens of ``log p - log sum p²``; ``collisions`` are both, [2, N].
+    """
+    values = collisions.double()
+    return batch.sequences.mean(values[0] - values[1]).exp()[: 2 * batch.num_pairs]
+
+
 def answer_lengths(batch: PairBatch) -> Tensor:
     """Return the tokens of each answer, [2 P] float64."""
     return batch.sequences.lengths(batch.targets.double())[: 2 * batch.num_pairs]
 
 
-def _row(prompt: Ids, answer: Ids) -> Row:
-    length = len(prompt) + len(answer)
+def _row(prompt: Ids, answer: Ids, other: Ids) -> Row:
+    """Return the row of an answer; one that is not there has no trained token, in a row that is computed anyway."""
+    token_ids = np.concatenate([prompt, answer if len(answer) else other])
+    length = len(token_ids)
     return Row(
-        token_ids=np.concatenate([prompt, answer]),
-        loss_mask=np.arange(length) >= len(prompt),
+        token_ids=token_ids,
+        loss_mask=(np.arange(length) >= len(prompt)) & bool(len(answer)),
         behaviour_logprobs=np.zeros(length, dtype=np.float32),
         advantage=0.0,
         weight=0.0,

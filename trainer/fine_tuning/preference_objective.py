@@ -27,6 +27,7 @@ class Answers:
     weighed: Tensor  # the same with weighed tails
     reference: Tensor  # weighed sums under the reference
     lengths: Tensor
+    weights: Tensor | None = None  # of the loss, as factors of both answers; None: 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class Preference:
             alpha=self.alpha,
             kl=kl,
         )
-        return combined(pairs, self.losses)
+        losses = combined(pairs, self.losses)
+        return losses if answers.weights is None else losses * answers.weights[0::2] * answers.weights[1::2]
 
     def figures(self, answers: Answers) -> dict[str, Tensor]:
         """Return the sums over pairs of what a step reports."""
@@ -62,8 +64,11 @@ class Preference:
         rewards = self.reward_scale * (held - answers.reference)
         if any(one.loss.averages for one in self.losses):
             rewards = self.reward_scale * held / answers.lengths
+        is_there = (answers.lengths > 0).double()
         chosen, rejected = rewards[0::2], rewards[1::2]
         return {
+            "num_chosen": is_there[0::2].sum(),
+            "num_rejected": is_there[1::2].sum(),
             "rewards/chosen": chosen.sum(),
             "rewards/rejected": rejected.sum(),
             "rewards/margins": (chosen - rejected).sum(),
@@ -77,7 +82,8 @@ def answers_of(logprobs: Tensor, batch: PairBatch, length_alpha: float | None) -
     """Return the sums of a micro-batch; without a reference its log-probabilities count as 0."""
     plain, weighed = answer_sums(logprobs, batch, length_alpha)
     reference = torch.zeros_like(plain) if batch.references is None else batch.references.to(plain.device)
-    return Answers(plain, weighed, reference, answer_lengths(batch))
+    weights = None if batch.weighting is None else batch.weighting.to(plain.device)
+    return Answers(plain, weighed, reference, answer_lengths(batch), weights)
 
 
 def coupled_loss(
@@ -126,5 +132,15 @@ class PreferenceObjective:
 
 
 def mean_figures(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
-    """Return the reported means over the pairs of a batch."""
-    return {name: value / num_pairs for name, value in sums.items() if "/" in name}
+    """Return the reported means over the pairs of a batch; with rows of one answer over the answers of each kind."""
+    counts = {"chosen": sums["num_chosen"], "rejected": sums["num_rejected"]}
+    if set(counts.values()) == {float(num_pairs)}:
+        return {name: value / num_pairs for name, value in sums.items() if "/" in name}
+    found = {
+        name: value / counts[side]
+        for name, value in sums.items()
+        if (side := name.rpartition("/")[2]) in counts and "/" in name and counts[side]
+    }
+    if all(counts.values()):
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    return found

@@ -106,18 +106,34 @@ class CompletionScorer(nn.Module):
         self, hidden: Tensor, targets: Tensor, *, with_entropy: bool = False, kl_to: Logits | None = None
     ) -> Tensor:
         """Return what `forward` returns, from the hidden states [N, H] that predict the targets."""
-        size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
-        if num_chunks == 1:
-            return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, size))
-        hiddens, some_targets = list(hidden.split(self._chunk_tokens)), list(targets.split(self._chunk_tokens))
-        missing = num_chunks - len(hiddens)
-        hiddens, some_targets = hiddens + [hidden[size:]] * missing, some_targets + [targets[size:]] * missing
+        pieces = self._pieces(hidden, targets)
+        if len(pieces) == 1:
+            return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, len(targets)))
         chunks, start = [], 0
-        for pair in zip(hiddens, some_targets, strict=True):
+        for pair in pieces:
             reference_logits = kl_to and partial(kl_to, start, start + len(pair[1]))
             chunks.append(checkpoint(self._score, *pair, with_entropy, reference_logits, use_reentrant=False))
             start += len(pair[1])
         return torch.cat(chunks, dim=-1)
+
+    def collisions(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return log-probabilities and logs of the sum of squared probabilities, [2, N] float32, without a gradient."""
+        found = []
+        with torch.no_grad():
+            for some_hidden, some_targets in self._pieces(hidden, targets):
+                logprobs = F.log_softmax(self.logits(some_hidden), dim=-1)
+                chosen = logprobs.gather(1, some_targets[:, None])[:, 0]
+                found.append(torch.stack([chosen, torch.logsumexp(2.0 * logprobs, dim=-1)]))
+        return torch.cat(found, dim=1)
+
+    def _pieces(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what goes through the output head together: as many pieces on every rank, the last ones empty."""
+        size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
+        if num_chunks == 1:
+            return [(hidden, targets)]
+        hiddens, some_targets = list(hidden.split(self._chunk_tokens)), list(targets.split(self._chunk_tokens))
+        missing = num_chunks - len(hiddens)
+        return list(zip(hiddens + [hidden[size:]] * missing, some_targets + [targets[size:]] * missing, strict=True))
 
     def _num_chunks(self, num_tokens: int, device: torch.device) -> int:
         """Return the number of chunks in which the tokens go through the output head.

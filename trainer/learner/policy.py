@@ -272,6 +272,12 @@ class Policy:
         with torch.no_grad():
             return self._read(batch.to(self.device))
 
+    def collisions(self, batch: MicroBatch) -> Tensor:
+        """Return, without a gradient, [2, N] float32: log-probabilities, and logs of the sum of squared probabilities."""
+        moved = batch.to(self.device)
+        with torch.no_grad():
+            return self._scorer.collisions(self._read(moved, hidden_only=True), moved.targets)
+
     def full_kl(self, batch: MicroBatch, reference: ReferencePolicy) -> Tensor:
         """Return the exact KL to a reference where each sampled token was chosen, without a gradient; [N] float32."""
         moved = batch.to(self.device)

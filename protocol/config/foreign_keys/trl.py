@@ -206,7 +206,7 @@ ABSENT: dict[str, str] = {
     "use_liger_loss": LOGITS,
     "use_rslora": "adapters are scaled by model.lora.alpha / model.lora.rank",
     "use_transformers_paged": "the engine is set by worker.engine",
-    "use_weighting": "not offered; `penstock dpo` weighs all pairs alike",
+    "use_weighting": 'dpo.weighting = "wpo"',
     "vllm_enable_sleep_mode": COLOCATED,
     "vllm_group_port": "weights travel over the object store, not over a process group: s3.endpoint",
     "vllm_guided_decoding_regex": INEXACT,

@@ -11,6 +11,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -708,7 +709,7 @@ def _preferences(chosen: Tensor, rejected: Tensor, *, kl: float = 0.0) -> Pairs:
 
 @answers("trl/kto/")
 def _trl_kto(given: Given) -> dict[str, Any]:
-    """TRL's answers have one label each: here a pair of which the other answer adds nothing."""
+    """TRL's answers have one label each: here a row whose other answer has no tokens or, for APO, adds nothing."""
     options = given.options
     margins = given.sequences.sum(given.flat("log_prob") - given.flat("ref_log_prob"))
     label = torch.tensor(options["label"]).bool()
@@ -716,13 +717,12 @@ def _trl_kto(given: Given) -> dict[str, Any]:
     weights = options["desirable_weight"], options["undesirable_weight"]
     kl = max(0.0, options["KL_logps"] - options["ref_KL_logps"])
     if options["loss_type"] == "kto":
-        beta = {"beta": options["beta"]}
-        one = _preferences(margins, margins, kl=kl)
-        good = 2.0 * kto(one, **beta, desirable_weight=weights[0], undesirable_weight=0.0)
-        bad = 2.0 * kto(one, **beta, desirable_weight=0.0, undesirable_weight=weights[1])
-    else:
-        good = weights[0] * apo_zero(_preferences(margins, -never), beta=options["beta"])
-        bad = weights[1] * apo_zero(_preferences(never, margins), beta=options["beta"])
+        both = _preferences(margins, margins, kl=kl)
+        one = replace(both, chosen_tokens=label.double(), rejected_tokens=(~label).double())
+        found = kto(one, beta=options["beta"], desirable_weight=weights[0], undesirable_weight=weights[1])
+        return {"loss": found.mean()}
+    good = weights[0] * apo_zero(_preferences(margins, -never), beta=options["beta"])
+    bad = weights[1] * apo_zero(_preferences(never, margins), beta=options["beta"])
     return {"loss": torch.where(label, good, bad).mean()}
 
 

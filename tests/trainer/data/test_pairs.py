@@ -61,6 +61,8 @@ def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
     row, keys = FORMS[form]
     data = DataSettings.model_validate(keys)
     found = pair_row(rename(row, data, nested_texts=False), data)
+    assert found.chosen is not None
+    assert found.rejected is not None
     assert found.chosen.chat == (USER, answer(GOOD))
     assert found.rejected.chat == (USER, answer(BAD))
 
@@ -82,6 +84,10 @@ def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
         ({"chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, "expected a prompt and one assistant message"),
         ({"prompt": QUESTION, "chosen": GOOD, "rejected": BAD, "margin": "2"}, "column margin: expected a number"),
         ({"prompt": 5, "chosen": GOOD, "rejected": BAD}, "column prompt: expected a text or a list of messages"),
+        ({"prompt": QUESTION, "completion": GOOD}, "column label: expected true for a desirable completion, or false"),
+        ({"prompt": QUESTION, "completion": GOOD, "label": "good"}, "column label: expected true"),
+        ({"prompt": QUESTION, "completion": "", "label": True}, "column completion: expected an answer"),
+        ({"prompt": QUESTION, "completion": GOOD, "label": True, "rejected": BAD}, "column chosen: missing"),
     ],
 )
 def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:
@@ -109,3 +115,34 @@ def test_pairs_are_tokenised_as_for_inference(tmp_path: Path) -> None:
     whole = PairSet.open([tmp_path / "pairs.jsonl"], data=data, tokenizer=tokenizer, max_tokens=50, ends="chat")
     rendered = tokenizer.render([*chat, answer(GOOD)], add_generation_prompt=False)
     assert [*whole[0].prompt, *whole[0].chosen] == tokenizer.encode(rendered)
+
+
+def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> None:
+    """Its label tells which answer of a pair it is; the other has no tokens. Elsewhere it is refused."""
+    write_model(tmp_path / "model", seed=0)
+    tokenizer = ChatTokenizer.read(tmp_path / "model")
+    rows: list[dict[str, Any]] = [
+        {"prompt": QUESTION, "completion": GOOD, "label": True},
+        {"prompt": [USER], "completion": [answer(BAD)], "label": False},
+        {"completion": [USER, answer(BAD)], "label": 0},
+        FORMS["texts"][0],
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def opened(*, takes_one_answer: bool) -> PairSet:
+        file, data = tmp_path / "rows.jsonl", DataSettings()
+        return PairSet.open([file], data=data, tokenizer=tokenizer, max_tokens=50, takes_one_answer=takes_one_answer)
+
+    pairs = opened(takes_one_answer=True)
+    good, bad = ([*tokenizer.encode(text), tokenizer.eos_ids[0]] for text in (GOOD, BAD))
+    assert [(pair.chosen.tolist(), pair.rejected.tolist()) for pair in (pairs[n] for n in range(4))] == [
+        (good, []),
+        ([], bad),
+        ([], bad),
+        (good, bad),
+    ]
+    assert len({tuple(pairs[n].prompt.tolist()) for n in range(4)}) == 1
+    with pytest.raises(
+        MalformedData, match=r'one answer with a label.* dpo.loss = "kto" alone, .* \(and 2 more rows\)'
+    ):
+        opened(takes_one_answer=False)

@@ -88,6 +88,18 @@ def curve(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
         own = {"loss": loss, "lr": DPO_LR, **smoothing}
         chosen = settings(folder, f"trl-{loss.replace('_', '-')}", "dpo", own)
         return train(ranks, "dpo", chosen, stop=None if loss in ("sigmoid", "ipo") else 5)
+    if kind == "kto":
+        own = {
+            "lr": DPO_LR,
+            "loss": "kto",
+            "data": folder / "labelled.jsonl",
+            "eval_data": folder / "held_out_labelled.jsonl",
+            "eval_every": 5,
+        }
+        return train(ranks, "dpo", settings(folder, "trl-kto", "dpo", own), stop=5)
+    if kind == "wpo":
+        chosen = settings(folder, "trl-wpo", "dpo", {"lr": DPO_LR, "weighting": "wpo"})
+        return train(ranks, "dpo", chosen, stop=5)
     if kind == "rm":
         chosen = settings(
             folder, "trl-rm", "rm", {"lr": DPO_LR, "center": 0.01, "eval_data": folder / "held_out_pairs.jsonl"}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests.trainer.fine_tuning.trl_rows import pairs, write_pairs, write_turns
+from tests.trainer.fine_tuning.trl_rows import pairs, write_labelled, write_pairs, write_turns
 from tests.trainer.learner.forks import Fork
 
 from penstock.deploy.quickstart_task import write_model
@@ -27,7 +27,7 @@ def _start(folder: Path, *cases: str, num_ranks: int = 1) -> Fork:
 
 
 def _result(fork: Fork) -> dict[str, Any]:
-    return json.loads(fork.wait().splitlines()[-1])
+    return json.loads(fork.wait(deadline_s=230.0).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model", seed=0)
     write_turns(folder / "turns.jsonl")
     write_pairs(folder / "pairs.jsonl")
+    write_labelled(folder / "labelled.jsonl")
+    write_labelled(folder / "held_out_labelled.jsonl", seed=1, num=20)
     others = list(islice(pairs(seed=1), 20))
     (folder / "held_out_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     turns = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in others]
@@ -67,6 +69,17 @@ def test_preferences_are_learned_and_reported(found: dict[str, Any]) -> None:
     assert last["rewards/accuracies"] >= 0.75
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-9)
     assert last["logps/chosen"] > first["logps/chosen"]
+
+
+def test_answers_with_labels_are_reported_by_kind(found: dict[str, Any]) -> None:
+    """KTO's rows have one answer each: means over the answers of each kind, their difference as the margin, no accuracy."""
+    last = found["kto"]["steps"][-1]
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-12)
+    assert last["logps/chosen"] < -10.0
+    assert "rewards/accuracies" not in last
+    [line] = found["kto"]["evals"]
+    assert 0.3 < line["eval_loss"] < 0.6
+    assert "eval_rewards/accuracies" not in line
 
 
 def test_a_reward_model_is_a_folder_that_the_server_loads(found: dict[str, Any], folder: Path) -> None:

@@ -35,6 +35,24 @@ def write_pairs(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def is_good(number: int) -> bool:
+    """Return whether a row of one answer has the chosen one."""
+    return number % 3 != 1
+
+
+def write_labelled(path: Path, *, seed: int = 0, num: int = NUM_ROWS) -> None:
+    """Write the rows as one answer with a label each."""
+    rows = (
+        {
+            "prompt": row["prompt"],
+            "completion": row["chosen" if is_good(number) else "rejected"],
+            "label": is_good(number),
+        }
+        for number, row in enumerate(pairs(seed, num))
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_turns(path: Path) -> None:
     """Write the rows as chats to imitate: the question and its preferred answer."""
     path.write_text(

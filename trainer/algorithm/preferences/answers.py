@@ -49,12 +49,14 @@ def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
     return torch.sigmoid(chosen) + 1.0 - torch.sigmoid(chosen - rejected)
 
 
-@preference_loss(options=KtoOptions, source="KTO, arXiv 2402.01306, eq. 7", needs_kl=True)
+@preference_loss(options=KtoOptions, source="KTO, arXiv 2402.01306, eq. 7", needs_kl=True, takes_one_answer=True)
 def kto(pairs: Pairs, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
     """``½ (w_d (1 - sigmoid(beta (c - z))) + w_u (1 - sigmoid(beta (z - r))))``, each answer of a pair by itself.
 
-    z is the KL of policy and reference, estimated on the batch's prompts with answers to other prompts, and at least 0.
+    Of a row with one answer its term alone, whole. z is the KL of policy and reference, estimated on the batch's prompts with answers to other prompts, and at least 0.
     """
     good = 1.0 - torch.sigmoid(beta * (pairs.chosen_ratio - pairs.kl))
     bad = 1.0 - torch.sigmoid(beta * (pairs.kl - pairs.rejected_ratio))
-    return 0.5 * (desirable_weight * good + undesirable_weight * bad)
+    has_chosen, has_rejected = (tokens > 0 for tokens in (pairs.chosen_tokens, pairs.rejected_tokens))
+    total = desirable_weight * good * has_chosen + undesirable_weight * bad * has_rejected
+    return total / (has_chosen.to(total.dtype) + has_rejected.to(total.dtype)).clamp(min=1.0)

@@ -117,6 +117,7 @@ class PreferenceLoss(Part[OptionsT_co]):
     uses_divergence: bool
     needs_kl: bool
     averages: bool
+    takes_one_answer: bool
 
 
 def preference_loss(
@@ -128,6 +129,7 @@ def preference_loss(
     uses_divergence: bool = False,
     needs_kl: bool = False,
     averages: bool = False,
+    takes_one_answer: bool = False,
 ) -> Callable[[Callable[..., Tensor]], PreferenceLoss[OptionsT_co]]:
     """Make a function a preference loss of the function's name.
 
@@ -139,6 +141,7 @@ def preference_loss(
         uses_divergence: Whether it reads scores, so that dpo.divergence has an effect.
         needs_kl: Whether it reads the KL that is estimated on the batch.
         averages: Whether it reads means over an answer's tokens; the rewards are reported so.
+        takes_one_answer: Whether it judges each answer by itself, also one without its counterpart, whose number of tokens is 0.
     """
 
     def build(fn: Callable[..., Tensor]) -> PreferenceLoss[OptionsT_co]:
@@ -152,6 +155,7 @@ def preference_loss(
             uses_divergence=uses_divergence,
             needs_kl=needs_kl,
             averages=averages,
+            takes_one_answer=takes_one_answer,
         )
 
     return build
