@@ -35,6 +35,7 @@ lr = 1e-6
 checkpoint_every = 100000
 checkpoint_every_s = 0.0
 check_texts = 0
+store_logprobs = 0
 keep_versions = {keep_versions}
 micro_batch_tokens = 4096
 max_mismatch = 1000.0

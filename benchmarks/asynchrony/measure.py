@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 
@@ -26,6 +29,7 @@ class Measured:
     trained: int  # groups, in the whole run
     ideal_tokens_per_s: float
     cpu_share: float  # of this machine's cores, by all processes of the run
+    delays: dict[str, float]  # `Durations` of this run that are the machine's, not the job's, s
     lengths: Sequence[int] = field(repr=False, default=())  # of everything trained
 
     @property
@@ -83,3 +87,27 @@ def group_counts(metrics: Path) -> tuple[int, int]:
     newest = [line for line in metrics.read_text().splitlines() if '"groups"' in line][-1]
     groups = json.loads(newest)["groups"]
     return sum(groups["dropped"].values()), groups["trained"]
+
+
+def delays(metrics: Path, worker_logs: Sequence[Path]) -> dict[str, float]:
+    """Return what lay between a step and its version on the workers in this run, by the names of `Durations`; means in seconds.
+
+    They are the machine's: on a busy one they are several times those of a quiet one, and a simulation without them is too hopeful.
+    """
+    steps = [event for event in map(json.loads, metrics.read_text().splitlines()) if event["kind"] == "step"]
+    recorded = {event["version"] + 1: event["at"] for event in steps}
+    applied = [
+        (event["policy_version"], datetime.fromisoformat(event["timestamp"]).timestamp(), event["pause_s"])
+        for log in worker_logs
+        for event in map(json.loads, (line for line in log.read_text().splitlines() if line.startswith("{")))
+        if event.get("event") == "weights applied"
+    ]
+    first: dict[int, float] = {}  # seconds until the first worker begins to load a version: others may still drain
+    for version, at, pause_s in applied:
+        if version in recorded:
+            first[version] = min(first.get(version, math.inf), at - pause_s - recorded[version])
+    return {
+        "between_s": fmean(event["record_s"] + event["submit_s"] for event in steps),
+        "publish_s": fmean(first.values()),
+        "load_s": fmean(pause_s for version, _, pause_s in applied if version in recorded),
+    }

@@ -74,6 +74,7 @@ def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
         dropped=dropped,
         trained=trained,
         ideal_tokens_per_s=job.ideal_tokens_per_s,
+        delays=measure.delays(metrics, sorted((run.folder / "logs").glob("worker-*.log"))),
         cpu_share=run.usage.cpu_s / run.usage.wall_s / (os.cpu_count() or 1),
         lengths=[length for step in steps for length in step["lengths"]],
     )

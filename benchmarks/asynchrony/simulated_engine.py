@@ -5,7 +5,8 @@
 
 HTTP API, queue, pauses, update modes, versions of tokens, aborts and adapters are those of the embedded engine, by its own
 code, and so pass the contract tests. Lengths follow from the prompt (`LengthMix`), durations from how many sequences run
-(`EnginePace`); tokens are arbitrary. A share of the requests may fail. A worker starts it as it starts the embedded one.
+(`EnginePace`); a prompt is computed once, as with SGLang's prefix cache; tokens are arbitrary. A share of the requests may
+fail. A worker starts it as it starts the embedded one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import random
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.model.model_config import read_eos_token_ids, read_model_config
 from penstock.rollout_service.embedded_engine.parent_watch import exit_with_parent
 from penstock.rollout_service.embedded_engine.scheduler import Limits
-from penstock.rollout_service.embedded_engine.sequence import FinishReason, Sequence
+from penstock.rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
 from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
 from penstock.rollout_service.engines.sglang.client import SglangClient
@@ -56,6 +58,7 @@ _STRIDE_S = 0.04  # commands and new requests wait for the stride under way
 _TRACE_S = 0.2
 _LATE_S = 0.1
 _NUM_RANDOM = 8192
+_CACHED_PROMPTS = 256  # a group's sequences start one by one, as slots become free
 
 
 class SimulatedOptions(Section):
@@ -130,6 +133,7 @@ class SimulatedRunner:
         self._tokens = [self._random.randrange(vocab_size) for _ in range(_NUM_RANDOM)]
         self._logprob = -math.log(vocab_size)
         self._due = 0.0  # when the work so far should have been done
+        self._computed: deque[Prefix] = deque(maxlen=_CACHED_PROMPTS)
         self._ends: dict[int, int] = {}  # completion tokens of each running sequence at its end, by id()
         self._trace = _Trace(Path(options.trace), self._pace.slots) if options.trace else None
 
@@ -142,13 +146,15 @@ class SimulatedRunner:
         return nullcontext()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
-        """Take the time of the prompts, each once; every sequence gets one token."""
+        """Take the time of the prompts that are not in the cache; every sequence gets one token."""
         prompts = {sequence.prefix() for sequence in admitted}
+        new = [prompt for prompt in prompts if prompt not in self._computed]
+        self._computed.extend(new)
         started = time.monotonic()
         self.running.extend(admitted)
         for sequence in admitted:
             self._ends[id(sequence)] = self._end_of(sequence)
-        self._sleep(self._pace.prompt_s * len(prompts))
+        self._sleep(self._pace.prompt_s * len(new))
         finished = self._grow(admitted, 1)
         self._note(started, len(admitted))
         return finished

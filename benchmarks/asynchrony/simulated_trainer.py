@@ -33,10 +33,10 @@ def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
     compute = RankGroup._train
     lines = trace.open("a", buffering=1)
 
-    def train(self: RankGroup, plan: StepPlan, groups: Mapping[Any, Group]) -> StepFigures:
+    def train(self: RankGroup, plan: StepPlan, groups: Mapping[Any, Group], keep_rows: int) -> StepFigures:
         started = time.monotonic()
         row = plan.micro_batches[0][0][0]
-        figures = compute(self, replace(plan, micro_batches=(((row,),),)), groups)
+        figures = compute(self, replace(plan, micro_batches=(((row,),),)), groups, keep_rows)
         lengths = [
             sum(run.end - run.start for run in trajectory.version_runs)
             for group in groups.values()

@@ -1,33 +1,44 @@
 """The same job on the virtual clock of `penstock plan`, to compare with the real services and for more workers than a machine carries.
 
 python -m benchmarks.asynchrony.virtual --workers 8 32 1000
-python -m benchmarks.asynchrony.virtual --workers 10000 --groups-per-worker 1 --modes "asynchronous, 2" --steps 4
+python -m benchmarks.asynchrony.virtual --workers 10000 --modes "asynchronous, 4" --steps 4
+python -m benchmarks.asynchrony.virtual --like ROWS.jsonl        # what `benchmarks.asynchrony --json` wrote, with its delays
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import resource
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.asynchrony.job import GROUP_SIZE, MODES, Job, Mode, write_inputs
 from benchmarks.asynchrony.simulated_engine import SimulatedOptions
 
-from penstock.deploy.plan.simulated_run import Durations, Fleet, SimulatedRun
+from penstock.deploy.plan.outcome import Durations, Fleet
+from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, measure
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
+_MOST_COMPARED = 64  # workers
+
 # What the real services took between two roles on a machine of two cores, s.
 SCORE_S, PUBLISH_S, DELIVER_S = 0.15, 0.1, 0.02
 
 
-def simulate(job: Job, mode: Mode, *, patience: float) -> Waits:
-    """Return the figures of a mode, of the same prompts, lengths and steps as are measured of the real services."""
+def simulate(job: Job, mode: Mode, *, patience: float, delays: Mapping[str, float] | None = None) -> Waits:
+    """Return the figures of a mode, of the same prompts, lengths and steps as are measured of the real services.
+
+    ``delays`` are those of a measured run (`measure.delays`); None: those of a quiet machine.
+    """
     job = job.for_mode(mode)
     rollout = RolloutSettings(
         group_size=GROUP_SIZE,
@@ -50,17 +61,40 @@ def simulate(job: Job, mode: Mode, *, patience: float) -> Waits:
         load_s=job.engine.load_s,
         deliver_s=DELIVER_S,
     )
-    with tempfile.TemporaryDirectory(prefix="asynchrony-") as folder:
-        write_inputs(Path(folder), job, mode)
-        tokenizer = ChatTokenizer.read(Path(folder) / "model")
-        files = [Path(folder) / "data" / "train.jsonl"]
-        prompts = PromptSet.open(
-            files, data=DataSettings(), reward=RewardSettings(name="exact_match"), tokenizer=tokenizer
-        )
-        outcome = SimulatedRun(
+    durations = replace(durations, **(delays or {}))
+    if fleet.drains:  # what a worker measures is mostly the drain
+        durations = replace(durations, load_s=job.engine.load_s)
+    with contextlib.ExitStack() as stack:
+        # a fleet that no machine here carries has nothing to be compared with: its prompts have no text
+        prompts = _prompts(stack, job, mode) if job.num_workers <= _MOST_COMPARED else None
+        run = SimulatedRun(
             rollout, fleet, durations, job.engine.mix, steps=job.steps, oldest_patience=patience, prompts=prompts
-        ).run()
+        )
+        outcome = run.run()
     return measure(outcome, fleet, durations, max_staleness=mode.max_staleness, first=job.first, num=job.measured)
+
+
+def _prompts(stack: contextlib.ExitStack, job: Job, mode: Mode) -> PromptSet:
+    """Return the prompts that the real services meet; their files last as long as the stack."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asynchrony-")))
+    write_inputs(folder, job, mode)
+    tokenizer = ChatTokenizer.read(folder / "model")
+    reward = RewardSettings(name="exact_match")
+    return PromptSet.open([folder / "data" / "train.jsonl"], data=DataSettings(), reward=reward, tokenizer=tokenizer)
+
+
+def _compare(rows: Path, steps: int, patience: float) -> None:
+    """Print measured rows beside the simulation of each with the delays of its run."""
+    modes = {mode.name: mode for mode in MODES}
+    print("| workers | mode | measured tokens/s | simulated | difference |\n|---|---|---|---|---|")
+    for measured in map(json.loads, rows.read_text().splitlines()):
+        job = Job(measured["workers"], SimulatedOptions(), measured=steps)
+        row = simulate(job, modes[measured["mode"]], patience=patience, delays=measured["delays"])
+        rates = measured["tokens_per_s"], row.tokens_per_s
+        print(
+            f"| {job.num_workers} | {measured['mode']} | {rates[0]:.0f} | {rates[1]:.0f} | {rates[1] / rates[0] - 1:+.1%} |",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -71,10 +105,14 @@ def main() -> None:
     parser.add_argument("--groups-per-worker", type=int, default=6, help="of a step")
     parser.add_argument("--steps", type=int, default=10, help="that are measured of each mode")
     parser.add_argument("--patience", type=float, default=3.0, help="trainer.oldest_patience")
+    parser.add_argument("--like", type=Path, help="rows that benchmarks.asynchrony --json wrote: simulate each of them")
     given = parser.parse_args()
+    if given.like:
+        _compare(given.like, given.steps, given.patience)
+        return
     print(
         "| workers | mode | trained tokens/s | of the ideal | trainer idle | engines idle | slots used | staleness mean "
-        "| dropped of trained groups | CPU s |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| dropped of trained groups | CPU s | peak MiB |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for num_workers in given.workers:
         job = Job(num_workers, SimulatedOptions(), measured=given.steps)
@@ -87,7 +125,8 @@ def main() -> None:
             print(
                 f"| {num_workers} | {mode.name} | {row.tokens_per_s:.0f} | {row.tokens_per_s / row.ideal_tokens_per_s:.0%} "
                 f"| {row.trainer_idle:.1%} | {row.engines_idle:.1%} | {row.slots_used:.1%} | {row.staleness_mean:.2f} "
-                f"| {row.dropped} of {row.trained} | {time.process_time() - started:.1f} |",
+                f"| {row.dropped} of {row.trained} | {time.process_time() - started:.1f} "
+                f"| {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} |",
                 flush=True,
             )
 

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from penstock.deploy.plan.lengths import EnginePace, LengthMix
+from penstock.deploy.plan.outcome import Durations, Fleet
 from penstock.deploy.plan.rank_memory import RankMemory, parse_size
-from penstock.deploy.plan.simulated_run import Durations, Fleet, SimulatedRun
+from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, num_steps, simulate, table
 from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import load, split_arguments

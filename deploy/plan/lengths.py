@@ -59,9 +59,13 @@ class LengthMix:
         return min(float(self.longest_tokens), max(1.0, self.median_tokens * math.exp(logarithm)))
 
 
+_random = random.Random()  # noqa: S311  a simulation
+
+
 def _normal(name: str) -> float:
     """Return a number of the standard normal distribution that follows from ``name`` alone."""
-    return random.Random(name).gauss()  # noqa: S311  a simulation
+    _random.seed(name)  # one object for all of them: making another takes as long as the number
+    return _random.gauss()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class EnginePace:
     slots: int  # sequences that decode together at most
     step_s_alone: float  # of one token, for a single sequence
     step_s_full: float  # of one token for each of ``slots`` sequences
-    prompt_s: float = 0.0  # to compute a prompt
+    prompt_s: float = 0.0  # to compute a prompt and sample the first token; nothing decodes meanwhile
 
     def __post_init__(self) -> None:
         if self.slots < 1 or not 0.0 < self.step_s_alone <= self.step_s_full:

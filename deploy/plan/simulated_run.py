@@ -3,7 +3,9 @@
     issue ──▶ queue ──▶ worker ──▶ engine (slots) ──▶ score ──▶ collect ──▶ step ──▶ publish ──▶ issue, and swap on every worker
 
 `Dispatch`, `DeliveryTracker`, `Batcher`, `Ledger` and `OvertakeBackoff` are those that a trainer runs. A worker takes packs
-as `rollout_service.loop` does: one request at a time, up to its packs in flight. So what this module decides is only when
+as `rollout_service.loop` does: one request at a time, up to its packs in flight; it keeps a pack until its engine serves
+the version that the pack was issued for. The version of a swap is chosen when the swap begins, and one that takes long needs
+a permit (`swap_semaphore`). So what this module decides is only when
 things happen: an engine's decode step takes longer the more sequences run (`EnginePace`), and lengths are those of a mix.
 """
 
@@ -12,19 +14,21 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
-from penstock.deploy.plan.lengths import EnginePace, LengthMix
-from penstock.protocol.facts import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
-from penstock.protocol.packs.task_promise import TaskPromise
-from penstock.protocol.versions import PolicyVersion, next_version, staleness
+from penstock.deploy.plan.lengths import LengthMix
+from penstock.deploy.plan.outcome import Durations, Fleet, Outcome, Step
+from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine
+from penstock.deploy.plan.simulated_groups import SimulatedIssuer, SimulatedPrompts, scored_group
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
+from penstock.rollout_service.weights.swap_semaphore import num_permits
+from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEADLINE_S
+from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.dispatch import Dispatch, Prompts
-from penstock.trainer.groups.drops import Drop
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.task_packs import TaskPack
@@ -32,186 +36,6 @@ from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import RolloutSettings
 
 _PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Durations:
-    """Seconds of everything that is not generation."""
-
-    token_s: float  # of training, for each sampled token
-    step_s: float = 0.0  # of a step besides its tokens
-    score_s: float = 0.0  # from the end of a pack's generation to its arrival at the trainer
-    publish_s: float = 0.0  # from the end of a step to the moment that workers know its version
-    load_s: float = 0.0  # to load a version into an engine
-    deliver_s: float = 0.0  # from a worker's request to its pack, when there is one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fleet:
-    """The workers, each with one engine."""
-
-    num_workers: int
-    pace: EnginePace
-    packs_in_flight: int
-    drains: bool  # whether a swap waits for running sequences, else they go on with the new weights
-
-
-@dataclass(slots=True)
-class Step:
-    """One optimizer step."""
-
-    started: float
-    ended: float
-    lengths: list[int]
-    ages: Counter[int]  # versions, weighted by sampled tokens; of each group's oldest token
-    groups: list[str]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What happened."""
-
-    steps: list[Step] = field(default_factory=list)
-    sampled: dict[str, list[int]] = field(default_factory=dict)  # lengths by group, of everything generated
-    dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
-    busy: list[tuple[float, float, float]] = field(
-        default_factory=list
-    )  # after each step: time, engine seconds, tokens
-
-
-class SimulatedPrompts:
-    """Prompts without a text, as many as a run may need."""
-
-    fingerprint = "simulated"
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-        self.num_tokens = num
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, index: int) -> Prompt:
-        return Prompt(index, (index,), "", RewardRequest(name="simulated"))
-
-
-class SimulatedIssuer:
-    """Takes the place of the issuer: the same dispatch, without threads, accounting and NATS."""
-
-    def __init__(self, dispatch: Dispatch, dropped: Counter[str]) -> None:
-        """Count drops in ``dropped``."""
-        self._dispatch, self._dropped = dispatch, dropped
-
-    def outstanding(self) -> Collection[str]:
-        """Return the ids issued and neither trained nor dropped."""
-        return [str(key) for key in self._dispatch.state.outstanding]
-
-    def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        """Record that a group arrived."""
-        return self._dispatch.accept(group_id, holds)
-
-    def promise(self, group_id: str) -> TaskPromise:
-        """Return what the task of a group asked for."""
-        return self._dispatch.promise(group_id)
-
-    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
-        """Return True if a group under way may be too old for every later step."""
-        return self._dispatch.is_late(version, holds)
-
-    def drop(self, drop: Drop) -> None:
-        """Close a group and queue its prompt again."""
-        self._dropped[str(drop.reason)] += 1
-        self._dispatch.send_back([drop.group_id])
-
-    def refuse(self, drop: Drop) -> None:
-        """Never happens: nothing is delivered twice."""
-        raise AssertionError(drop)
-
-    def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
-        """Never happens: nothing is dead-lettered."""
-        raise AssertionError(drops)
-
-    def pause(self, is_paused: bool) -> None:
-        """Never asked for: nothing is dead-lettered."""
-
-
-@dataclass(slots=True)
-class _Pack:
-    """A pack that a worker holds."""
-
-    worker: int
-    groups: list[str]
-    lengths: list[list[int]]
-    left: int  # sequences that have not ended
-    oldest: PolicyVersion | None = None  # of its first token; None: not started
-
-
-class _Engine:
-    """Slots in which sequences decode, all at the pace of how many there are."""
-
-    __slots__ = (
-        "_at",
-        "_steps",
-        "busy_s",
-        "ends",
-        "later",
-        "loading",
-        "num_tokens",
-        "pace",
-        "paused",
-        "prompts_s",
-        "stamp",
-        "version",
-        "waiting",
-    )
-
-    def __init__(self, pace: EnginePace) -> None:
-        self.pace = pace
-        self.waiting: deque[tuple[_Pack, int]] = deque()  # sequences without a slot, by their length
-        self.later: deque[tuple[_Pack, int]] = deque()  # those that came after a swap was asked for
-        self.ends: list[tuple[float, int, _Pack]] = []  # by the decode step at which each running sequence ends
-        self.version = PolicyVersion(0)
-        self.paused = False  # weights are being loaded
-        self.loading = False  # new sequences wait for a swap
-        self.busy_s = self.num_tokens = 0.0
-        self.prompts_s = 0.0  # that prompts still take before decoding goes on
-        self.stamp = 0  # changes whenever the next end does
-        self._at = 0.0
-        self._steps = 0.0  # decode steps so far
-
-    def advance(self, now: float) -> None:
-        """Decode until ``now``."""
-        if self.ends and not self.paused:
-            busy_s = now - self._at
-            decoding_s = max(0.0, busy_s - self.prompts_s)
-            self.prompts_s = max(0.0, self.prompts_s - busy_s)
-            steps = decoding_s / self.pace.step_s(len(self.ends))
-            self._steps += steps
-            self.num_tokens += steps * len(self.ends)
-            self.busy_s += busy_s
-        self._at = now
-
-    def start_waiting(self, numbers: Callable[[], int]) -> None:
-        """Give free slots to waiting sequences; the prompts of a pack are computed when its first sequence starts."""
-        while self.waiting and len(self.ends) < self.pace.slots:
-            pack, length = self.waiting.popleft()
-            if pack.oldest is None:
-                pack.oldest = self.version
-                self.prompts_s += self.pace.prompt_s * len(pack.groups)
-            heapq.heappush(self.ends, (self._steps + length, numbers(), pack))
-
-    def next_end_s(self) -> float | None:
-        """Return the seconds until a sequence ends; None if none runs."""
-        if not self.ends or self.paused:
-            return None
-        return self.prompts_s + max(0.0, self.ends[0][0] - self._steps) * self.pace.step_s(len(self.ends))
-
-    def take_ended(self) -> list[_Pack]:
-        """Return the pack of each sequence that has ended."""
-        ended = []
-        while self.ends and self.ends[0][0] <= self._steps + 1e-6:
-            ended.append(heapq.heappop(self.ends)[2])
-        return ended
 
 
 class SimulatedRun:
@@ -244,9 +68,12 @@ class SimulatedRun:
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._tasks: deque[TaskPack] = deque()
-        self._engines = [_Engine(fleet.pace) for _ in range(fleet.num_workers)]
+        self._engines = [SimulatedEngine(fleet.pace) for _ in range(fleet.num_workers)]
         self._held = [0] * fleet.num_workers  # packs in flight
         self._requests = deque(range(fleet.num_workers))  # workers that ask for a pack, the longest waiting first
+        self._num_permits = num_permits(fleet.num_workers, fleet.max_paused_share)
+        self._permits: set[int] = set()  # workers that hold one
+        self._waiting_for_permit: deque[int] = deque()
         self._version = self._published = PolicyVersion(0)
         self._training = False
         self._last_step_s = 0.0
@@ -320,6 +147,9 @@ class SimulatedRun:
             sum(values) for values in zip(*((e.busy_s, e.num_tokens) for e in self._engines), strict=True)
         )
         self.outcome.busy.append((self._now, busy_s, tokens))
+        self._after(self._durations.between_s, self._recorded)
+
+    def _recorded(self) -> None:
         self._training = False
         version = self._version
         self._after(self._durations.publish_s, lambda: self._publish(version))
@@ -344,13 +174,29 @@ class SimulatedRun:
 
     def _take(self, worker: int, pack: TaskPack) -> None:
         groups = [task.group_id for task in pack.tasks]
-        lengths = [list(self._mix.group(repr(task.prompt_ids), self._rollout.group_size)) for task in pack.tasks]
-        flat = [length for group in lengths for length in group]
-        held = _Pack(worker, groups, lengths, left=len(flat))
+        lengths = [self._mix.group(repr(task.prompt_ids), self._rollout.group_size) for task in pack.tasks]
+        issued_for = PolicyVersion(max(task.issued_version for task in pack.tasks))
+        held = Pack(worker, groups, issued_for, lengths, left=sum(map(len, lengths)))
         engine = self._engines[worker]
+        if not is_newer(issued_for, engine.version):
+            self._submit(held)
+            return
+        engine.early.append(held)
+        self._after(ISSUED_VERSION_DEADLINE_S, lambda: self._submit_early([held]))
+
+    def _submit_early(self, packs: Sequence[Pack]) -> None:
+        for pack in packs:
+            early = self._engines[pack.worker].early
+            if pack in early:
+                early.remove(pack)
+                self._submit(pack)
+
+    def _submit(self, pack: Pack) -> None:
+        engine = self._engines[pack.worker]
         queue = engine.later if engine.loading else engine.waiting
-        queue.extend((held, length) for length in flat)
-        self._turn(worker)
+        for group, lengths in zip(pack.groups, pack.lengths, strict=True):
+            queue.extend((pack, group, length) for length in lengths)
+        self._turn(pack.worker)
 
     def _turn(self, worker: int) -> None:
         """Bring an engine up to now: start what fits, end what has ended, and plan its next end."""
@@ -360,8 +206,8 @@ class SimulatedRun:
             pack.left -= 1
             if not pack.left:
                 self._end(pack, engine.version)
-        if engine.loading and not engine.paused and not engine.ends and not engine.waiting:
-            self._load(worker)  # drained
+        if engine.loading and not engine.ends and not engine.waiting:
+            self._swapped(worker)  # drained
         if not engine.paused:
             engine.start_waiting(lambda: next(self._numbers))
         engine.stamp += 1
@@ -369,7 +215,7 @@ class SimulatedRun:
             stamp = engine.stamp
             self._after(delay_s, lambda: self._turn(worker) if engine.stamp == stamp else None)
 
-    def _end(self, pack: _Pack, newest: PolicyVersion) -> None:
+    def _end(self, pack: Pack, newest: PolicyVersion) -> None:
         self._held[pack.worker] -= 1
         if self._held[pack.worker] == self._fleet.packs_in_flight - 1:
             self._requests.append(pack.worker)
@@ -378,43 +224,64 @@ class SimulatedRun:
         self._deliver()
 
     def _swap(self, worker: int) -> None:
+        """Begin to load the newest version, unless a swap is under way: the version of a swap is chosen when it begins."""
         engine = self._engines[worker]
-        if engine.loading or engine.version == self._published:
+        if engine.target is not None or engine.version == self._published:
             return
-        engine.advance(self._now)
-        engine.loading = True
-        if not self._fleet.drains or not (engine.ends or engine.waiting):
+        engine.target = self._published
+        if engine.pause_s > NEEDS_PERMIT_S and self._num_permits:
+            self._waiting_for_permit.append(worker)
+            self._give_permits()
+        else:
+            self._load(worker)
+
+    def _give_permits(self) -> None:
+        while self._waiting_for_permit and len(self._permits) < self._num_permits:
+            worker = self._waiting_for_permit.popleft()
+            self._permits.add(worker)
             self._load(worker)
 
     def _load(self, worker: int) -> None:
-        engine, version = self._engines[worker], self._published
-        engine.advance(self._now)
-        engine.paused = True
-        engine.stamp += 1
-
-        def loaded() -> None:
+        """Read the files: a draining engine decodes meanwhile, and drains afterwards; any other is paused."""
+        engine = self._engines[worker]
+        engine.swapping_since = self._now
+        if not self._fleet.drains:
             engine.advance(self._now)
-            engine.paused = engine.loading = False
-            engine.version = version
-            engine.waiting.extend(engine.later)
-            engine.later.clear()
-            self._swap(worker)
-            self._turn(worker)
+            engine.paused = True
+            engine.stamp += 1
 
-        self._after(self._durations.load_s, loaded)
+        def read() -> None:
+            engine.advance(self._now)
+            engine.paused = False
+            if self._fleet.drains:
+                engine.loading = True
+                self._turn(worker)
+            else:
+                self._swapped(worker)
+                self._turn(worker)
 
-    def _arrive(self, pack: _Pack, newest: PolicyVersion) -> None:
+        self._after(self._durations.load_s, read)
+
+    def _swapped(self, worker: int) -> None:
+        """Serve the version of the swap under way; the next swap begins at once if there is a newer version."""
+        engine = self._engines[worker]
+        assert engine.target is not None
+        engine.version, engine.target, engine.loading = engine.target, None, False
+        engine.pause_s = self._now - engine.swapping_since
+        engine.waiting.extend(engine.later)
+        engine.later.clear()
+        self._permits.discard(worker)
+        self._give_permits()
+        self._after(
+            0.0, lambda: self._submit_early([p for p in engine.early if not is_newer(p.issued_for, engine.version)])
+        )
+        self._swap(worker)
+
+    def _arrive(self, pack: Pack, newest: PolicyVersion) -> None:
         assert pack.oldest is not None
-        scored = [_scored(g, tokens, pack.oldest, newest) for g, tokens in zip(pack.groups, pack.lengths, strict=True)]
+        scored = [
+            scored_group(g, tokens, pack.oldest, newest) for g, tokens in zip(pack.groups, pack.lengths, strict=True)
+        ]
         wanted = self._tracker.receive(next(self._numbers), scored)
         self._tracker.offer(ReadyGroup(one, _PACK, None) for one in wanted)  # pyright: ignore[reportArgumentType]  no tokens
         self._collect()
-
-
-def _scored(group_id: str, lengths: Sequence[int], oldest: PolicyVersion, newest: PolicyVersion) -> ScoredGroup:
-    generated = GeneratedGroup(
-        group_id=group_id, row_group=0, split="train", attempt=0, reward_name="simulated", issued_version=oldest,
-        oldest_version=oldest, newest_version=newest, prompt_tokens=1, completion_tokens=tuple(lengths),
-        finish_reasons=("stop",) * len(lengths),
-    )  # fmt: skip
-    return ScoredGroup(generated=generated, rewards=(1.0,) * len(lengths), scorer="simulated")

@@ -42,13 +42,18 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+def are_admitted(num_free: int, num_waiting: int, num_running: int, max_running: int) -> bool:
+    """Return True if waiting sequences start now, as far as rule 3 decides: ``num_free`` of ``max_running`` rows are free."""
+    if not num_waiting or num_free <= 0:
+        return False
+    return not num_running or num_free >= min(num_waiting, max(1, max_running // 8))
+
+
 def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], limits: Limits) -> list[Sequence]:
     """Return the head of ``waiting`` that starts now, possibly empty; removes nothing."""
     current = list(running)
     free = limits.max_running - len(current)
-    if not waiting or free <= 0:
-        return []
-    if current and free < min(len(waiting), max(1, limits.max_running // 8)):
+    if not are_admitted(free, len(waiting), len(current), limits.max_running):
         return []
     longest = max((sequence.max_tokens for sequence in current), default=0)
     chosen: list[Sequence] = []

@@ -297,7 +297,9 @@ def was_issued(state: DispatchState, group_id: str, *, order: DataOrder, before:
 def _was_issued_before(key: GroupKey, order: DataOrder, before: IssuedBefore) -> bool:
     if key.prompt >= order.num_prompts:
         return False
-    return str(key) in before.later if key.attempt else order.position_of(key.place) < before.position
+    if key.attempt:
+        return str(key) in before.later
+    return before.position > 0 and order.position_of(key.place) < before.position
 
 
 def settle(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:

@@ -1,0 +1,116 @@
+"""An engine on a virtual clock: slots in which sequences decode, and what a swap does to them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.deploy.plan.lengths import EnginePace
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.embedded_engine.scheduler import are_admitted
+
+
+@dataclass(slots=True)
+class Pack:
+    """A pack that a worker holds."""
+
+    worker: int
+    groups: list[str]
+    issued_for: PolicyVersion
+    lengths: Sequence[Sequence[int]]
+    left: int  # sequences that have not ended
+    oldest: PolicyVersion | None = None  # of its first token; None: not started
+    started: set[str] = field(default_factory=set)  # groups whose prompt was computed
+
+
+Waiting = tuple[Pack, str, int]  # a sequence without a slot: its pack, its group, its length
+
+
+class SimulatedEngine:
+    """Slots in which sequences decode, all at the pace of how many there are."""
+
+    __slots__ = (
+        "_at",
+        "_steps",
+        "busy_s",
+        "early",
+        "ends",
+        "later",
+        "loading",
+        "num_tokens",
+        "pace",
+        "pause_s",
+        "paused",
+        "prompts_s",
+        "stamp",
+        "swapping_since",
+        "target",
+        "version",
+        "waiting",
+    )
+
+    def __init__(self, pace: EnginePace) -> None:
+        self.pace = pace
+        self.waiting: deque[Waiting] = deque()
+        self.later: deque[Waiting] = deque()  # those that came after the engine began to drain
+        self.early: list[Pack] = []  # packs that wait for the version they were issued for
+        self.ends: list[tuple[float, int, Pack]] = []  # by the decode step at which each running sequence ends
+        self.version = PolicyVersion(0)
+        self.target: PolicyVersion | None = None  # of the swap under way
+        self.swapping_since = 0.0
+        self.pause_s = math.inf  # of the last swap, as the worker measures it
+        self.paused = False  # weights are being loaded
+        self.loading = False  # new sequences wait for the end of a drain
+        self.busy_s = self.num_tokens = 0.0
+        self.prompts_s = 0.0  # that prompts still take before decoding goes on
+        self.stamp = 0  # changes whenever the next end does
+        self._at = 0.0
+        self._steps = 0.0  # decode steps so far
+
+    def advance(self, now: float) -> None:
+        """Decode until ``now``."""
+        if self.ends and not self.paused:
+            busy_s = now - self._at
+            decoding_s = max(0.0, busy_s - self.prompts_s)
+            self.prompts_s = max(0.0, self.prompts_s - busy_s)
+            steps = decoding_s / self.pace.step_s(len(self.ends))
+            self._steps += steps
+            self.num_tokens += steps * len(self.ends)
+            self.busy_s += busy_s
+        self._at = now
+
+    def start_waiting(self, numbers: Callable[[], int]) -> None:
+        """Give free slots to waiting sequences, by the embedded engine's rule.
+
+        A pass computes the new prompts of what starts together, each once, and samples the first tokens; nothing decodes
+        meanwhile.
+        """
+        free = self.pace.slots - len(self.ends)
+        if not are_admitted(free, len(self.waiting), len(self.ends), self.pace.slots):
+            return
+        num_new = 0
+        for _ in range(min(free, len(self.waiting))):
+            pack, group, length = self.waiting.popleft()
+            if pack.oldest is None:
+                pack.oldest = self.version
+            num_new += group not in pack.started
+            pack.started.add(group)
+            heapq.heappush(self.ends, (self._steps + length - 1, numbers(), pack))
+            self.num_tokens += 1
+        self.prompts_s += self.pace.prompt_s * num_new
+
+    def next_end_s(self) -> float | None:
+        """Return the seconds until a sequence ends; None if none runs."""
+        if not self.ends or self.paused:
+            return None
+        return self.prompts_s + max(0.0, self.ends[0][0] - self._steps) * self.pace.step_s(len(self.ends))
+
+    def take_ended(self) -> list[Pack]:
+        """Return the pack of each sequence that has ended."""
+        ended = []
+        while self.ends and self.ends[0][0] <= self._steps + 1e-6:
+            ended.append(heapq.heappop(self.ends)[2])
+        return ended
