@@ -44,6 +44,7 @@ from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSche
 
 MAX_FACT_BYTES = 63 * 1024  # the streams refuse 64 KiB including headers
 MAX_LETTER_BYTES = 192 * 1024  # the stream of dead letters takes 256 KiB: a letter holds a whole message
+MAX_TEACHER_TOP_K = 256  # likeliest tokens that a teacher names for each sampled one
 MAX_NESTING = 32  # hostile nesting is refused before pydantic sees it
 
 Split = Literal["train", "eval"]
@@ -73,6 +74,7 @@ class BlobRef(Wire):
     sha256: Sha256
 
 
+TopK = Annotated[int, Field(ge=0, le=MAX_TEACHER_TOP_K)]
 StopString = Annotated[str, Field(min_length=1, max_length=200)]
 StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
 
@@ -138,6 +140,9 @@ class Task(Wire):
     with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
     min_episodes: Count | None = None  # fewest episodes of a group, where others failed in every attempt; None: all
     messages: str = ""  # the row's chat as JSON, for environments that render it themselves; "": single_turn
+    teacher_top_k: TopK | None = (
+        None  # likeliest tokens that the teacher is to name, 0: none but those sampled; None: no teacher
+    )
 
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -145,6 +150,8 @@ class Task(Wire):
         document = fields(self)
         if not self.messages:
             del document["messages"]
+        if self.teacher_top_k is None:
+            document.pop("teacher_top_k", None)  # not there where defaults are left out
         return document
 
 
@@ -168,6 +175,17 @@ class GeneratedGroup(Wire):
     has_baseline: bool = False  # the last trajectory is the greedy one that is not trained on
     rows: tuple[Count, ...] = ()  # of each episode; none: every trajectory is one row, and no episode is described
     row_tokens: Count | None = None  # of all rows of episodes together, context and shared beginnings included
+    teacher_top_k: TopK | None = (
+        None  # a teacher's log-probabilities are in the pack, with so many likeliest tokens each
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what services of an earlier release would not know, unless it is used."""
+        document = fields(self)
+        if self.teacher_top_k is None:
+            document.pop("teacher_top_k", None)  # not there where defaults are left out
+        return document
 
     @property
     def num_rows(self) -> int:

@@ -15,6 +15,7 @@ from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 if TYPE_CHECKING:
     from penstock.protocol.episode import Episode, Turn
+    from penstock.protocol.teacher_scores import TeacherScores
 
 # Of recorded groups: a token of probability exp(-1000), which is 0 in every format, is never sampled.
 LOWEST_LOGPROB = -1000.0
@@ -112,6 +113,7 @@ class Group:
     reward: RewardRequest
     trajectories: tuple[Trajectory, ...]
     episodes: tuple[Episode, ...] = ()  # none: each trajectory is a prompt and its one completion
+    teacher: TeacherScores | None = None  # its log-probabilities of the sampled tokens
 
     @classmethod
     def of_episodes(
@@ -130,7 +132,8 @@ class Group:
         return cls(
             group_id=episodes[0].group_id, split=split, attempt=attempt, issued_version=issued_version,
             prompt_text=prompt_text, num_prompt_tokens=episodes[0].rows[0].turns[0].start, reward=reward,
-            trajectories=tuple(row.trajectory for episode in episodes for row in episode.rows), episodes=episodes,
+            trajectories=tuple(row.trajectory for episode in episodes for row in episode.rows),  # pyright: ignore[reportArgumentType]
+            episodes=episodes,
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -238,7 +241,13 @@ class Group:
             ("has_baseline", self.has_baseline, described.has_baseline),
             ("rows", tuple([len(e.rows) for e in self.episodes]), described.rows),
             ("row_tokens", sum(e.num_tokens for e in self.episodes) if self.episodes else None, described.row_tokens),
+            ("teacher_top_k", self.teacher_top_k, described.teacher_top_k),
         )
+
+    @property
+    def teacher_top_k(self) -> int | None:
+        """Likeliest tokens that its teacher names for each sampled one; None without a teacher."""
+        return self.teacher.top_k if self.teacher is not None else None
 
     @property
     def completion_tokens(self) -> tuple[int, ...]:
@@ -269,6 +278,7 @@ class Group:
             has_baseline=self.has_baseline,
             rows=tuple(len(e.rows) for e in self.episodes),
             row_tokens=sum(e.num_tokens for e in self.episodes) if self.episodes else None,
+            teacher_top_k=self.teacher_top_k,
         )
 
 

@@ -35,6 +35,7 @@ from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import TaskSource
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.rollout_service.teachers.teacher import Teacher
 from penstock.rollout_service.weights.mirror import Mirror
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore
@@ -164,6 +165,7 @@ async def _wire(
         blobs=blobs,
         settlement=settlement,
         activity=activity,
+        teacher=Teacher.of(settings.teacher),
     )
     announcer = PackAnnouncer(
         bus=bus,
@@ -194,6 +196,7 @@ async def _wire(
         activity=activity,
         packs_in_flight=settings.worker.packs_in_flight,
         finish_s=settings.worker.finish_s,
+        start_deadline_s=settings.worker.start_deadline_s,
     )
 
 

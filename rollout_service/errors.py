@@ -7,12 +7,14 @@ PenstockError
 │   ├── EngineRefused         an HTTP error; the text quotes the engine
 │   ├── EngineAborted         the engine aborted the generation, and not for an update of this worker
 │   ├── ReplyRefused          lengths, ids, log-probabilities or versions contradict each other
+│   ├── TeacherFailed         a teacher gave no usable log-probabilities of a group; the text names group and URL
 │   ├── WeightsUnverified      sampled with unknown weights: an update failed, or versions disagree
 │   └── WeightsNotApplied     the engine did not confirm the version it was asked to load
 ├── TaskRefused               no attempt at the task can succeed with this model; dead-lettered at once
 ├── WeightsUnusable           a version's objects are missing, or differ from its manifest
 ├── AdapterUnfit              an adapter folder does not fit the model, or has options that engines compute differently
 ├── MirrorFull                no space for the copy of a version; the previous version is served meanwhile
+├── TeacherUnfit              the teacher has another vocabulary than the policy; the worker ends with this error
 ├── EngineDisagrees           it serves other weights than the other engines; the worker ends with this error
 ├── EngineMisconfigured       a server was started with flags that the contract does not allow; the worker ends
 └── EngineRestartLimit         restarted too often; the worker ends with this error
@@ -52,6 +54,10 @@ class ReplyRefused(EngineError):
     """The engine's reply contradicts itself or the request; no part of it is used."""
 
 
+class TeacherFailed(EngineError):
+    """A teacher gave no usable log-probabilities of a group in as many attempts as are allowed."""
+
+
 class WeightsUnverified(EngineError):
     """The weights that sampled this are unknown: an update failed meanwhile, or the engine named another version."""
 
@@ -79,6 +85,10 @@ class AdapterUnfit(PenstockError):
 
 class MirrorFull(PenstockError):
     """``worker.cache_dir`` has no space for the copy of a version; a later attempt may succeed."""
+
+
+class TeacherUnfit(PenstockError):
+    """The teacher has another vocabulary than the policy, or one that cannot be compared."""
 
 
 class EngineDisagrees(PenstockError):

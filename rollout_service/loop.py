@@ -41,6 +41,7 @@ class Worker:
     heartbeat: HeartbeatWriter
     activity: Activity
     packs_in_flight: int
+    start_deadline_s: float  # for a teacher to answer
     finish_s: float  # time for the packs in flight after ``stop`` is set
 
 
@@ -62,6 +63,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> None:
 async def _start_and_work(worker: Worker) -> None:
     first = await worker.weights.start()
     worker.packs.use_model(first.model_folder)
+    await worker.packs.check_teacher(first.model_folder, start_deadline_s=worker.start_deadline_s)
     worker.activity.restart()
     log.info("working", policy_version=first.version)
     async with asyncio.TaskGroup() as tasks:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.config.teacher_settings import TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
 from penstock.protocol.metrics.settings import MetricsSettings
@@ -22,6 +23,7 @@ from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.engines.vllm.settings import VllmSettings
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
 from penstock.rollout_service.environments.episode_settings import EnvironmentSettings
+from penstock.rollout_service.teachers.interface import TEACHERS
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
@@ -227,6 +229,7 @@ class RolloutSettings(Section):
     sglang: SglangSettings = SglangSettings()  # pyright: ignore[reportCallIssue]
     vllm: VllmSettings = VllmSettings()  # pyright: ignore[reportCallIssue]
     environment: EnvironmentSettings = EnvironmentSettings()  # pyright: ignore[reportCallIssue]
+    teacher: TeacherSettings = TeacherSettings()  # pyright: ignore[reportCallIssue]
     metrics: MetricsSettings = MetricsSettings()  # pyright: ignore[reportCallIssue]
 
     @model_validator(mode="after")
@@ -234,6 +237,12 @@ class RolloutSettings(Section):
         if self.environment.define:
             with _config_errors():
                 load_environments(self.worker.environments, self.environment.define)
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_known(self) -> RolloutSettings:
+        with _config_errors():
+            TEACHERS.find(self.teacher.kind)
         return self
 
     @model_validator(mode="after")

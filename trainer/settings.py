@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.config.teacher_settings import TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import SINGLE_TURN, Identifier, StopStrings
 from penstock.protocol.metrics.settings import MetricsSettings
@@ -447,6 +448,7 @@ class TrainerSettings(Section):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: RewardSettings = Field(default_factory=RewardSettings)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    teacher: TeacherSettings = Field(default_factory=TeacherSettings)
     critic: CriticSettings = Field(default_factory=CriticSettings)
     trainer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
@@ -498,6 +500,7 @@ class TrainerSettings(Section):
         self._check_evaluation()
         self._check_critic()
         self._check_lora()
+        self._check_teacher()
         self._check_warmup()
         if self.trainer.epochs is None and (problem := self.problem_of_length()):
             raise ValueError(problem)
@@ -584,6 +587,39 @@ class TrainerSettings(Section):
                     f"critic.{idle[0]} does nothing with algorithm.advantage = {self.algorithm.advantage}, which needs "
                     'no critic; set algorithm.name = "ppo", or algorithm.advantage = "gae"'
                 )
+
+    @property
+    def teacher_top_k(self) -> int | None:
+        """Likeliest tokens that workers ask the teacher for; None without a teacher."""
+        return self.teacher.top_k if self.algorithm.needs_teacher else None
+
+    def _check_teacher(self) -> None:
+        chosen, stored = self.algorithm, self.data.from_run is not None
+        if self.teacher.urls and not chosen.needs_teacher:
+            raise ValueError(
+                "teacher.url does nothing without algorithm.distill_coefficient or a KL with algorithm.reference_device = remote; "
+                'set algorithm.name = "on_policy_distillation", or leave [teacher] out'
+            )
+        if not chosen.needs_teacher:
+            return
+        if not self.teacher.urls and not stored:
+            key = "distill_coefficient" if chosen.distill_coefficient else "reference_device = remote"
+            raise ValueError(f"algorithm.{key} needs a teacher; set teacher.url to a server that answers for it")
+        if self.rollout.temperature != 1.0:
+            raise ValueError(
+                f"rollout.temperature = {self.rollout.temperature:g} with a teacher, whose log-probabilities are those at "
+                "temperature 1; set rollout.temperature = 1"
+            )
+        wants_top = chosen.distill_coefficient > 0.0 and chosen.distill_form == "forward"
+        if wants_top and not self.teacher.top_k and not stored:
+            raise ValueError(
+                "algorithm.distill_form = forward compares the teacher's likeliest tokens; set teacher.top_k, such as 16"
+            )
+        if self.teacher.top_k and not wants_top:
+            raise ValueError(
+                f"teacher.top_k = {self.teacher.top_k} does nothing with algorithm.distill_form = {chosen.distill_form}, which "
+                "compares the sampled tokens alone; leave it out"
+            )
 
     @property
     def publishes_adapters(self) -> bool:

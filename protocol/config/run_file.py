@@ -66,6 +66,7 @@ SECTIONS = (
     "dpo",
     "rm",
     "worker",
+    "teacher",
     "environment",
     "sglang",
     "vllm",

@@ -7,6 +7,7 @@ upper ones of token ids are nearly all zero) and only the token ids are worth zs
 everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
 A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
+One whose groups have a teacher's log-probabilities has those of `teacher_columns.py`.
 Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
@@ -28,7 +29,7 @@ import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest
-from penstock.protocol.packs import episode_columns, pack_bounds, pack_footer
+from penstock.protocol.packs import episode_columns, pack_bounds, pack_footer, teacher_columns
 from penstock.protocol.packs.arrow_lists import list_of, lists
 from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
@@ -72,6 +73,8 @@ SCHEMA = pa.schema(
     metadata={b"schema": SCHEMA_TAG.encode()},
 )
 WITH_EPISODES = pa.schema([*SCHEMA, *episode_columns.FIELDS], SCHEMA.metadata)
+WITH_TEACHER = pa.schema([*SCHEMA, *teacher_columns.FIELDS], SCHEMA.metadata)
+WITH_BOTH = pa.schema([*WITH_EPISODES, *teacher_columns.FIELDS], SCHEMA.metadata)
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
 _MAY_BE_NULL = ("ground_truth", *episode_columns.MAY_BE_NULL)
 _SMALL = {"compression": "lz4", "use_dictionary": False}
@@ -151,9 +154,13 @@ def _table(groups: Sequence[Group]) -> pa.Table:
         pa.array([group.reward.extra_info for group in owners], pa.string()),
         pa.array([row.is_baseline for row in trajectories], pa.bool_()),
     ]
-    if any(group.episodes for group in groups):
-        return pa.Table.from_arrays([*columns, *episode_columns.columns(groups)], schema=WITH_EPISODES)
-    return pa.Table.from_arrays(columns, schema=SCHEMA)
+    has_episodes, has_teacher = any(g.episodes for g in groups), any(g.teacher is not None for g in groups)
+    if has_episodes:
+        columns += episode_columns.columns(groups)
+    if has_teacher:
+        columns += teacher_columns.columns(groups)
+    schemas = {(False, False): SCHEMA, (True, False): WITH_EPISODES, (False, True): WITH_TEACHER}
+    return pa.Table.from_arrays(columns, schema=schemas.get((has_episodes, has_teacher), WITH_BOTH))
 
 
 def decode(
@@ -269,7 +276,13 @@ def _accepted() -> tuple[pa.Schema, ...]:
     schemas = [
         pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     ]
-    return (WITH_EPISODES, *schemas, *(s.remove(s.get_field_index("is_baseline")) for s in schemas))
+    return (
+        WITH_EPISODES,
+        WITH_TEACHER,
+        WITH_BOTH,
+        *schemas,
+        *(s.remove(s.get_field_index("is_baseline")) for s in schemas),
+    )
 
 
 def _with_nullable_elements(field: pa.Field) -> pa.Field:
@@ -282,6 +295,7 @@ def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
     episodes = episode_columns.Episodes(rows, trajectories) if any(spans) else None
     columns = zip(
         spans,
+        teacher_columns.of_groups(rows, trajectories, vocab_size),
         rows.of_groups("group_id"),
         rows.of_groups("split"),
         rows.of_groups("attempt"),
@@ -294,7 +308,7 @@ def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
     )
     numbers = rows.values("trajectory_index")
     groups = []
-    for own, group_id, split, attempt, issued, text, num_prompt_tokens, reward, (start, end) in columns:
+    for own, teacher, group_id, split, attempt, issued, text, num_prompt_tokens, reward, (start, end) in columns:
         if numbers[start:end] != list(range(end - start)):
             raise PackError(
                 f"{group_id}: its trajectories are numbered {numbers[start:end][:8]}, expected 0 to {end - start - 1}"
@@ -309,6 +323,7 @@ def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
             reward=reward,
             trajectories=tuple(trajectories[start:end]),
             episodes=episodes.build(group_id, own) if episodes is not None and own else (),
+            teacher=teacher,
         )
         groups.append(group)
     return groups

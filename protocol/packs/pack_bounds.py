@@ -27,6 +27,7 @@ MAX_ROW_GROUPS = 4096
 MAX_BYTES = 512 * 1024**2  # decoded at a time, whatever a message promises
 _MIN_BYTES = 64 * 1024**2  # texts, and unit tests in the ground truth, are not promised by a message
 _BYTES_PER_TOKEN = 64  # of ids, mask, log-probabilities and text; leaves room for tokens that were not sampled
+_BYTES_PER_NUMBER = 16  # of a teacher: the value, its levels, and its part of a page
 _MAX_SCHEMA_ELEMENTS = 64
 
 _WIDTHS = {
@@ -62,7 +63,12 @@ def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
         else group.row_tokens
         for group in groups
     )
-    return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens)
+    of_teachers = sum(
+        (1 + 2 * group.teacher_top_k) * sum(group.completion_tokens)
+        for group in groups
+        if group.teacher_top_k is not None
+    )
+    return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens + _BYTES_PER_NUMBER * of_teachers)
 
 
 def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:

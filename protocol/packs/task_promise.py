@@ -21,11 +21,13 @@ class TaskSettings(NamedTuple):
     max_new_tokens: int  # of a completion
     environment: str
     with_baseline: bool = False
+    teacher_top_k: int | None = None  # see `Task.teacher_top_k`
 
     @classmethod
     def of(cls, task: Task) -> TaskSettings:
         """Return the settings under which a task was made."""
-        return cls(task.group_size, task.sampling.max_new_tokens, task.environment, task.with_baseline)
+        sampling = task.sampling
+        return cls(task.group_size, sampling.max_new_tokens, task.environment, task.with_baseline, task.teacher_top_k)
 
     @property
     def is_one_completion(self) -> bool:
@@ -101,6 +103,12 @@ class TaskPromise:
                 f"{self.attempt}"
             )
         group.check_logprobs()
+        asked = {settings.teacher_top_k for settings in self.settings}
+        if asked and group.teacher_top_k not in asked:
+            raise PackError(
+                f"group {group.group_id}: {_of_teacher(group.teacher_top_k)}, its task asked for "
+                f"{' or '.join(sorted(map(_of_teacher, asked)))}; give the workers the trainer's section [teacher]"
+            )
         self.check_lengths(group.group_id, group.completion_tokens, group.has_baseline)
 
     def check_lengths(self, group_id: str, lengths: Sequence[int], has_baseline: bool) -> None:
@@ -109,6 +117,10 @@ class TaskPromise:
         faults = [settings.fault(num, longest, has_baseline, self.min_episodes) for settings in self.settings]
         if faults and all(faults):
             raise PackError(f"group {group_id}: {faults[0]}")
+
+
+def _of_teacher(top_k: int | None) -> str:
+    return "nothing of a teacher" if top_k is None else f"a teacher's log-probabilities with {top_k} likeliest tokens"
 
 
 def content_hash(prompt: bytes, prompt_text: str, reward: RewardRequest) -> bytes:

@@ -174,11 +174,17 @@ class Runner:
             first, last = sequence.input_logprobs_from or 0, len(sequence.prompt) - 1
             targets = torch.tensor(sequence.prompt[first + 1 :], device=self._device)
             found: list[float] = []
+            tops: list[list[tuple[float, int]]] = []
             for start in range(first, last, _LOGPROB_CHUNK_TOKENS):
                 end = min(start + _LOGPROB_CHUNK_TOKENS, last)
                 logprobs = self._model.logits(self.weights, hidden[start:end]).log_softmax(-1)
                 found += logprobs.gather(1, targets[start - first : end - first].unsqueeze(1)).squeeze(1).tolist()
+                if sequence.num_top_logprobs:
+                    values, tokens = logprobs.topk(sequence.num_top_logprobs, dim=1)
+                    pairs = zip(values.tolist(), tokens.tolist(), strict=True)
+                    tops += [list(zip(*pair, strict=True)) for pair in pairs]
             sequence.input_logprobs = found
+            sequence.input_top_logprobs = tops if sequence.num_top_logprobs else None
 
     def _advance(self, logits: torch.Tensor, first: int) -> list[Sequence]:
         """Sample one token for each running sequence from row ``first`` on; return those that finished."""

@@ -75,6 +75,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float] | None = None  # of tokens input_logprobs_from + 1 .. len(prompt) - 1
+    num_top_logprobs: int = 0  # likeliest tokens to report in the place of each of these
+    input_top_logprobs: list[list[tuple[float, int]]] | None = None  # (logprob, token) of each place, likeliest first
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     num_retractions: int = 0

@@ -25,6 +25,7 @@ from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefus
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import ReceivedPack
 from penstock.rollout_service.retry import retry
+from penstock.rollout_service.teachers.teacher import Teacher
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.version_gate import VersionGate
 from penstock.rollout_service.weights.weight_follower import WeightFollower
@@ -35,7 +36,7 @@ log = structlog.get_logger("rollout.packs")
 class PackGenerator:
     """Generates packs on this worker's engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a worker that generating needs
         self,
         *,
         engine: Engine,
@@ -46,6 +47,7 @@ class PackGenerator:
         blobs: Blobs,
         settlement: Settlement,
         activity: Activity,
+        teacher: Teacher | None = None,
     ) -> None:
         """Prepare; `use_model` follows once the first weights are loaded."""
         self.limits = ModelLimits(None, None)
@@ -57,6 +59,7 @@ class PackGenerator:
         self._blobs = blobs
         self._settlement = settlement
         self._activity = activity
+        self._teacher = teacher
 
     def use_model(self, folder: Path) -> None:
         """Read a model folder's limits, and let the environments read what they need; raises WeightsUnusable."""
@@ -64,10 +67,18 @@ class PackGenerator:
         for environment in self._environments.values():
             environment.use_model(folder, self.limits.context_tokens)
 
+    async def check_teacher(self, folder: Path, *, start_deadline_s: float) -> None:
+        """Wait for the teacher, if there is one, and compare its vocabulary with that of a model folder (`Teacher.check`)."""
+        if self._teacher is not None:
+            with self._activity.working("waiting for the teacher"):
+                await self._teacher.check(folder, start_deadline_s=start_deadline_s)
+
     async def close(self) -> None:
-        """Close the environments."""
+        """Close the environments and the teacher."""
         for environment in self._environments.values():
             await environment.close()
+        if self._teacher is not None:
+            await self._teacher.close()
 
     async def generate(self, received: ReceivedPack) -> list[Group]:
         """Return the groups of a pack, without those whose tasks were refused.
@@ -84,10 +95,19 @@ class PackGenerator:
                 sampler = self._servable.sampler(None if pin is None else PolicyVersion(pin))
                 with self._activity.working("generating"):
                     made, refused = await self._roll_out(same, sampler)
-            groups += made
+            groups += await self._taught(same, made)
             for task, reason in refused:
                 await self._settlement.refuse(received, [task], reason)
         return groups
+
+    async def _taught(self, tasks: Sequence[Task], groups: Sequence[Group]) -> Sequence[Group]:
+        """Return the groups with the log-probabilities of the teacher that their tasks ask for; raises TeacherFailed."""
+        wanted = {task.group_id: task.teacher_top_k for task in tasks}
+        top_ks = [wanted[group.group_id] for group in groups]
+        if self._teacher is None or all(top_k is None for top_k in top_ks):
+            return groups
+        with self._activity.working("asking the teacher"):
+            return await self._teacher.score(groups, top_ks)
 
     async def _accepted_tasks(self, received: ReceivedPack) -> Sequence[Task]:
         fact = received.delivery.fact
@@ -103,6 +123,11 @@ class PackGenerator:
         for task in tasks:
             try:
                 check_task(task, limits=self.limits, split=received.split, environments=self._environments)
+                if task.teacher_top_k is not None and self._teacher is None:
+                    raise TaskRefused(
+                        "no_teacher",
+                        f"{task.group_id} needs a teacher's log-probabilities, and this worker's run file has no teacher.url",
+                    )
             except TaskRefused as err:
                 refused.setdefault(err.reason, (err, []))[1].append(task)
             else:

@@ -41,7 +41,9 @@ class EngineUnderTest:
     def generate(self, input_ids: Any, *, expect: int = 200, **fields: Any) -> Any:
         """Request completions with their logprobs; other keyword arguments are sampling parameters."""
         top = {
-            name: fields.pop(name) for name in ("rid", "logprob_start_len", "return_prompt_token_ids") if name in fields
+            name: fields.pop(name)
+            for name in ("rid", "logprob_start_len", "top_logprobs_num", "return_prompt_token_ids")
+            if name in fields
         }
         body = {"input_ids": input_ids, "sampling_params": fields, "return_logprob": True, **top}
         return self.post("/generate", body, expect=expect)

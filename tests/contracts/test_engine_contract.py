@@ -74,6 +74,19 @@ def test_prompt_logprobs_are_those_of_the_dense_forward(engine: EngineUnderTest,
     assert [logprob for logprob, _, _ in rest] == pytest.approx(expected, abs=TOLERANCE)
 
 
+def test_the_likeliest_tokens_of_a_prompt_are_those_of_the_dense_forward(engine: EngineUnderTest, dense: Dense) -> None:
+    """With top_logprobs_num every scored position has them, in order; nothing is generated with max_new_tokens 0."""
+    reply = engine.generate(PROMPT, max_new_tokens=0, logprob_start_len=2, top_logprobs_num=3)
+    first, *rest = reply["meta_info"]["input_top_logprobs"]
+    assert not first
+    assert not reply["output_ids"]
+    tops = dense.logprobs(PROMPT)[2 : len(PROMPT) - 1].topk(3)
+    assert [[pair[1] for pair in place] for place in rest] == tops.indices.tolist()
+    assert [[pair[0] for pair in place] for place in rest] == [
+        pytest.approx(place, abs=TOLERANCE) for place in tops.values.tolist()
+    ]
+
+
 def test_a_stop_token_ends_the_completion_and_is_part_of_it(engine: EngineUnderTest, dense: Dense) -> None:
     """The matched stop token is the last of output_ids and named by the finish reason."""
     greedy = dense.greedy(PROMPT, 8)

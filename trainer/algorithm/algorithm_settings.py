@@ -29,6 +29,7 @@ from penstock.trainer.algorithm.parts import Options, Part
 from penstock.trainer.algorithm.presets import DEFAULT, PRESETS, canonical
 from penstock.trainer.algorithm.registries import ESTIMATORS
 
+DistillForm = Literal["reverse", "forward"]
 RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -182,10 +183,25 @@ class _GeneralSettings(Section):
     reference_path: Path | None = Field(
         default=None, description="Model folder of the reference; none: model.path as the run started."
     )
-    reference_device: Literal["same", "parked"] = Field(
+    reference_device: Literal["same", "parked", "remote"] = Field(
         default="same",
-        description="Where the reference is kept: on the policy's device, or parked in host memory, from where each layer is copied "
-        "to that device while it computes. It is computed there in both cases.",
+        description="Where the reference is kept: on the policy's device; parked in host memory, from where each layer is copied "
+        "to that device while it computes; remote: it is the model of [teacher], and none is loaded.",
+    )
+
+    # the teacher
+    distill_coefficient: float = Field(
+        default=0.0, ge=0.0, description="Weight of the KL to the model of [teacher]; 0: off."
+    )
+    distill_form: DistillForm = Field(
+        default="reverse",
+        description="reverse: KL(policy to teacher) as an advantage of each sampled token; forward: KL(teacher to policy) over the "
+        "teacher.top_k likeliest tokens and one event for all others, in the loss.",
+    )
+    distill_clip: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Bound of a token's difference of log-probabilities in that advantage; none: no bound.",
     )
 
     options: dict[str, Any] = Field(
@@ -270,12 +286,40 @@ class AlgorithmSettings(_AllSettings):
                 "algorithm.kl_unbiased weighs an estimate by its token's ratio, and algorithm.kl_form = full sums over all "
                 "tokens: leave one of them out"
             )
+        self._check_teacher()
         if self.kl_target is not None and self.kl_coefficient and self.reward_kl_coefficient:
             raise ValueError(
                 "algorithm.kl_target steers one coefficient, and both algorithm.kl_coefficient and "
                 "algorithm.reward_kl_coefficient are set; set one of them to 0"
             )
         return self
+
+    def _check_teacher(self) -> None:
+        if self.distill_clip is not None and self.distill_form == "forward":
+            raise ValueError(
+                "algorithm.distill_clip bounds an advantage, and algorithm.distill_form = forward adds none; leave it out"
+            )
+        if self.advantage == "zero":
+            if not self.distill_coefficient:
+                raise ValueError(
+                    "algorithm.advantage = zero learns nothing from rewards; set algorithm.distill_coefficient and [teacher], or "
+                    "another algorithm.advantage"
+                )
+            if self.dynamic_sampling or any(one.value.reads_advantage for one in self.parts.filters):
+                raise ValueError(
+                    "algorithm.advantage = zero with algorithm.dynamic_sampling or a filter of advantages would leave out every "
+                    "group; turn it off"
+                )
+        if self.reference_device == "remote":
+            for key in ("kl_form", "reward_kl_form"):
+                if self.needs_reference and getattr(self, key) == "full":
+                    raise ValueError(
+                        f"algorithm.{key} = full needs whole distributions, of which a remote reference sends none; set another form"
+                    )
+            if self.reference_path is not None:
+                raise ValueError(
+                    "algorithm.reference_path loads a model, and algorithm.reference_device = remote loads none; leave one out"
+                )
 
     def _check_passes(self) -> None:
         if self.stop_kl is not None and self.epochs == 1:
@@ -367,6 +411,11 @@ class AlgorithmSettings(_AllSettings):
     def needs_reference(self) -> bool:
         """Whether a reference policy is loaded."""
         return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether rollout workers ask the model of [teacher] about every group."""
+        return self.distill_coefficient > 0.0 or (self.needs_reference and self.reference_device == "remote")
 
     @property
     def uses_proximal(self) -> bool:

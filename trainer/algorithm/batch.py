@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer.algorithm.balanced_bins import balanced, padded_bins, units_of
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.packed_rows import Layout, Prefixes, common_prefixes, pack
@@ -37,6 +38,7 @@ class Row:
         tuple[int, int]
     ] = ()  # start and end of each, in order, together all sampled tokens; none: one turn
     turn_advantages: Sequence[float] = ()  # of each turn, instead of ``advantage``
+    teacher: TeacherRow | None = None  # about its sampled tokens
 
     def by_turn(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Give every sampled token the value of its turn."""
@@ -61,6 +63,9 @@ class MicroBatch:
     layout: Layout | None = None  # which token attends to which; None: one row
     proximal_logprobs: Tensor | None = None  # [N] float32, recomputed before the first update on the batch
     reference_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
+    teacher_logprobs: Tensor | None = None  # [N] float32, of the sampled tokens, as the pack stores them
+    teacher_top_ids: Tensor | None = None  # [N, k] int64, the teacher's likeliest tokens
+    teacher_top_logprobs: Tensor | None = None  # [N, k] float32
     reference_kl: Tensor | None = None  # [N] float32, exact KL to it over the vocabulary, for rewards by token
     turn: Tensor | None = None  # [N] int64, which turn the token belongs to; None: every trajectory is one turn
     num_turns: int = 0
@@ -181,6 +186,7 @@ def build(rows: Sequence[Row]) -> MicroBatch:
             ],
             torch.float32,
         )
+    logprobs, top_ids, top_logprobs = _of_teachers([row.teacher for row in rows])
     return MicroBatch(
         input_ids=torch.from_numpy(packed.token_ids)[None],
         predictors=_flat(predictors, torch.int64),
@@ -196,6 +202,21 @@ def build(rows: Sequence[Row]) -> MicroBatch:
         layout=packed.layout,
         turn=turn,
         num_turns=int(firsts[-1]),
+        teacher_logprobs=logprobs,
+        teacher_top_ids=top_ids,
+        teacher_top_logprobs=top_logprobs,
+    )
+
+
+def _of_teachers(found: Sequence[TeacherRow | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return what a teacher says about all rows; nothing unless it says something about each."""
+    rows = [row for row in found if row is not None]
+    if not rows or len(rows) < len(found) or len({row.top_ids.shape[1] for row in rows}) > 1:
+        return None, None, None
+    return (
+        _flat([row.logprobs for row in rows], torch.float32),
+        _flat([row.top_ids for row in rows], torch.int64),
+        _flat([row.top_logprobs for row in rows], torch.float32),
     )
 
 

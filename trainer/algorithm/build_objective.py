@@ -7,6 +7,7 @@ from functools import partial
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.corrections.interface import CorrectionFunction
 from penstock.trainer.algorithm.corrections.m2po import m2po
+from penstock.trainer.algorithm.distillation import DistillTerm
 from penstock.trainer.algorithm.objective import EssRule, KlTerm, PolicyGradient
 
 
@@ -25,6 +26,9 @@ def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
         m2po_budget=drift_rule.m2po_budget,
         m2po_form=drift_rule.m2po_form,
         kl=KlTerm(settings.kl_form, settings.kl_coefficient, settings.kl_unbiased) if settings.kl_coefficient else None,
+        distill=DistillTerm(settings.distill_form, settings.distill_coefficient, settings.distill_clip)
+        if settings.distill_coefficient
+        else None,
         entropy_coefficient=settings.entropy_coefficient,
         ess=EssRule(settings.ess_level, settings.ess_power, settings.ess_floor)
         if settings.ess_level != "off"

@@ -18,6 +18,7 @@ _SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("reward_kl_coefficient",): ("reward_kl_form",),
     ("kl_coefficient", "reward_kl_coefficient"): ("kl_target", "reference_path", "reference_device"),
     ("kl_target",): ("kl_horizon",),
+    ("distill_coefficient",): ("distill_form", "distill_clip"),
 }
 _OFF = (None, 0.0, "none", "off")
 

@@ -15,6 +15,7 @@ from penstock.trainer.algorithm.corrections.interface import CorrectionFunction,
 from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths
 from penstock.trainer.algorithm.corrections.ratios import Level, divergence, log_weights
 from penstock.trainer.algorithm.corrections.stale_negatives import weigh_negatives
+from penstock.trainer.algorithm.distillation import DistillTerm, of_teacher
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate, kl_penalty
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
 from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
@@ -56,10 +57,20 @@ class Objective(Protocol):
         """Whether the KL to the reference over the whole vocabulary comes with them."""
         ...
 
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """Whether the KL from the teacher over its likeliest tokens comes with them."""
+        ...
+
     def __call__(
-        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        batch: MicroBatch,
+        entropies: Tensor | None = None,
+        full_kl: Tensor | None = None,
+        teacher_kl: Tensor | None = None,
     ) -> Outcome:
-        """Return the loss of a micro-batch from log-probabilities (entropies, KL) [N] that carry a gradient."""
+        """Return the loss of a micro-batch from log-probabilities (entropies, KLs) [N] that carry a gradient."""
         ...
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
@@ -89,7 +100,7 @@ class EssRule:
 class PolicyGradient:
     """The objective of reinforcement learning: a loss, and the corrections around it.
 
-    In this order: negative advantages are weighed; the loss takes its ratio against the anchor; every
+    In this order: negative advantages are weighed; a teacher's are added; the loss takes its ratio against the anchor; every
     token's loss is multiplied by importance weights and rejections; KL and entropy are added; the
     weights of the aggregation sum it up; cross-entropy on successes, which has weights of its own, is
     added.
@@ -97,7 +108,8 @@ class PolicyGradient:
     Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and ``rejected_NAME`` by correction, ``ratio``,
     ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of the
     sampler), ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
-    ``ess_weight_squared`` (effective sample size), ``kl_proximal`` (k3, from the proximal to the current policy) where the
+    ``ess_weight_squared`` (effective sample size), ``kl_teacher`` (k1, from the policy to the teacher on sampled tokens) and
+    ``kl_from_teacher`` with a teacher, ``kl_proximal`` (k3, from the proximal to the current policy) where the
     proximal policy is computed, and those of `trainer/algorithm/mismatch.py`.
     """
 
@@ -111,6 +123,7 @@ class PolicyGradient:
     m2po_budget: float | None = None  # the micro-batch carries the limit that meets it
     m2po_form: Literal["mask", "clip"] = "mask"  # leave out tokens above the limit, or clip ratios at it
     kl: KlTerm | None = None
+    distill: DistillTerm | None = None
     entropy_coefficient: float = 0.0
     ess: EssRule | None = None
 
@@ -130,6 +143,16 @@ class PolicyGradient:
         return self.kl is not None and self.kl.form == "full"
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether micro-batches must carry a teacher's log-probabilities."""
+        return self.distill is not None
+
+    @property
+    def needs_teacher_kl(self) -> bool:
+        """Whether the policy must compute its KL from the teacher over the teacher's likeliest tokens, with a gradient."""
+        return self.distill is not None and self.distill.form == "forward"
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the policy must compute entropies with a gradient."""
         return self.entropy_coefficient != 0.0
@@ -140,10 +163,19 @@ class PolicyGradient:
             return self
         return replace(self, kl=replace(self.kl, coefficient=coefficient))
 
+    def taught(self, advantages: Tensor, held: Tensor, batch: MicroBatch) -> Tensor:
+        """Return advantages [N] with what the teacher adds, of tokens with the log-probabilities ``held`` [N]."""
+        return advantages if self.distill is None else advantages + self.distill.advantages(held, batch)
+
     def __call__(
-        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        batch: MicroBatch,
+        entropies: Tensor | None = None,
+        full_kl: Tensor | None = None,
+        teacher_kl: Tensor | None = None,
     ) -> Outcome:
-        """Return the loss of a micro-batch, whose log-probabilities [N] (entropies, KL) carry the gradient."""
+        """Return the loss of a micro-batch, whose log-probabilities [N] (entropies, KLs) carry the gradient."""
         sequences = batch.sequences
         anchor = (
             batch.behaviour_logprobs if self.anchor == "behaviour" else _required(batch.proximal_logprobs, "proximal")
@@ -151,11 +183,12 @@ class PolicyGradient:
         advantages = weigh_negatives(
             batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
         )
+        held = logprobs.detach()
+        advantages = self.taught(advantages, held, batch)
         tokens = Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences, batch.turns)
         terms = self.loss(tokens, **self._options(batch))
-        held = logprobs.detach()
         to_behaviour = held - batch.behaviour_logprobs
-        weights, kept = self._corrected(to_behaviour, batch, sequences)
+        weights, kept = self._corrected(held, batch, sequences)
         keep = torch.stack(list(kept.values())).all(0) if kept else torch.ones_like(weights, dtype=torch.bool)
         losses = terms.loss * (weights * keep)
         arguments = (held, batch.behaviour_logprobs, batch.ages, sequences)
@@ -170,6 +203,12 @@ class PolicyGradient:
             penalty, measured = _kl_terms(self.kl, logprobs, batch, full_kl)
             losses = losses + self.kl.coefficient * penalty
             sums["kl_reference"] = measured.sum()
+        if self.distill is not None:
+            sums["kl_teacher"] = (held - of_teacher(batch)).sum()
+        if self.distill is not None and self.needs_teacher_kl:
+            forward = _required(teacher_kl, "teacher KL")
+            losses = losses + self.distill.coefficient * forward
+            sums["kl_from_teacher"] = forward.detach().sum()
         if self.needs_entropy:
             bonus = _required(entropies, "entropy")
             losses = losses - self.entropy_coefficient * bonus
@@ -199,14 +238,13 @@ class PolicyGradient:
         low, high = m2po_clip_widths(width, floor_low=self.options["clip_low"], floor_high=self.options["clip_high"])
         return {**self.options, "clip_low": low, "clip_high": high}
 
-    def _corrected(
-        self, to_behaviour: Tensor, batch: MicroBatch, sequences: Sequences
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _corrected(self, held: Tensor, batch: MicroBatch, sequences: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weight of every token [N], and for every correction which tokens it keeps [N] bool."""
-        mismatch = to_behaviour
+        mismatch = to_behaviour = held - batch.behaviour_logprobs
         if batch.proximal_logprobs is not None:
             mismatch = batch.proximal_logprobs - batch.behaviour_logprobs
-        drift = Drift(mismatch, to_behaviour, batch.advantages, batch.ages, sequences, batch.drift_limit)
+        advantages = self.taught(batch.advantages, held, batch)
+        drift = Drift(mismatch, to_behaviour, advantages, batch.ages, sequences, batch.drift_limit)
         weights = torch.ones_like(mismatch)
         kept: dict[str, Tensor] = {}
         for name, correction in self.corrections.items():
@@ -268,13 +306,19 @@ class CrossEntropy:
 
     needs_entropy = False
     needs_full_kl = False
+    needs_teacher_kl = False
 
     def __init__(self, form: Literal["nll", "dft"] = "nll") -> None:
         """Choose cross-entropy, or `dft`: each token weighed by its own probability, detached (arXiv 2508.05629)."""
         self._form = form
 
     def __call__(
-        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        batch: MicroBatch,
+        entropies: Tensor | None = None,
+        full_kl: Tensor | None = None,
+        teacher_kl: Tensor | None = None,
     ) -> Outcome:
         """Return the loss of a micro-batch."""
         weights = batch.weights if self._form == "nll" else batch.weights * logprobs.detach().exp()

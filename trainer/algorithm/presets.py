@@ -27,6 +27,13 @@ COMBINED: dict[str, dict[str, Any]] = {
         "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28,
         "aggregation": "token-mean", "dynamic_sampling": True, "overlong_buffer": 0.2,
     },
+    "on_policy_distillation": {
+        "advantage": "zero", "loss": "cispo", "weight_cap": 4.0, "aggregation": "token-mean", "distill_coefficient": 1.0,
+    },
+    "gkd": {
+        "advantage": "zero", "loss": "reinforce", "aggregation": "token-mean", "distill_coefficient": 1.0,
+        "distill_form": "forward",
+    },
     "raft": {
         "advantage": "reinforce", "loss": "reinforce", "skip_non_positive_advantage": True, "aggregation": "token-mean",
     },
@@ -54,6 +61,9 @@ ALIASES: dict[str, str] = {
     "off_policy_sequence_masking": "opsm",
     "rejection_sampling": "raft",
     "sft_on_positives": "raft",
+    "opd": "on_policy_distillation",
+    "distillation": "on_policy_distillation",
+    "generalized_knowledge_distillation": "gkd",
 }
 
 REFUSED: dict[str, str] = {

@@ -60,9 +60,15 @@ class RewardObjective:
 
     needs_entropy = False
     needs_full_kl = False
+    needs_teacher_kl = False
 
     def __call__(
-        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        batch: MicroBatch,
+        entropies: Tensor | None = None,
+        full_kl: Tensor | None = None,
+        teacher_kl: Tensor | None = None,
     ) -> Outcome:
         """Return the loss of a micro-batch, whose rewards are given where others have log-probabilities."""
         assert isinstance(batch, ScoredBatch)

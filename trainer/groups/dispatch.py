@@ -376,9 +376,13 @@ class Dispatch:
         rollout: RolloutSettings,
         stop_token_ids: Sequence[int],
         with_baseline: bool = False,
+        teacher_top_k: int | None = None,
     ) -> None:
-        """Start at the first position; call `resume` to continue from a checkpoint."""
-        self._with_baseline = with_baseline
+        """Start at the first position; call `resume` to continue from a checkpoint.
+
+        ``with_baseline`` and ``teacher_top_k`` are those of every task.
+        """
+        self._further = {"with_baseline": with_baseline, "teacher_top_k": teacher_top_k}
         self.order = order
         self._prompts = prompts
         self._rollout = rollout
@@ -535,5 +539,5 @@ class Dispatch:
             split="train",
             issued_version=version,
             attempt=key.attempt,
-        ).model_copy(update={"with_baseline": self._with_baseline})
+        ).model_copy(update=self._further)
         return in_environment(task, prompt, self._rollout.environment)

@@ -94,6 +94,7 @@ def open_generated(
         rollout=rollout,
         stop_token_ids=tokenizer.eos_ids,
         with_baseline=algorithm.needs_baseline,
+        teacher_top_k=settings.teacher_top_k,
     )
     if resumed is not None:
         dispatch.resume(resumed.dispatch)
@@ -135,7 +136,11 @@ def _session_settings(settings: TrainerSettings) -> SessionSettings:
     rollout, held_out = settings.rollout, settings.eval
     return SessionSettings(
         TaskSettings(
-            rollout.group_size, rollout.max_new_tokens, rollout.environment, settings.algorithm.needs_baseline
+            rollout.group_size,
+            rollout.max_new_tokens,
+            rollout.environment,
+            settings.algorithm.needs_baseline,
+            settings.teacher_top_k,
         ),
         TaskSettings(
             held_out.samples,

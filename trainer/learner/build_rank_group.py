@@ -12,7 +12,7 @@ from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Critic, Regression, load_critic
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.rank_group import RankGroup
-from penstock.trainer.learner.reference import WithoutAdapter
+from penstock.trainer.learner.reference import RemoteReference, WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
@@ -39,7 +39,9 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
     )
     policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)
     algorithm, reference = settings.algorithm, None
-    if algorithm.needs_reference and how.lora is not None and algorithm.reference_path is None:
+    if algorithm.needs_reference and algorithm.reference_device == "remote":
+        reference = RemoteReference()
+    elif algorithm.needs_reference and how.lora is not None and algorithm.reference_path is None:
         reference = WithoutAdapter(policy)
     elif algorithm.needs_reference:
         reference = load_reference(

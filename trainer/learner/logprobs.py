@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.trainer.algorithm.distillation import kl_from_teacher
 from penstock.trainer.algorithm.kl import kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
@@ -23,6 +24,7 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import WHOLE, read_rows, use_packed_rows
 from penstock.trainer.learner.sequence_parallel import TokenShares
 
+Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]
 Logits = Callable[[int, int], Tensor]  # (start, end) -> logits of those sampled tokens, [n, V] float32, no gradient
 
 MAX_LOGITS = 32 * 1024 * 1024  # elements of one chunk: 128 MiB in float32
@@ -59,7 +61,7 @@ class CompletionScorer(nn.Module):
         self._shares = shares  # of a stream's tokens; with several, every call is collective
         self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
 
-    def forward(
+    def forward(  # noqa: PLR0913  what a policy reads, and what more it wants of the distributions
         self,
         input_ids: Tensor,
         predictors: Tensor,
@@ -69,6 +71,7 @@ class CompletionScorer(nn.Module):
         layout: Layout | None = None,
         with_entropy: bool = False,
         kl_to: Logits | None = None,
+        kl_from: Top | None = None,
         hidden_only: bool = False,
     ) -> Tensor:
         """Score sampled tokens.
@@ -82,11 +85,12 @@ class CompletionScorer(nn.Module):
             with_entropy: Also return the entropy of every position's distribution, in nats.
             kl_to: Also return the exact KL of every position's distribution to the one with these logits, which are of the tokens
                 that ``hidden_only`` returns hidden states of.
+            kl_from: Also return the KL from a teacher over these likeliest tokens of it (`kl_from_teacher`).
             hidden_only: Return what the output head is given and nothing else, for `logits`.
 
         Returns:
-            [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 or 3, N] with the
-            entropies and then the KL; hidden states [n, H] alone when asked, of the tokens that this rank's share predicts.
+            [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 to 4, N] with the
+            entropies and then the KLs; hidden states [n, H] alone when asked, of the tokens that this rank's share predicts.
         """
         packed, shares = self.padding_reason is None, self._shares
         hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, shares)
@@ -95,7 +99,9 @@ class CompletionScorer(nn.Module):
         if hidden_only:
             return hidden
         own_targets = targets if places is None else targets[places]
-        scores = self.scores(hidden, own_targets, with_entropy=with_entropy, kl_to=kl_to)
+        if kl_from is not None and places is not None:
+            kl_from = kl_from[0][places], kl_from[1][places]
+        scores = self.scores(hidden, own_targets, with_entropy=with_entropy, kl_to=kl_to, kl_from=kl_from)
         return shares.whole(scores, places, len(targets))
 
     def around(self, language_model: nn.Module) -> CompletionScorer:
@@ -103,17 +109,25 @@ class CompletionScorer(nn.Module):
         return CompletionScorer(language_model, self._temperature)
 
     def scores(
-        self, hidden: Tensor, targets: Tensor, *, with_entropy: bool = False, kl_to: Logits | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        with_entropy: bool = False,
+        kl_to: Logits | None = None,
+        kl_from: Top | None = None,
     ) -> Tensor:
         """Return what `forward` returns, from the hidden states [N, H] that predict the targets."""
         pieces = self._pieces(hidden, targets)
         if len(pieces) == 1:
-            return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, len(targets)))
+            return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, len(targets)), kl_from)
         chunks, start = [], 0
         for pair in pieces:
-            reference_logits = kl_to and partial(kl_to, start, start + len(pair[1]))
-            chunks.append(checkpoint(self._score, *pair, with_entropy, reference_logits, use_reentrant=False))
-            start += len(pair[1])
+            end = start + len(pair[1])
+            reference_logits = kl_to and partial(kl_to, start, end)
+            top = kl_from and (kl_from[0][start:end], kl_from[1][start:end])
+            chunks.append(checkpoint(self._score, *pair, with_entropy, reference_logits, top, use_reentrant=False))
+            start = end
         return torch.cat(chunks, dim=-1)
 
     def collisions(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -155,7 +169,12 @@ class CompletionScorer(nn.Module):
         return logits if self._temperature == 1.0 else logits / self._temperature
 
     def _score(
-        self, hidden: Tensor, targets: Tensor, with_entropy: bool, reference_logits: Callable[[], Tensor] | None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        with_entropy: bool,
+        reference_logits: Callable[[], Tensor] | None,
+        top: Top | None,
     ) -> Tensor:
         logits = self.logits(hidden)
         scores = [-F.cross_entropy(logits, targets, reduction="none")]
@@ -163,4 +182,6 @@ class CompletionScorer(nn.Module):
             scores.append(entropy(logits))
         if reference_logits is not None:
             scores.append(kl_full(logits, reference_logits()))
+        if top is not None:
+            scores.append(kl_from_teacher(logits, *top))
         return torch.stack(scores) if len(scores) > 1 else scores[0]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
 from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.distillation import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
@@ -306,10 +307,13 @@ class Policy:
             if reference is None:
                 raise ValueError("the objective has a KL to a reference, and no reference was given")
             logits = reference.logits(batch)
-        scores = iter(torch.atleast_2d(self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits)))
+        top = top_of_teacher(batch) if objective.needs_teacher_kl else None
+        read = self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits, kl_from=top)
+        scores = iter(torch.atleast_2d(read))
         logprobs = next(scores)
         entropies = next(scores) if objective.needs_entropy else None
-        return objective(logprobs, batch, entropies, next(scores, None))
+        full_kl = next(scores) if logits is not None else None
+        return objective(logprobs, batch, entropies, full_kl, next(scores, None))
 
     def _read(self, batch: MicroBatch, **what: Any) -> Tensor:
         """Return the output of `CompletionScorer`; ``what`` are its options."""

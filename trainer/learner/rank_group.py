@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.protocol.errors import PackError
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
@@ -31,7 +32,7 @@ from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
 from penstock.trainer.learner.policy import Observer, Policy, StepFigures
-from penstock.trainer.learner.reference import ReferencePolicy
+from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, rows_of
 from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies, name_of
 from penstock.trainer.parallel_dims import ParallelDims
@@ -188,6 +189,8 @@ class RankGroup:
     def _learn(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], observe: Observer | None) -> StepFigures:
         own = plan.micro_batches[self._dims.rows.index]
         objective = self._objective.with_kl(plan.kl_coefficient)
+        if objective.needs_teacher or isinstance(self._reference, RemoteReference):
+            _check_taught(groups.values(), with_top=objective.needs_teacher_kl)
         priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
         batches = [self._complete(build(rows_of(plan, rows, groups)), objective, priced) for rows in own]
         if self._critic is None:
@@ -236,6 +239,8 @@ class RankGroup:
     def _gaps(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], form: AnyKlForm) -> list[float]:
         if self._reference is None:
             raise ValueError("the KL to the reference was requested, and no reference is loaded")
+        if isinstance(self._reference, RemoteReference):
+            _check_taught(groups.values(), with_top=False)
         gaps = [0.0] * len(plan.rows)
         for numbers in plan.micro_batches[self._dims.rows.index]:
             batch = build(rows_of(plan, numbers, groups))
@@ -251,8 +256,10 @@ class RankGroup:
         """Return how far a token of the whole batch, over all ranks, may have drifted from its behaviour policy."""
         squares = []
         for batch in batches:
-            log_ratio = self.policy.logprobs(batch).cpu() - batch.behaviour_logprobs
-            squares.append(log_ratio.square()[moved_along(log_ratio, batch.advantages)])
+            held = self.policy.logprobs(batch).cpu()
+            log_ratio = held - batch.behaviour_logprobs
+            advantages = self._objective.taught(batch.advantages, held, batch)
+            squares.append(log_ratio.square()[moved_along(log_ratio, advantages)])
         find = m2po_width if form == "clip" else m2po_limit
         return find(torch.cat(squares), budget, self._dims.sum)
 
@@ -293,6 +300,19 @@ class RankGroup:
             groups = group_pack.decode(self._blobs.get(plan.packs[pack]), order)
             found |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
         return found
+
+
+def _check_taught(groups: Iterable[Group], *, with_top: bool) -> None:
+    """Raise PackError for a group that lacks what a teacher says about it: one of a run that had none, trained on again."""
+    for group in groups:
+        if group.teacher is None or (with_top and not group.teacher.top_k):
+            lacks = (
+                "no teacher's log-probabilities" if group.teacher is None else "none of the teacher's likeliest tokens"
+            )
+            raise PackError(
+                f"group {group.group_id} has {lacks}, which the algorithm needs; train on groups of a run whose section "
+                "[teacher] asked for them"
+            )
 
 
 def _by_place(plan: StepPlan, groups: Iterable[ReadyGroup]) -> dict[tuple[int, int], Group]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.distillation import of_teacher
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.parked import park
 
@@ -22,6 +23,18 @@ class ReferencePolicy(Protocol):
     def logits(self, batch: MicroBatch) -> Logits:
         """Return a function for the logits of some of a micro-batch's tokens, on the batch's device."""
         ...
+
+
+class RemoteReference:
+    """A model that a worker asked for its log-probabilities: the packs store them, and no model is loaded."""
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return the teacher's log-probabilities of a micro-batch; [N] float32."""
+        return of_teacher(batch)
+
+    def logits(self, batch: MicroBatch) -> Logits:
+        """Raise ValueError: packs store no whole distributions. The settings refuse what needs them."""
+        raise ValueError("whole distributions of a remote reference are not stored; use another form of the KL")
 
 
 class Adapted(Protocol):

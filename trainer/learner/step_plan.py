@@ -290,6 +290,7 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
                 sft_weight=planned.sft_weight,
                 turns=[(turn.start, turn.end) for turn in group.turns[planned.trajectory]],
                 turn_advantages=planned.turn_advantages,
+                teacher=group.teacher.rows[planned.trajectory] if group.teacher is not None else None,
             )
         )
     return rows

@@ -34,7 +34,7 @@ class Method:
     offload: Literal["none", "optimizer", "parameters"] = "none"
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
-    with_entropy: bool = False  # of every distribution, in the loss
+    with_entropy: bool = False  # of every distribution, in the loss, or the KL from a teacher over its likeliest tokens
 
     @property
     def width(self) -> int:

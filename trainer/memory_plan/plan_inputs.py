@@ -113,7 +113,8 @@ def plan_inputs(
             raise NotEstimated(
                 f"algorithm.{key} = full: the memory of whole distributions was not measured; plan with k3"
             )
-    copied = algorithm.needs_reference and (not lora.rank or algorithm.reference_path is not None)
+    is_loaded = algorithm.needs_reference and algorithm.reference_device != "remote"
+    copied = is_loaded and (not lora.rank or algorithm.reference_path is not None)
     return PlanInputs(
         shape=shape,
         method=Method(
@@ -127,7 +128,8 @@ def plan_inputs(
             offload=settings.trainer.offload,
             lora_rank=lora.rank,
             lora_targets=tuple(lora.targets),
-            with_entropy=algorithm.entropy_coefficient > 0.0,
+            with_entropy=algorithm.entropy_coefficient > 0.0
+            or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),
         ),
         batch=Batch(
             settings.data.max_prompt_tokens,

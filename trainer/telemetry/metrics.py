@@ -26,6 +26,9 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
 | `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
 | `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
+| `kl_teacher`               | nats     | KL(policy ‖ teacher) per token, k1 on sampled tokens               |
+| `kl_from_teacher`          | nats     | KL(teacher ‖ policy) per position, over its top_k; forward only    |
+| `taught_by`                | groups   | by teacher, its model and version                                  |
 | `reward_kl`                | nats     | KL(sampler ‖ reference) per token, subtracted from the reward      |
 | `kl_coefficient`           |          | used by the step, in loss or reward, adaptive or fixed             |
 | `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
@@ -112,6 +115,7 @@ def step_fields(
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
         "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
+        **({"taught_by": dict(sorted(taught.items()))} if (taught := _taught_by(batch)) else {}),
         **({"reward_parts": parts} if (parts := reward_parts(batch)) else {}),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
@@ -120,6 +124,10 @@ def step_fields(
         "step_s": timing.step_s,
         "publish_s": timing.publish_s,
     }
+
+
+def _taught_by(batch: Sequence[ReadyGroup]) -> Counter[str]:
+    return Counter(group.group.teacher.model for group in batch if group.group.teacher is not None)
 
 
 def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
@@ -146,7 +154,12 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
     """Return the fields of algorithm parts that are on."""
     found: dict[str, Any] = {
         name: sums[key] / num_tokens
-        for name, key in (("policy_entropy", "entropy"), ("kl_reference", "kl_reference"))
+        for name, key in (
+            ("policy_entropy", "entropy"),
+            ("kl_reference", "kl_reference"),
+            ("kl_teacher", "kl_teacher"),
+            ("kl_from_teacher", "kl_from_teacher"),
+        )
         if key in sums
     }
     by_rule = {

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 TokenIds = list[int]
+MAX_TOP_LOGPROBS = 256  # a reply holds two numbers for each, as text
 
 
 class Body(BaseModel):
@@ -74,7 +75,7 @@ class GenerateBody(Body):
     extra_key: str | None = None  # sequences share a prompt's computation only under the same key
     return_prompt_token_ids: bool = False
     return_text_in_logprobs: Literal[False] = False
-    top_logprobs_num: Literal[0] | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # of the prompt's positions
     token_ids_logprob: None = None
     return_hidden_states: Literal[False] = False
     return_routed_experts: Literal[False] = False

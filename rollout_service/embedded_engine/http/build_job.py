@@ -69,6 +69,7 @@ def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
                     extra_key=body.extra_key,
                     adapter=adapter,
                     input_logprobs_from=start,
+                    num_top_logprobs=_num_top_logprobs(body, start, sampling, model),
                 )
             )
             their_params.append(requested)
@@ -175,6 +176,18 @@ def _sampling(requested: SamplingParams, index: int, prompt_tokens: int, model: 
         stop_token_ids=ends,
         stop_strings=tuple(filter(None, stops)),
     )
+
+
+def _num_top_logprobs(body: GenerateBody, start: int | None, sampling: Sampling, model: ServedModel) -> int:
+    num = body.top_logprobs_num or 0
+    if num and (start is None or sampling.max_new_tokens):
+        raise RequestRefused(
+            f"top_logprobs_num={num} is answered for the positions of a prompt alone: it needs return_logprob=true, "
+            "logprob_start_len of 0 or more, and max_new_tokens=0"
+        )
+    if num > model.vocab_size:
+        raise RequestRefused(f"top_logprobs_num={num} is more than the {model.vocab_size} tokens of the vocabulary")
+    return num
 
 
 def _input_logprob_start(body: GenerateBody, prompt: tuple[int, ...]) -> int | None:

@@ -85,6 +85,9 @@ def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency
     if sequence.input_logprobs_from is not None and sequence.input_logprobs is not None:
         tokens = sequence.prompt[sequence.input_logprobs_from :]
         meta["input_token_logprobs"] = _triples((None, *sequence.input_logprobs), tokens)
+    if sequence.input_top_logprobs is not None:
+        tops = [[(logprob, token, None) for logprob, token in place] for place in sequence.input_top_logprobs]
+        meta["input_top_logprobs"] = [None, *tops]
     reply: dict[str, Any] = {"text": completion, "output_ids": sequence.output_ids, "meta_info": meta}
     if requested.return_prompt_token_ids:
         reply["prompt_token_ids"] = sequence.prompt

@@ -236,6 +236,8 @@ def test_an_abort_during_a_pause_answers_at_once(small_engine: EngineUnderTest) 
     [
         {"input_ids": PROMPT, "no_such_field": 1},
         {"input_ids": PROMPT, "top_logprobs_num": 5},
+        {"input_ids": PROMPT, "top_logprobs_num": 5, "return_logprob": True, "logprob_start_len": 0},  # and generate
+        {"input_ids": PROMPT, "top_logprobs_num": 5, "sampling_params": {"max_new_tokens": 0}},  # of which positions?
         {"input_ids": PROMPT, "sampling_params": {"repetition_penalty": 1.2}},
         {"input_ids": PROMPT, "text": "hello"},
         {"input_ids": [PROMPT, []]},

@@ -44,6 +44,13 @@ CASES = {
     "full reward kl": ["algorithm.reward_kl_coefficient=100.0", "algorithm.reward_kl_form=full"],
     "m2po clip": ["algorithm.name=m2po_released", "algorithm.m2po_budget=0.001"],
     "m2po free": ["algorithm.name=m2po_released", "algorithm.m2po_budget=50.0"],
+    "distilled": ["algorithm.name=opd", "teacher.url=http://t:1"],
+    "distilled forward": ["algorithm.name=gkd", "teacher.url=http://t:1", "teacher.top_k=5"],
+    "distilled m2po": ["algorithm.name=m2po", "algorithm.distill_coefficient=1.0", "teacher.url=http://t:1"],
+    "remote reference": [
+        "algorithm.kl_coefficient=0.1", "algorithm.reward_kl_coefficient=0.1", "algorithm.reference_device=remote",
+        "teacher.url=http://t:1",
+    ],
     "everything": [
         "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=parked",
         "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
@@ -145,6 +152,24 @@ def test_released_m2po_clips_at_the_limit_of_the_batch(trained: dict[str, list[d
     clipped, free = trained["m2po clip"][0]["sums"], trained["m2po free"][0]["sums"]
     assert 0 < clipped["clipped"] < clipped["tokens"]
     assert clipped["rejected"] == free["rejected"] == free["clipped"] == 0
+
+
+@pytest.mark.parametrize(("case", "figure"), [("distilled", "kl_teacher"), ("distilled forward", "kl_from_teacher")])
+def test_a_policy_moves_towards_its_teacher(trained: dict[str, list[dict]], case: str, figure: str) -> None:
+    """Whatever its rewards are: their advantages are 0, and the KL falls from step to step on one batch."""
+    assert {advantage for step in trained[case] for advantage in step["advantages"]} == {0.0}
+    measured = [step["sums"][figure] / step["sums"]["tokens"] for step in trained[case]]
+    assert measured[0] > measured[1] > measured[2]
+    assert all("kl_teacher" in step["sums"] for step in trained[case])
+
+
+def test_a_teacher_beside_a_correction_and_as_a_reference(trained: dict[str, list[dict]]) -> None:
+    """M2PO sees the advantages that the teacher changed; a remote reference is the teacher's numbers, in loss and reward."""
+    assert trained["distilled m2po"][0]["sums"]["kl_teacher"] != 0.0
+    remote = trained["remote reference"][0]
+    assert remote["sums"]["kl_reference"] / remote["sums"]["tokens"] > 0.1
+    assert remote["reward_kl"] != 0.0
+    assert "kl_teacher" not in remote["sums"]
 
 
 def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.trainer.groups.stored_groups import invent_group
+from tests.trainer.groups.stored_groups import invent_group, taught
 from tests.trainer.learner.rank_check import how
 
 from penstock.protocol.config.run_file import load
@@ -20,6 +20,7 @@ from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.reference import RemoteReference
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
@@ -35,7 +36,9 @@ def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[s
     settings = loaded.algorithm
     policy = load_policy(Path(model), how(1, "float32"), dims, temperature=1.0)
     reference = None
-    if settings.needs_reference:
+    if settings.needs_reference and settings.reference_device == "remote":
+        reference = RemoteReference()
+    elif settings.needs_reference:
         reference = load_reference(Path(model), how(1, "float32"), policy.device, dims, temperature=1.0)
     nothing: Any = None  # a rank that is given its groups fetches none
     rank_group = RankGroup(policy, dims, nothing, build_objective(settings), reference)
@@ -43,6 +46,8 @@ def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[s
     groups = []
     for number in range(3):
         group = invent_group(f"e0.p{number}.a0", version=2, seed=number)
+        if settings.needs_teacher:
+            group = taught(group, loaded.teacher.top_k)
         scored = ScoredGroup(generated=group.summary(number), rewards=(1.0, 0.0, 1.0, 0.0), scorer="test")
         groups.append(ReadyGroup(scored, pack, group))
     found, planner = [], Planner(loaded, rank_group, {})

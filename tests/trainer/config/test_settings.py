@@ -14,12 +14,23 @@ from pydantic import BaseModel
 from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.settings import TrainerSettings
+
+TEACHER, REMOTE = "teacher.url=http://127.0.0.1:30001", "algorithm.reference_device=remote"
+
+
+TAUGHT = {"on_policy_distillation": (TEACHER,), "gkd": (TEACHER, "teacher.top_k=8")}  # presets that need a teacher
+
+
+def preset(name: str) -> list[str]:
+    """Return the overrides that choose a preset, with what it needs."""
+    return ["model.path=m", f"algorithm.name={name}", *TAUGHT.get(name, ())]
 
 
 def settings(*overrides: str) -> TrainerSettings:
@@ -94,7 +105,7 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["model.lora.alpha=8"], "does nothing while model.lora.rank is 0"),
         (["model.lora.publish=merged"], "does nothing while model.lora.rank is 0"),
         (['model.lora.targets=["q_proj", "lm_head"]', "model.lora.rank=8"], "engines serve no adapter of lm_head"),
-        (["algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"], "expected 'same' or 'parked'"),
+        (["algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"], "expected 'same', 'parked' or 'remote'"),
         (
             ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked"],
             "the reference is the policy with its adapters switched off",
@@ -110,6 +121,28 @@ def test_foreign_names_lead_to_settings_that_exist():
             ],
             "a step has 2 trajectories",
         ),
+        (["algorithm.name=opd"], "algorithm.distill_coefficient needs a teacher; set teacher.url"),
+        ([TEACHER], "teacher.url does nothing without algorithm.distill_coefficient"),
+        (["teacher.attempts=2"], "teacher.attempts does nothing while teacher.url is empty"),
+        (["teacher.url=10.0.0.1:30000"], "expected an address such as http://127.0.0.1:30000"),
+        (["teacher.url=http://me:secret@host"], "without a password in it"),
+        (["algorithm.name=opd", TEACHER, "teacher.top_k=8"], "teacher.top_k = 8 does nothing"),
+        (["algorithm.name=gkd", TEACHER], "set teacher.top_k, such as 16"),
+        (["algorithm.name=opd", TEACHER, "rollout.temperature=0.7"], "set rollout.temperature = 1"),
+        (
+            ["algorithm.distill_clip=2"],
+            "algorithm.distill_clip does nothing while algorithm.distill_coefficient is off",
+        ),
+        (["algorithm.name=gkd", TEACHER, "teacher.top_k=8", "algorithm.distill_clip=2"], "bounds an advantage"),
+        (["algorithm.advantage=zero"], "learns nothing from rewards"),
+        (["algorithm.name=opd", TEACHER, "algorithm.dynamic_sampling=true"], "would leave out every group"),
+        (["algorithm.name=opd", TEACHER, "algorithm.drop_zero_advantage=true"], "would leave out every group"),
+        (
+            ["algorithm.kl_coefficient=0.1", "algorithm.reference_device=remote"],
+            "reference_device = remote needs a teacher",
+        ),
+        (["algorithm.kl_coefficient=0.1", REMOTE, "algorithm.kl_form=full", TEACHER], "needs whole distributions"),
+        (["algorithm.kl_coefficient=0.1", REMOTE, "algorithm.reference_path=r", TEACHER], "leave one out"),
         (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
         (["trainer.zero_stage=0", "model.dtype=bfloat16"], "set trainer.zero_stage = 1"),
         (["trainer.gradient_dtype=as-trained"], "does nothing with model.dtype = float32"),
@@ -169,27 +202,29 @@ def test_settings_load_and_are_shown_without_torch():
 import sys
 sys.modules |= dict.fromkeys(("torch", "deepspeed", "transformers"))  # importing one of them raises ImportError
 from penstock.protocol.config.run_file import format_config, load
-from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.registries import ALL
 from penstock.trainer.settings import TrainerSettings
 assert all(registry.built_in for registry in ALL)
-for name in PRESETS:
-    format_config(load(TrainerSettings, overrides=["model.path=m", f"algorithm.name={name}"]))
+for name in sys.argv[1:]:
+    format_config(load(TrainerSettings, overrides=name.split()))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    presets = [" ".join(preset(name)) for name in PRESETS]
+    subprocess.run([sys.executable, "-c", code, *presets], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_loads_shows_itself_and_reads_back(name: str):
     """A value from a preset is marked with its origin, and the shown configuration loads to the same settings."""
-    loaded = load(TrainerSettings, overrides=["model.path=model", f"algorithm.name={name}"])
+    loaded = load(TrainerSettings, overrides=preset(name))
     for part, value in PRESETS[name].items():
         assert getattr(loaded.settings.algorithm, part) == value
         assert loaded.origins[f"algorithm.{part}"] == f"preset {name}"
     shown = [
-        line.split("  #")[0].strip() for line in format_config(loaded).splitlines() if line.startswith("algorithm.")
+        line.split("  #")[0].strip()
+        for line in format_config(loaded).splitlines()
+        if line.startswith(("algorithm.", "teacher."))
     ]
-    again = load(TrainerSettings, overrides=["model.path=model", *(line.replace(" = ", "=", 1) for line in shown)])
+    again = load(TrainerSettings, overrides=["model.path=m", *(line.replace(" = ", "=", 1) for line in shown)])
     assert again.settings.algorithm == loaded.settings.algorithm
 
 
@@ -206,7 +241,7 @@ def test_every_part_of_a_preset_can_be_overridden():
 def test_published_names_have_no_protections_against_stale_samples_and_the_default_has():
     """`grpo` is GRPO; only the default adds what Penstock adds, and each protection can be added to any preset."""
     for name in PRESETS:
-        section = settings(f"algorithm.name={name}").algorithm
+        section = settings(*preset(name)).algorithm
         added = (section.dual_clip, section.stale_negative_weight, section.ess_level)
         assert added == ((1.2, 0.5, "token") if name == "async_grpo" else (None, 1.0, "off"))
     assert settings().algorithm == settings("algorithm.name=async_grpo").algorithm
@@ -253,7 +288,7 @@ def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: st
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_trains(name: str):
     """Objective and credit of every preset give a finite loss and gradient on a small batch."""
-    section = settings(f"algorithm.name={name}").algorithm
+    section = settings(*preset(name)).algorithm
     baseline = (0.25, 2) if section.needs_baseline else None
     groups = [
         Scored([1.0, 0.0, 0.5], [3, 4, 2], [False, True, False], baseline=baseline),
@@ -265,12 +300,15 @@ def test_every_preset_trains(name: str):
         Row(
             np.arange(n + 1, dtype=np.int32), np.array([False] + [True] * n),
             np.full(n + 1, -1.0, dtype=np.float32), advantage, weight / sum(lengths),
+            teacher=TeacherRow(np.full(n, -1.5, np.float32), np.zeros((n, 0), np.int32), np.zeros((n, 0), np.float32)),
         )
         for n, advantage, weight in zip(lengths, found.advantages, found.weights, strict=True)
     ]  # fmt: skip
     batch = build(rows)
     logprobs = (batch.behaviour_logprobs + torch.linspace(-0.4, 0.4, sum(lengths))).requires_grad_()
-    outcome = build_objective(section)(logprobs, batch)
+    objective = build_objective(section)
+    kl = -logprobs if objective.needs_teacher_kl else None  # of a teacher that is certain of the sampled tokens
+    outcome = objective(logprobs, batch, None, None, kl)
     outcome.loss.backward()
     assert torch.isfinite(outcome.loss)
     assert logprobs.grad is not None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 
 from penstock.protocol import blob_keys
 from penstock.protocol.facts import GroupScored, RewardRequest, ScoredGroup
 from penstock.protocol.packs import group_pack
+from penstock.protocol.packs.teacher_columns import num_sampled
+from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion, VersionRun
@@ -39,6 +42,17 @@ def invent_group(group_id: str, *, version: int = 0, size: int = 4, seed: int = 
         reward=RewardRequest(name="exact_match", ground_truth=json.dumps("text")),
         trajectories=tuple(trajectories),
     )
+
+
+def taught(group: Group, top_k: int, *, model: str = "teacher@7") -> Group:
+    """Return a group with invented numbers of a teacher over a vocabulary of 50 tokens."""
+    draw, rows = np.random.default_rng(3), []
+    for count in num_sampled(group.trajectories):
+        logits = draw.normal(size=(count, 50))
+        logprobs = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
+        ids = np.argsort(-logprobs, axis=1)[:, :top_k].astype(np.int32)
+        rows.append(TeacherRow(logprobs[:, 0], ids, np.take_along_axis(logprobs, ids, axis=1)))
+    return replace(group, teacher=TeacherScores(model, top_k, tuple(rows)))
 
 
 def store_scored(blobs: Blobs, run_id: str, pack_id: str, groups: list[Group], *, seed: int = 0) -> GroupScored:

@@ -1,0 +1,108 @@
+"""Columns of a pack whose groups have a teacher's log-probabilities, beside those of every pack; pure.
+
+The lists of a row are about its sampled tokens, in their order: one log-probability each, and ``teacher_top_k`` likeliest tokens
+each, one token after another. The rows of a group without a teacher in the same pack have ``teacher`` "" and empty lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.protocol.errors import PackError
+from penstock.protocol.packs.arrow_lists import list_of, lists
+from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.trajectory import Group, Trajectory
+
+FIELDS = (
+    pa.field("teacher", pa.string(), nullable=False),  # which model of which version; "": none
+    pa.field("teacher_top_k", pa.int32(), nullable=False),
+    pa.field("teacher_logprobs", list_of(pa.float32()), nullable=False),
+    pa.field("teacher_top_ids", list_of(pa.int32()), nullable=False),
+    pa.field("teacher_top_logprobs", list_of(pa.float32()), nullable=False),
+)
+_NONE = TeacherRow(np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+
+
+class Rows(Protocol):
+    """Rows of several groups, as a pack reads them."""
+
+    @property
+    def table(self) -> pa.Table:
+        """The columns that were read."""
+        ...
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each group begins, and the number of rows."""
+        ...
+
+    def of_groups(self, name: str) -> list[Any]:
+        """Return the value that all rows of a group share, for each group."""
+        ...
+
+    def lists(self, name: str) -> tuple[np.ndarray, list[int]]:
+        """Return the values of all lists of a column together, and where each list begins and the last one ends."""
+        ...
+
+
+def columns(groups: Sequence[Group]) -> list[Any]:
+    """Return the columns of `FIELDS` for the rows of groups; raises PackError for a teacher that does not fit its group."""
+    for group in groups:
+        if group.teacher is not None:
+            group.teacher.check(num_sampled(group.trajectories), None)
+    found = [
+        (group.teacher, row)
+        for group in groups
+        for row in (group.teacher.rows if group.teacher is not None else [_NONE] * len(group.trajectories))
+    ]
+    return [
+        pa.array([teacher.model if teacher is not None else "" for teacher, _ in found], pa.string()),
+        pa.array([teacher.top_k if teacher is not None else 0 for teacher, _ in found], pa.int32()),
+        lists([row.logprobs for _, row in found], pa.float32()),
+        lists([row.top_ids.reshape(-1) for _, row in found], pa.int32()),
+        lists([row.top_logprobs.reshape(-1) for _, row in found], pa.float32()),
+    ]
+
+
+def of_groups(rows: Rows, trajectories: Sequence[Trajectory], vocab_size: int | None) -> list[TeacherScores | None]:
+    """Return each group's teacher, checked against its trajectories; None for a group without one. Raises PackError."""
+    if "teacher" not in rows.table.column_names:
+        return [None] * (len(rows.starts) - 1)
+    logprobs, at = rows.lists("teacher_logprobs")
+    (ids, ids_at), (tops, tops_at) = rows.lists("teacher_top_ids"), rows.lists("teacher_top_logprobs")
+    found: list[TeacherScores | None] = []
+    for model, top_k, (start, end) in zip(
+        rows.of_groups("teacher"), rows.of_groups("teacher_top_k"), itertools.pairwise(rows.starts), strict=True
+    ):
+        if not model:
+            if at[end] > at[start] or ids_at[end] > ids_at[start] or tops_at[end] > tops_at[start]:
+                raise PackError("log-probabilities of a teacher without a name")
+            found.append(None)
+            continue
+        members = []
+        for row in range(start, end):
+            shape = (at[row + 1] - at[row], top_k)
+            sizes = (ids_at[row + 1] - ids_at[row], tops_at[row + 1] - tops_at[row])
+            if top_k < 0 or sizes != (shape[0] * top_k,) * 2:
+                raise PackError(f"a teacher's {sizes} likeliest tokens, expected {top_k} for each of {shape[0]}")
+            members.append(
+                TeacherRow(
+                    logprobs[at[row] : at[row + 1]],
+                    ids[ids_at[row] : ids_at[row + 1]].reshape(shape),
+                    tops[tops_at[row] : tops_at[row + 1]].reshape(shape),
+                )
+            )
+        teacher = TeacherScores(model, top_k, tuple(members))
+        teacher.check(num_sampled(trajectories[start:end]), vocab_size)
+        found.append(teacher)
+    return found
+
+
+def num_sampled(trajectories: Sequence[Trajectory]) -> list[int]:
+    """Return how many tokens of each trajectory a teacher is asked about: the sampled ones, none of a baseline."""
+    return [0 if one.is_baseline else one.num_completion_tokens for one in trajectories]

@@ -1,0 +1,183 @@
+"""Asks a teacher about the groups that a worker generated, with retries; refuses one of another vocabulary."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.packs.teacher_columns import num_sampled
+from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.rollout_service.errors import (
+    EngineError,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    TeacherFailed,
+    TeacherUnfit,
+)
+from penstock.rollout_service.teachers.interface import TEACHERS, Answer, Question, TeacherClient
+
+log = structlog.get_logger("rollout.teachers")
+
+_PROBE_TOKENS = 512  # of the vocabulary, whose text both tokenizers encode
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_BUSY = 429
+_UNFINISHED_CHARACTER = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+
+
+class Teacher:
+    """The servers of one teacher. For one event loop; close it."""
+
+    def __init__(
+        self, clients: Sequence[TeacherClient], *, deadline_s: float, attempts: int, max_requests: int
+    ) -> None:
+        """Prepare; `check` follows before the first group."""
+        self._clients = clients
+        self._turn = itertools.cycle(range(len(clients)))
+        self._deadline_s, self._attempts = deadline_s, attempts
+        self._free = asyncio.Semaphore(max_requests)
+        self._names: dict[str, str] = {}  # of the model, by URL
+
+    @classmethod
+    def of(cls, settings: TeacherSettings) -> Teacher | None:
+        """Return the teacher of a run file, None where it names none; raises ConfigError for a kind that there is not."""
+        if not settings.urls:
+            return None
+        connect, key = TEACHERS.find(settings.kind).value.connect, settings.api_key()
+        return cls(
+            [connect(url, api_key=key) for url in settings.urls],
+            deadline_s=settings.deadline_s,
+            attempts=settings.attempts,
+            max_requests=settings.max_requests,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients:
+            await client.close()
+
+    async def check(self, folder: Path, *, start_deadline_s: float) -> None:
+        """Wait until every server answers, and compare its vocabulary with that of the policy in ``folder``.
+
+        Raises TeacherUnfit for another vocabulary, or one that cannot be compared; TeacherFailed after the deadline.
+        """
+        text, expected = vocabulary_probe(folder)
+        ends = time.monotonic() + start_deadline_s
+        for client in self._clients:
+            self._names[client.url] = await _once_it_answers(client, ends, start_deadline_s)
+            found = await client.encode(text, self._deadline_s)
+            if found[-len(expected) :] != expected or len(found) > len(expected) + 1:  # it may put one token in front
+                place = next((n for n, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
+                raise TeacherUnfit(
+                    f"the teacher {self._names[client.url]} at {client.url} has another vocabulary than the policy: a text is "
+                    f"{len(found)} tokens {found[place : place + 4]}… to it and {len(expected)} tokens "
+                    f"{expected[place : place + 4]}… to the policy; log-probabilities of token ids would be of other tokens: "
+                    "use a teacher of the policy's family"
+                )
+            log.info("teacher", model=self._names[client.url], url=client.url)
+
+    async def score(self, groups: Sequence[Group], top_ks: Sequence[int | None]) -> list[Group]:
+        """Return the groups with the teacher's log-probabilities; one whose ``top_k`` is None is returned as it is.
+
+        Raises TeacherFailed, naming group and URL, when a group could not be scored.
+        """
+        try:
+            async with asyncio.TaskGroup() as asking:
+                asked = [
+                    None if top_k is None else asking.create_task(self._score(group, top_k))
+                    for group, top_k in zip(groups, top_ks, strict=True)
+                ]
+        except* EngineError as failures:
+            raise failures.exceptions[0] from None
+        return [
+            group if task is None else replace(group, teacher=task.result())
+            for group, task in zip(groups, asked, strict=True)
+        ]
+
+    async def _score(self, group: Group, top_k: int) -> TeacherScores:
+        counts = num_sampled(group.trajectories)
+        asked = [row for row, count in zip(group.trajectories, counts, strict=True) if count]
+        questions = [Question(row.token_ids.tolist(), row.version_runs[0].start) for row in asked]
+        async with self._free:
+            answers, name = await self._ask(group.group_id, questions, top_k)
+        versions = {answer.version for answer in answers}
+        if len(versions) > 1:
+            raise TeacherFailed(
+                f"group {group.group_id}: the teacher {name} answered with the versions {', '.join(sorted(versions))}: its "
+                "weights were changed meanwhile"
+            )
+        remaining = iter(zip(asked, answers, strict=True))
+        rows = [_row(*next(remaining)) if count else _no_tokens(top_k) for count in counts]
+        scores = TeacherScores(f"{name}@{versions.pop()}"[:500], top_k, tuple(rows))
+        scores.check(counts, None)
+        return scores
+
+    async def _ask(self, group_id: str, questions: Sequence[Question], top_k: int) -> tuple[list[Answer], str]:
+        """Ask one server after another, up to ``attempts`` times; a question that is refused is not repeated."""
+        for attempt in itertools.count(1):
+            client = self._clients[next(self._turn)]
+            try:
+                answers = await client.score(questions, top_k, self._deadline_s)
+            except EngineError as err:
+                if attempt >= self._attempts or not _may_pass(err):
+                    raise TeacherFailed(
+                        f"group {group_id}: the teacher at {client.url} gave no log-probabilities in {attempt} of "
+                        f"{self._attempts} attempts, the last time: {err}"
+                    ) from None
+                log.warning("teacher asked again", group_id=group_id, url=client.url, attempt=attempt, error=str(err))
+                await asyncio.sleep(min(_FIRST_WAIT_S * 2 ** (attempt - 1), _LONGEST_WAIT_S))
+            else:
+                return answers, self._names.get(client.url, client.url)
+        raise AssertionError("unreachable")
+
+
+def vocabulary_probe(folder: Path) -> tuple[str, list[int]]:
+    """Return a text of tokens from all over a model's vocabulary, and its token ids; raises TeacherUnfit without a tokenizer."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (most workers have no teacher)
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TeacherUnfit(f"{folder} has no tokenizer.json: its vocabulary cannot be compared with the teacher's")
+    tokenizer = Tokenizer.from_file(str(path))
+    size = tokenizer.get_vocab_size()
+    ids = range(0, size, max(1, size // _PROBE_TOKENS))
+    text = "".join(tokenizer.decode([one]) for one in ids).replace(_UNFINISHED_CHARACTER, "")
+    return text, tokenizer.encode(text, add_special_tokens=False).ids
+
+
+async def _once_it_answers(client: TeacherClient, ends: float, deadline_s: float) -> str:
+    while True:
+        try:
+            return await client.model(min(10.0, max(0.1, ends - time.monotonic())))
+        except EngineError as err:
+            if not _may_pass(err) or time.monotonic() >= ends:
+                raise TeacherFailed(
+                    f"the teacher at {client.url} did not answer within {deadline_s:g} s ({err}); start it, or correct teacher.url"
+                ) from None
+        await asyncio.sleep(_FIRST_WAIT_S)
+
+
+def _may_pass(err: EngineError) -> bool:
+    """Return True if the same question may be answered later."""
+    if isinstance(err, EngineRefused):
+        return err.status is not None and (err.status >= 500 or err.status == _BUSY)
+    return isinstance(err, EngineTimeout | EngineUnreachable)
+
+
+def _row(row: Trajectory, answer: Answer) -> TeacherRow:
+    """Keep what a teacher says about the sampled tokens; it also scored what an environment put between them."""
+    sampled = row.loss_mask[row.version_runs[0].start :]
+    return TeacherRow(answer.logprobs[sampled], answer.top_ids[sampled], answer.top_logprobs[sampled])
+
+
+def _no_tokens(top_k: int) -> TeacherRow:
+    return TeacherRow(np.empty(0, np.float32), np.empty((0, top_k), np.int32), np.empty((0, top_k), np.float32))

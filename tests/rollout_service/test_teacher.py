@@ -1,0 +1,234 @@
+"""A worker asks a teacher about its groups: exact numbers from a real engine, retries with a limit, other vocabularies refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.trajectory import Group
+from penstock.rollout_service.errors import (
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    ReplyRefused,
+    TeacherFailed,
+    TeacherUnfit,
+)
+from penstock.rollout_service.teachers.interface import Answer, Question
+from penstock.rollout_service.teachers.sglang import read_answer
+from penstock.rollout_service.teachers.teacher import Teacher, vocabulary_probe
+from tests.contracts.engine_under_test import EngineUnderTest, embedded_engine
+from tests.contracts.tiny_model import Dense, build_model, write_tokenizer
+from tests.trainer.groups.stored_groups import invent_group
+
+TOP_K = 4
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """An embedded engine that serves the teacher."""
+    scratch = tmp_path_factory.mktemp("teacher")
+    build_model(scratch / "model")
+    with embedded_engine(scratch / "model", scratch, "--weight-version", "7") as engine:
+        yield engine
+
+
+def teacher_at(url: str, **settings: Any) -> Teacher:
+    found = Teacher.of(TeacherSettings(url=url, **settings))
+    assert found is not None
+    return found
+
+
+async def scored(teacher: Teacher, groups: Sequence[Group], top_ks: Sequence[int | None]) -> list[Group]:
+    try:
+        return await teacher.score(groups, top_ks)
+    finally:
+        await teacher.close()
+
+
+async def checked(teacher: Teacher, folder: Path, *, start_deadline_s: float = 30.0) -> None:
+    try:
+        await teacher.check(folder, start_deadline_s=start_deadline_s)
+    finally:
+        await teacher.close()
+
+
+def with_gap(group: Group) -> Group:
+    """Return a group in which nothing but the second and the last sampled token of the first trajectory is the policy's."""
+    first = group.trajectories[0]
+    mask = first.loss_mask.copy()
+    sampled = np.flatnonzero(mask)
+    keep = [int(sampled[1]), int(sampled[-1])]
+    mask[:] = False
+    mask[keep] = True
+    version = first.version_runs[0].version
+    runs = tuple(type(first.version_runs[0])(version, at, at + 1) for at in keep)
+    changed = replace(
+        first, loss_mask=mask, behaviour_logprobs=np.where(mask, first.behaviour_logprobs, 0.0), version_runs=runs
+    )
+    return replace(group, trajectories=(changed, *group.trajectories[1:]))
+
+
+def test_an_engine_that_serves_the_teacher_gives_its_exact_log_probabilities(engine: EngineUnderTest) -> None:
+    """Of every sampled token, and of its likeliest ones there, as transformers computes them; with its identity."""
+    groups = [invent_group(f"e0.p{n}.a0", version=1, size=3, seed=n) for n in range(3)]
+    groups[1] = with_gap(groups[1])
+    found = asyncio.run(scored(teacher_at(engine.url), groups, [TOP_K, 0, None]))
+    dense = Dense(engine.model)
+    assert found[2] is groups[2]
+    for group, top_k in zip(found[:2], (TOP_K, 0), strict=True):
+        assert group.teacher is not None
+        assert group.teacher.model.endswith("@7")
+        for row, said in zip(group.trajectories, group.teacher.rows, strict=True):
+            table = dense.logprobs(row.token_ids.tolist())
+            places = np.flatnonzero(row.loss_mask)
+            expected = [float(table[at - 1, int(row.token_ids[at])]) for at in places]
+            assert said.logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+            assert said.top_logprobs.shape == (len(places), top_k)
+            if top_k:
+                tops = table[places - 1].topk(top_k)
+                assert said.top_logprobs == pytest.approx(tops.values.numpy(), abs=1e-5)
+                assert (said.top_ids == tops.indices.numpy()).all()
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """Both tokenizers encode a text of the policy's whole vocabulary; the error shows where they part."""
+    asyncio.run(checked(teacher_at(engine.url), engine.model))
+    other = tmp_path / "model"
+    other.mkdir()
+    document = json.loads((engine.model / "tokenizer.json").read_bytes())
+    vocabulary = document["model"]["vocab"]
+    some = [name for name, number in vocabulary.items() if 20 <= number < 40]
+    document["model"]["vocab"] |= dict(zip(some, [vocabulary[name] for name in reversed(some)], strict=True))
+    (other / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(TeacherUnfit, match=r"has another vocabulary than the policy: a text is \d+ tokens"):
+        asyncio.run(checked(teacher_at(engine.url), other))
+    with pytest.raises(TeacherUnfit, match=r"has no tokenizer\.json"):
+        vocabulary_probe(tmp_path)
+
+
+def test_a_teacher_that_does_not_start_is_named(tmp_path: Path) -> None:
+    """With its URL and the setting, after the deadline."""
+    write_tokenizer(tmp_path)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(TeacherFailed, match=rf"the teacher at {url} did not answer within 0\.2 s .*teacher\.url"):
+            asyncio.run(checked(teacher_at(url), tmp_path, start_deadline_s=0.2))
+
+
+class _Failing:
+    """A teacher that fails in given ways, one after another, and then answers."""
+
+    def __init__(self, *failures: Exception, version: str = "3") -> None:
+        self.url = "http://teacher:1"
+        self.failures = list(failures)
+        self.num_asked = 0
+        self._version = version
+
+    async def model(self, deadline_s: float) -> str:
+        return "t"
+
+    async def encode(self, text: str, deadline_s: float) -> list[int]:
+        return []
+
+    async def score(self, questions: Sequence[Question], top_k: int, deadline_s: float) -> list[Answer]:
+        self.num_asked += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        empty = np.empty((0, 0))
+        answers = []
+        for number, question in enumerate(questions):
+            size = len(question.token_ids) - question.first
+            version = f"{self._version}{number}" if self._version == "changing" else self._version
+            answers.append(
+                Answer(np.full(size, -1.0, np.float32), empty.reshape(0, 0).astype(np.int32), empty, version)
+            )
+            answers[-1] = replace(
+                answers[-1], top_ids=np.empty((size, 0), np.int32), top_logprobs=np.empty((size, 0), np.float32)
+            )
+        return answers
+
+    async def close(self) -> None:
+        return None
+
+
+GROUP = invent_group("e0.p5.a0", version=1, size=2, seed=5)
+
+
+def ask(client: _Failing, *, attempts: int = 3) -> Group:
+    teacher = Teacher([client], deadline_s=1.0, attempts=attempts, max_requests=1)
+    return asyncio.run(scored(teacher, [GROUP], [0]))[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.rollout_service.teachers.teacher._FIRST_WAIT_S", 0.01)
+
+
+def test_what_may_pass_is_asked_again() -> None:
+    """A timeout, a broken connection, an error of the server and one that is busy; then the answer counts."""
+    client = _Failing(EngineTimeout("late"), EngineUnreachable("gone"), EngineRefused("oops", status=503))
+    found = ask(client, attempts=4)
+    assert client.num_asked == 4
+    assert found.teacher is not None
+    assert found.teacher.model == "http://teacher:1@3"
+
+
+def test_a_teacher_that_goes_on_failing_ends_the_attempt_with_group_and_url() -> None:
+    """After as many requests as are allowed."""
+    client = _Failing(*(EngineTimeout(f"late {n}") for n in range(9)))
+    with pytest.raises(TeacherFailed, match=r"group e0\.p5\.a0: the teacher at http://teacher:1 .* in 3 of 3 .*late 2"):
+        ask(client)
+    assert client.num_asked == 3
+
+
+@pytest.mark.parametrize("failure", [EngineRefused("too long", status=400), ReplyRefused("nonsense")])
+def test_what_cannot_pass_is_not_asked_again(failure: Exception) -> None:
+    """A question that is refused, and an answer that contradicts itself."""
+    client = _Failing(failure)
+    with pytest.raises(TeacherFailed, match=r"group e0\.p5\.a0: .* in 1 of 3 attempts"):
+        ask(client)
+    assert client.num_asked == 1
+
+
+def test_weights_that_change_within_a_group_are_refused() -> None:
+    """Its identity would name one version for the numbers of two."""
+    with pytest.raises(TeacherFailed, match="answered with the versions changing0, changing1"):
+        ask(_Failing(version="changing"))
+
+
+_REPLY: dict[str, Any] = {
+    "meta_info": {
+        "weight_version": "0",
+        "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
+        "input_top_logprobs": [None, [[-0.5, 9, None]], [[-0.7, 8, None]]],
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 1, None]]}, "scored other tokens"),
+        ({"input_token_logprobs": [[None, 5, None], [None, 6, None], [-2.0, 7, None]]}, "not a finite number"),
+        ({"input_token_logprobs": None}, "does not have SGLang's form"),
+        ({"weight_version": None, "input_top_logprobs": [None, [], []]}, "expected 1 likeliest tokens"),
+        ({"input_top_logprobs": None}, "does not have SGLang's form"),
+    ],
+)
+def test_a_reply_that_contradicts_the_question_is_refused(change: dict[str, Any], words: str) -> None:
+    """No part of it is used; the error names the URL."""
+    question = Question([4, 5, 6, 7], 2)
+    assert read_answer("u", question, _REPLY, 1, 1).logprobs.tolist() == [-1.0, -2.0]
+    with pytest.raises(ReplyRefused, match=f"http://t: .*{words}"):
+        read_answer("http://t", question, {"meta_info": _REPLY["meta_info"] | change}, 1, 1)
