@@ -1,4 +1,4 @@
-"""Refuses columns whose loss would change what a row means: answers to compare, and pictures; pure."""
+"""Refuses columns whose loss would change what a row means: answers to compare, self-play, and pictures; pure."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def refuse_unread(row: Row) -> None:
         raise MalformedData(
             'column label: tells good completions from bad ones, which `penstock dpo` with dpo.loss = "kto" trains on; keep only '
             'the rows with good ones, or set data.ignore = ["label"]'
+        )
+    if row.get("self_play") not in (None, False, "", "false"):
+        raise MalformedData(
+            "column self_play: answers of a group are compared with one another by the run's reward, not by a row; serve a judge that "
+            'compares (mode = "pairwise" of `penstock reward serve-judge`), choose it as reward.name, and set data.ignore = '
+            '["self_play"]'
         )
     if found := [name for name in _MEDIA if _is_given(row.get(name))]:
         raise MalformedData(

@@ -25,6 +25,7 @@ from penstock.trainer.settings import TrainerSettings
 
 ADAMW = {"batch_size": BATCH, "betas": [0.9, 0.999], "schedule": "linear"}
 SFT_LR, DPO_LR = 1e-3, 3e-4
+LONG_STEPS = 400
 
 
 class StopAfter(threading.Event):
@@ -130,6 +131,16 @@ def killed(folder: Path, ranks: Ranks, point: str) -> dict[str, Any]:
     other: dict[str, Any] = {"model": {"lora": {"rank": 4, "dropout": 0.2}}, "data": {"shuffle": True}}
     crash_points.arm(point)
     return train(ranks, "sft", settings(folder, "killed", "sft", own, **other))
+
+
+def long(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
+    """Train for many steps, with a checkpoint after each: to be killed at random moments."""
+    own = {
+        "lr": SFT_LR, "steps": LONG_STEPS, "eval_data": folder / "held_out.jsonl", "eval_every": 20, "keep_best": True,
+        "checkpoint_every": 1,
+    }  # fmt: skip
+    chosen = settings(folder, name, "sft", own, trainer={"zero_stage": 2}, data={"shuffle": True})
+    return train(ranks, "sft", chosen)
 
 
 def lora_rm(folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -243,8 +254,8 @@ def main(arguments: Sequence[str]) -> int:
     found = {}
     for name in names:
         kind, _, argument = name.partition("@")
-        if kind == "killed":
-            found[kind] = killed(Path(folder), ranks, argument)
+        if kind in ("killed", "long"):
+            found[kind] = {"killed": killed, "long": long}[kind](Path(folder), ranks, argument)
         else:
             found[name] = cases[name](Path(folder), ranks) if name in cases else curve(Path(folder), ranks, name)
     if ranks.is_leader:
