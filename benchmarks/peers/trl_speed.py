@@ -3,12 +3,12 @@
 Needs an environment that has both:
 
     python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 accelerate datasets transformers==5.23.0 -e .
-    trl/bin/python -m benchmarks.peers.trl_speed            # some minutes of CPU time; --only sft dpo, --steps N
+    trl/bin/python -m benchmarks.peers.trl_speed            # some minutes of CPU time; --only sft dpo, --steps N, --rows N
 
 Everyone makes the same optimizer steps (AdamW, float32, one thread, no gradient checkpointing) on rows that do not change, after one
 step that is not counted; each in a process of its own, and the fastest step counts. Printed: tokens of whole rows, and trained
 ones, per process CPU second. The rows are those of `benchmarks/trainer_packing.py`: 64 of log-normal length in batches of 8 for
-SFT; 8 pairs of answers of about 256 tokens to prompts of 512 in batches of 4 pairs for DPO, with precomputed reference.
+SFT; for DPO 8 pairs of answers of about 256 tokens to prompts of 512, in one batch, with a precomputed reference.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def ours(steps: int, make: Callable[[Policy], None]) -> float:
     return min(seconds[1:])
 
 
-def sft(steps: int, tokenizer: Any) -> tuple[dict[str, Callable[[], float]], int, int]:
-    """Return what measures the CPU seconds of a step over 64 rows by system, and tokens, whole and trained."""
-    rows = CASES["mixed"].rows()
+def sft(steps: int, num_rows: int, tokenizer: Any) -> tuple[dict[str, Callable[[], float]], int, int]:
+    """Return what measures the CPU seconds of a step over the first rows by system, and tokens, whole and trained."""
+    rows = CASES["mixed"].rows()[:num_rows]
     given = [
         {"input_ids": row.token_ids.tolist(), "completion_mask": row.loss_mask.astype(int).tolist()} for row in rows
     ]
@@ -130,13 +130,13 @@ def sft(steps: int, tokenizer: Any) -> tuple[dict[str, Callable[[], float]], int
 
     def hugging_face() -> float:
         held = [{"input_ids": one["input_ids"], "mask": one["completion_mask"]} for one in given]
-        arguments = TrainingArguments(**common(steps, 8, 8), remove_unused_columns=False)
+        arguments = TrainingArguments(**common(steps, 8, num_rows // 8), remove_unused_columns=False)
         return timed(
             Trainer(model=model(), args=arguments, train_dataset=Dataset.from_list(held), data_collator=collate)
         )
 
     def trl() -> float:
-        config = SFTConfig(**common(steps, 8, 8), max_length=None, completion_only_loss=True)
+        config = SFTConfig(**common(steps, 8, num_rows // 8), max_length=None, completion_only_loss=True)
         return timed(
             SFTTrainer(model=model(), args=config, train_dataset=Dataset.from_list(given), processing_class=tokenizer)
         )
@@ -167,14 +167,14 @@ def sft(steps: int, tokenizer: Any) -> tuple[dict[str, Callable[[], float]], int
     return found, sum(len(row.token_ids) for row in rows), sum(counts)
 
 
-def dpo(steps: int, tokenizer: Any) -> tuple[dict[str, Callable[[], float]], int, int]:
-    """Return what measures the CPU seconds of a step over 8 pairs by system, and tokens, whole and trained."""
+def dpo(steps: int, num_rows: int, tokenizer: Any) -> tuple[dict[str, Callable[[], float]], int, int]:
+    """Return what measures the CPU seconds of a step over an eighth as many pairs by system, and tokens, whole and trained."""
     rng = np.random.default_rng(0)
 
     def ids(length: int) -> np.ndarray:
         return rng.integers(1, VOCABULARY, length).astype(np.int32)
 
-    pairs = [Pair(ids(512), ids(rng.integers(128, 385)), ids(rng.integers(128, 385))) for _ in range(8)]
+    pairs = [Pair(ids(512), ids(rng.integers(128, 385)), ids(rng.integers(128, 385))) for _ in range(num_rows // 8)]
     given = [
         {"prompt_ids": one.prompt.tolist(), "chosen_ids": one.chosen.tolist(), "rejected_ids": one.rejected.tolist()}
         for one in pairs
@@ -185,7 +185,7 @@ def dpo(steps: int, tokenizer: Any) -> tuple[dict[str, Callable[[], float]], int
             return dataset
 
     def trl() -> float:
-        config = DPOConfig(**common(steps, 4, 2), max_length=None, precompute_ref_log_probs=True)
+        config = DPOConfig(**common(steps, num_rows // 8, 1), max_length=None, precompute_ref_log_probs=True)
         return timed(
             AsGiven(model=model(), args=config, train_dataset=Dataset.from_list(given), processing_class=tokenizer)
         )
@@ -218,14 +218,14 @@ TRAININGS = {"sft": sft, "dpo": dpo}
 SYSTEMS = {"sft": ("Hugging Face's Trainer", "TRL's SFTTrainer", "Penstock"), "dpo": ("TRL's DPOTrainer", "Penstock")}
 
 
-def measure(training: str, system: str, steps: int) -> None:
+def measure(training: str, system: str, steps: int, num_rows: int) -> None:
     """Print the figures of one system, in this process."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model", seed=0)
         tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "model")
-    ways, tokens, trained = TRAININGS[training](steps, tokenizer)
+    ways, tokens, trained = TRAININGS[training](steps, num_rows, tokenizer)
     print(json.dumps([ways[system](), tokens, trained]))
 
 
@@ -233,11 +233,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=["sft", "dpo"], default=["sft", "dpo"])
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=64, help="rows of SFT, eight for each pair of DPO; a multiple of 8")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.one:
-        measure(*options.one, options.steps)
+        measure(*options.one, options.steps, options.rows)
         return
     print(
         "| training | system | CPU s a step | tokens of whole rows a CPU s | trained tokens a CPU s | Penstock beside it |"
@@ -246,16 +247,8 @@ def main() -> None:
     for training in options.only:
         found = {}
         for system in SYSTEMS[training]:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.peers.trl_speed",
-                "--steps",
-                str(options.steps),
-                "--one",
-                training,
-                system,
-            ]
+            size = ["--steps", str(options.steps), "--rows", str(options.rows)]
+            command = [sys.executable, "-m", "benchmarks.peers.trl_speed", *size, "--one", training, system]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             found[system] = json.loads(out.splitlines()[-1])
         for system, (seconds, tokens, trained) in found.items():

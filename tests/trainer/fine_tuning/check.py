@@ -25,7 +25,7 @@ from penstock.trainer.settings import TrainerSettings
 
 ADAMW = {"batch_size": BATCH, "betas": [0.9, 0.999], "schedule": "linear"}
 SFT_LR, DPO_LR = 1e-3, 3e-4
-LONG_STEPS = 400
+LONG_STEPS = 120
 
 
 class StopAfter(threading.Event):
