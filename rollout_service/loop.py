@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -21,8 +22,9 @@ from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
+from penstock.rollout_service.packs.pack_loops import PackLoops
 from penstock.rollout_service.packs.settlement import Settlement
-from penstock.rollout_service.packs.task_source import TaskSource
+from penstock.rollout_service.packs.task_source import ReceivedPack, TaskSource
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
 log = structlog.get_logger("rollout.loop")
@@ -40,7 +42,7 @@ class Worker:
     settlement: Settlement
     heartbeat: HeartbeatWriter
     activity: Activity
-    packs_in_flight: int
+    packs_in_flight: int  # 0: as many as the engine makes use of
     start_deadline_s: float  # for a teacher to answer
     finish_s: float  # time for the packs in flight after ``stop`` is set
 
@@ -68,14 +70,12 @@ async def _start_and_work(worker: Worker) -> None:
     log.info("working", policy_version=first.version)
     async with asyncio.TaskGroup() as tasks:
         watching = [tasks.create_task(worker.weights.run()), tasks.create_task(worker.engine.run())]
-        loops = [tasks.create_task(_work(worker)) for _ in range(worker.packs_in_flight)]
-        await asyncio.wait(loops)
+        await PackLoops(worker.tasks, worker.engine, partial(_work, worker), worker.packs_in_flight).run()
         for task in watching:
             task.cancel()
 
 
-async def _work(worker: Worker) -> None:
-    while (received := await worker.tasks.take()) is not None:
-        async with worker.settlement.settling(received):
-            groups = await worker.packs.generate(received)
-            await worker.announcer.announce(received, groups)
+async def _work(worker: Worker, received: ReceivedPack) -> None:
+    async with worker.settlement.settling(received):
+        groups = await worker.packs.generate(received)
+        await worker.announcer.announce(received, groups)

@@ -23,6 +23,7 @@ from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.engines.vllm.settings import VllmSettings
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
 from penstock.rollout_service.environments.episode_settings import EnvironmentSettings
+from penstock.rollout_service.packs.pack_limit import MOST_PACKS
 from penstock.rollout_service.teachers.interface import TEACHERS
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ class WorkerSettings(Section):
         None, description="File with the key that the server was started with (SGLang's admin key if it has one)."
     )
     packs_in_flight: int = Field(
-        2, ge=1, le=64, description="Packs worked on at once: one is stored and announced while the next generates."
+        2,
+        ge=0,
+        le=MOST_PACKS,
+        description="Packs worked on at once: one is stored and announced while the next generates. 0: as many as the engine "
+        "makes use of, by the sequences and tokens per second that it reports.",
     )
     max_running: int = Field(256, ge=1, description="Sequences the embedded engine decodes at once.")
     device: str = Field("cpu", description="Where the embedded engine computes: 'cpu' or 'cuda'.")

@@ -28,7 +28,7 @@ class Fleet:
 
     num_workers: int
     pace: EnginePace
-    packs_in_flight: int
+    packs_in_flight: int  # 0: as many as an engine makes use of, as `worker.packs_in_flight`
     drains: bool  # whether a swap waits for running sequences, else they go on with the new weights
     max_paused_share: float = 0.5  # `worker.max_paused_share`
 

@@ -22,6 +22,7 @@ from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine
 from penstock.deploy.plan.simulated_groups import SimulatedIssuer, SimulatedPrompts, scored_group
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
+from penstock.rollout_service.packs.pack_limit import SAMPLE_S, EngineLoad, PackLimit
 from penstock.rollout_service.weights.swap_semaphore import num_permits
 from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEADLINE_S
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S
@@ -71,6 +72,8 @@ class SimulatedRun:
         self._engines = [SimulatedEngine(fleet.pace) for _ in range(fleet.num_workers)]
         self._held = [0] * fleet.num_workers  # packs in flight
         self._requests = deque(range(fleet.num_workers))  # workers that ask for a pack, the longest waiting first
+        self._asking = set(self._requests)
+        self._limits = [fleet.packs_in_flight or PackLimit() for _ in range(fleet.num_workers)]
         self._num_permits = num_permits(fleet.num_workers, fleet.max_paused_share)
         self._permits: set[int] = set()  # workers that hold one
         self._waiting_for_permit: deque[int] = deque()
@@ -82,6 +85,8 @@ class SimulatedRun:
     def run(self) -> Outcome:
         """Train all steps; return what happened."""
         self._issue()
+        if not self._fleet.packs_in_flight:
+            self._after(SAMPLE_S, self._sample)
         while len(self.outcome.steps) < self._num_steps:
             self._now, _, act = heapq.heappop(self._events)
             act()
@@ -167,10 +172,30 @@ class SimulatedRun:
         """Hand packs to the workers that ask for one; each asks again while it holds fewer than its limit."""
         while self._tasks and self._requests:
             worker, pack = self._requests.popleft(), self._tasks.popleft()
+            self._asking.discard(worker)
             self._held[worker] += 1
-            if self._held[worker] < self._fleet.packs_in_flight:
-                self._requests.append(worker)
+            self._ask(worker)
             self._after(self._durations.deliver_s, lambda worker=worker, pack=pack: self._take(worker, pack))
+
+    def _ask(self, worker: int) -> None:
+        limit = self._limits[worker]
+        if worker not in self._asking and self._held[worker] < (limit if isinstance(limit, int) else limit.value):
+            self._asking.add(worker)
+            self._requests.append(worker)
+
+    def _sample(self) -> None:
+        """Have the limit of every worker follow its engine."""
+        sequences = self._rollout.group_size * max(1, self._rollout.groups_per_message)
+        for worker, (engine, limit) in enumerate(zip(self._engines, self._limits, strict=True)):
+            assert isinstance(limit, PackLimit)
+            engine.advance(self._now)
+            queued = len(engine.waiting) + len(engine.later)
+            limit.observe(
+                EngineLoad(self._now, engine.num_tokens, len(engine.ends), queued, self._held[worker]), sequences
+            )
+            self._ask(worker)
+        self._deliver()
+        self._after(SAMPLE_S, self._sample)
 
     def _take(self, worker: int, pack: TaskPack) -> None:
         groups = [task.group_id for task in pack.tasks]
@@ -217,8 +242,7 @@ class SimulatedRun:
 
     def _end(self, pack: Pack, newest: PolicyVersion) -> None:
         self._held[pack.worker] -= 1
-        if self._held[pack.worker] == self._fleet.packs_in_flight - 1:
-            self._requests.append(pack.worker)
+        self._ask(pack.worker)
         self.outcome.sampled |= dict(zip(pack.groups, pack.lengths, strict=True))
         self._after(self._durations.score_s, lambda: self._arrive(pack, newest))
         self._deliver()

@@ -64,11 +64,11 @@ def describe(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: 
     """Return sentences about a run with the bound of its run file, and about the other bounds."""
     lines = []
     in_flight = fleet.packs_in_flight * sequences_per_pack
-    if now.max_staleness and in_flight < 2 * fleet.pace.slots and now.slots_used < 1.0 - _IDLE:
+    if now.max_staleness and 0 < in_flight < 2 * fleet.pace.slots and now.slots_used < 1.0 - _IDLE:
         needed = -(-2 * fleet.pace.slots // sequences_per_pack)
         lines.append(
             f"worker.packs_in_flight = {fleet.packs_in_flight} keeps at most {in_flight} sequences for the {fleet.pace.slots} "
-            f"slots of an engine, and fewer when the short ones of a group have ended; try {needed}"
+            f"slots of an engine, and fewer when the short ones of a group have ended; try {needed}, or 0: as many as the engine makes use of"
         )
     if now.trainer_idle > _IDLE:
         lines.append(f"the trainer waits for rollouts {now.trainer_idle:.0%} of the time")

@@ -127,6 +127,21 @@ def test_steps_and_engines_take_the_time_of_their_tokens() -> None:
     assert (busy_1 - busy_0, tokens_1 - tokens_0) == pytest.approx((generated_s, 1600))
 
 
+def test_a_number_of_packs_that_follows_the_engine_is_as_good_as_the_best_fixed_one() -> None:
+    """Two packs leave half of the slots unused; without a setting the worker finds what fills them (bound of 4 versions)."""
+    rates = {packs: rate_of(packs) for packs in (0, 2, 4, 8)}
+    assert rates[0] > 1.2 * rates[2]
+    assert rates[0] > 0.95 * max(rates.values())
+
+
+def rate_of(packs_in_flight: int) -> float:
+    """Return the trained tokens per second of 24 steps."""
+    rollout = RolloutSettings(group_size=GROUP_SIZE, groups_per_step=GROUPS, groups_per_message=1, max_staleness=4)
+    workers = fleet(packs_in_flight=packs_in_flight)
+    run = SimulatedRun(rollout, workers, DURATIONS, MIX, steps=num_steps(4, 24))
+    return measure(run.run(), workers, DURATIONS, max_staleness=4, first=7, num=24).tokens_per_s
+
+
 def test_the_plan_says_what_limits_a_run() -> None:
     """The trainer that waits, the bound that would help, and too few packs in flight."""
     rows = [waits_of(bound) for bound in (1, 8)]
