@@ -92,8 +92,8 @@ bench-sandbox: $(STAMP)  ## measure programs per second and core in each sandbox
 bench-replay: $(STAMP)  ## time the quickstart and its replay from the record: wall and CPU seconds (minutes)
 	$(BIN)/python -m benchmarks.replay --steps 30
 
-bench-quickstart: $(STAMP)  ## run the quickstart for seeds 0, 1, 2: accuracy, wall and CPU seconds
-	$(BIN)/python benchmarks/quickstart.py
+bench-quickstart: $(STAMP)  ## run the quickstart for seeds 0, 1, 2, beside a plain script; TRL too with PEER=PYTHON
+	$(BIN)/python benchmarks/quickstart.py --plain $(if $(PEER),--peer $(PEER) --threads 2)
 
 real-model: $(STAMP)  ## train SmolLM2-135M for seeds 0, 1, 2 (hours); TRL beside it with PEER=PYTHON
 	$(BIN)/python -m benchmarks.real_model $(if $(PEER),--peer $(PEER))

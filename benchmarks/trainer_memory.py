@@ -42,7 +42,7 @@ from penstock.trainer.learner.load_model import prepare
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
-from penstock.trainer.learner.trainable import Optimisation, Trainable, _import_deepspeed
+from penstock.trainer.learner.trainable import Optimisation, Trainable, import_deepspeed
 from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, MemoryPlan
 from penstock.trainer.memory_plan.method import Method
 from penstock.trainer.memory_plan.model_shape import shape_of
@@ -382,7 +382,7 @@ def main() -> None:
         os.execve(
             sys.executable, [sys.executable, "-m", "benchmarks.trainer_memory", *sys.argv[1:]], os.environ | ENVIRONMENT
         )
-    _import_deepspeed()  # once, for all ranks
+    import_deepspeed()  # once, for all ranks
     records: dict[str, Any] = {}
     print("| configuration | largest phase | estimated, MB | measured, MB | error |\n|---|---|---|---|---|")
     for name in options.only or CONFIGURATIONS:

@@ -156,6 +156,7 @@ class LocalRun:
         self._stack: LocalStack | None = None
         self._supervisor: Supervisor | None = None
         self._services: list[Child] = []
+        self._prepared_trainer: Child | None = None
         self._started_at = 0.0
         self._stopped_at: float | None = None
         self._cpu_before = 0.0
@@ -221,9 +222,18 @@ class LocalRun:
             self.stop()
             raise
 
+    def prepare_trainer(self) -> None:
+        """Start a process that imports what the trainer needs and waits until `start_trainer`; for one rank only."""
+        if self.settings.trainer.num_ranks == 1:
+            self._prepared_trainer = self._trainer(waits=True)
+            self._prepared_trainer.start()
+
     def start_trainer(self) -> None:
         """Start the trainer. It is restarted when a signal killed it; when it exits by itself the run is over."""
-        self._launch(self._trainer(), restart=lambda: self._trainer().relaunch(), is_crash=_was_killed)
+        child, self._prepared_trainer = self._prepared_trainer, None
+        if child is None or not child.begin():
+            child = self._trainer()
+        self._launch(child, restart=lambda: self._trainer().relaunch(), is_crash=_was_killed)
 
     def _launch(
         self,
@@ -233,7 +243,8 @@ class LocalRun:
         is_crash: Callable[[int], bool] = lambda _: True,
         replicas: Sequence[str] = (),
     ) -> None:
-        child.start()
+        if not child.alive:
+            child.start()
         self._services.append(child)
         self._require_supervisor().watch(child, restart, is_crash=is_crash, replicas=replicas)
 
@@ -265,6 +276,8 @@ class LocalRun:
         """Stop all processes, services first, and reap their orphans; idempotent."""
         if self._supervisor is not None:
             self._supervisor.close()
+            if self._prepared_trainer is not None:
+                self._prepared_trainer.kill()
             processes = self._supervisor.processes()
             stop_all([processes.get(child.name, child) for child in self._services], _STOP_GRACE_S)
         if self._stack is not None:
@@ -383,20 +396,25 @@ class LocalRun:
             for file in self._reward_files
         ]
 
-    def _trainer(self) -> Child:
+    def _trainer(self, *, waits: bool = False) -> Child:
         overrides = self._trainer_overrides(self._num_trainer_sessions)
         self._num_trainer_sessions += 1
         command = launch.trainer_command([*self._arguments, *overrides], self._environ)
+        if waits:
+            command.insert(command.index("train"), "--prepare")
         # torchrun needs SIGTERM, so that it can stop its ranks; a single process does not
         by_torchrun = "torch.distributed.run" in command
-        return self._service(TRAINER, command, death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL)
+        death_signal = signal.SIGTERM if by_torchrun else signal.SIGKILL
+        return self._service(TRAINER, command, death_signal=death_signal, waits=waits)
 
-    def _service(self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL) -> Child:
+    def _service(
+        self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL, waits: bool = False
+    ) -> Child:
         stack = None if self._stack is None or self._has_own_keys else self._stack.environment()
         environ = {**self._environ, **(stack or connection_environment(self.nats, self.s3))}
         # else torch uses all cores in every process, and they wait for one another
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._num_workers + 1))))
-        return Child(name, command, log=self.log(name), environ=environ, death_signal=death_signal)
+        return Child(name, command, log=self.log(name), environ=environ, death_signal=death_signal, waits=waits)
 
     def _require_supervisor(self) -> Supervisor:
         if self._supervisor is None:

@@ -163,6 +163,7 @@ def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> 
             f"services  nats, S3, reward service and {options.workers} rollout workers are starting; logs in {run.log(TRAINER).parent}"
         )
         show(f"page      {page.notice()}")
+        run.prepare_trainer()
         if not _warm_up(options, run_file, show, stop_requested):
             return None, RunSummary(run_id=options.run_id), 0.0
         with Bus.connect(run.nats, name="quickstart") as bus:

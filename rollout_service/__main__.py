@@ -92,6 +92,7 @@ async def _serve(settings: RolloutSettings) -> None:
         mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys())
         engine = _engine(settings)
         try:
+            await engine.prepare()
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus)
             folders = {"worker.cache_dir": settings.cache_dir}
             with worker_metrics.serving(

@@ -1,4 +1,7 @@
-"""`python -m penstock.trainer COMMAND`: imports only what the command needs, so that `config`, `data-check` and `data-rows` never load torch."""
+"""`python -m penstock.trainer COMMAND`: imports only what the command needs, so that `config`, `data-check` and `data-rows` never load torch.
+
+With ``--prepare`` before the command it imports everything that a training needs, and begins when it reads a line from stdin.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     internal_errors.install("trainer")
     process_memory.use_huge_pages(os.environ)
+    if arguments[:1] == ["--prepare"]:
+        import_module("penstock.trainer.prepare").import_everything()
+        if not sys.stdin.readline():  # whoever started this process has exited
+            return STOPPED
+        arguments = arguments[1:]
     if not arguments or arguments[0] not in COMMANDS:
         sys.stderr.write(usage())
         return USAGE_ERROR

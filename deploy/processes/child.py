@@ -46,12 +46,14 @@ class Child:
         death_signal: int = signal.SIGKILL,
         keep_open: Sequence[int] = (),
         inherit_output: bool = False,
+        waits: bool = False,
     ) -> None:
         """Describe the child.
 
         ``environ`` is its whole environment (None: the environment of this process), ``death_signal`` the
         signal it gets when this process exits, ``keep_open`` the file descriptors that it inherits. With
-        ``inherit_output`` it writes to the output of this process instead of the log.
+        ``inherit_output`` it writes to the output of this process instead of the log. One that ``waits`` reads a line
+        from stdin before it begins, see `begin`.
         """
         self.name = name
         self.command = list(command)
@@ -60,6 +62,7 @@ class Child:
         self._death_signal = death_signal
         self._keep_open = tuple(keep_open)
         self._inherits_output = inherit_output
+        self._waits = waits
         self._process: subprocess.Popen[bytes] | None = None
         self._group_may_run = False
         self._log_start = 0  # bytes of the log before the last process wrote to it
@@ -72,6 +75,17 @@ class Child:
         self._process = _starter.submit(self._popen).result()
         self._group_may_run = True
 
+    def begin(self) -> bool:
+        """Let a process that waits go on; returns False if it has exited instead."""
+        if not self.alive or self._process is None or self._process.stdin is None:
+            return False
+        try:
+            with self._process.stdin as stdin:
+                stdin.write(b"\n")
+        except OSError:
+            return False
+        return True
+
     def relaunch(self) -> Child:
         """Start the process again after it exited; returns itself, since a supervisor expects the new process."""
         self.start()
@@ -83,7 +97,7 @@ class Child:
             self._log_start = 0 if out is None else out.tell()
             process = subprocess.Popen(
                 [*bound, *self.command],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self._waits else subprocess.DEVNULL,
                 stdout=out,
                 stderr=None if out is None else subprocess.STDOUT,
                 env=self._environ,

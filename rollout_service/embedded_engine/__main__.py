@@ -1,7 +1,11 @@
-"""Start the embedded engine: arguments → weights → engine thread → HTTP server. See README.md."""
+"""Start the embedded engine: arguments → weights → engine thread → HTTP server. See README.md.
+
+With ``--prepare`` alone it imports everything first, and reads its arguments from stdin as a JSON line.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -11,10 +15,17 @@ from penstock.rollout_service.embedded_engine.memory import keep_freed_memory
 from penstock.rollout_service.embedded_engine.parent_watch import exit_with_parent
 from penstock.rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
 
+_DEFAULT_THREADS = EngineSettings.model_fields["threads"].default
+
 
 def main() -> int:
     """Run until stopped; return the exit status."""
-    settings = parse_arguments(sys.argv[1:])
+    arguments = sys.argv[1:]
+    if arguments == ["--prepare"]:
+        arguments = _prepared()
+        if arguments is None:
+            return 0
+    settings = parse_arguments(arguments)
     if settings.die_with_parent:
         exit_with_parent(settings.parent_pid)
     keep_freed_memory()
@@ -34,6 +45,16 @@ def main() -> int:
     except EngineError as error:
         print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201  (the result of a failed command)
         return 2
+
+
+def _prepared() -> list[str] | None:
+    """Import what `main` needs and return the arguments from stdin; None when whoever started this process has exited."""
+    keep_freed_memory()
+    os.environ["OMP_NUM_THREADS"] = str(_DEFAULT_THREADS)  # read once, by the import of torch
+    import penstock.rollout_service.embedded_engine.run_engine  # noqa: F401, PLC0415
+
+    line = sys.stdin.readline()
+    return json.loads(line) if line else None
 
 
 def _announce(settings: EngineSettings, listener: socket.socket) -> None:

@@ -59,6 +59,9 @@ class AttachedEngine:
         """Wait until it serves ``version`` or a newer one."""
         await self._serving.wait_for_version(version)
 
+    async def prepare(self) -> None:
+        """Do nothing: the server runs."""
+
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Have the server serve ``version`` from a folder, waiting for a server that does not answer yet.
 

@@ -56,6 +56,10 @@ class Engine(Protocol):
         """Set while it can be asked to generate."""
         ...
 
+    async def prepare(self) -> None:
+        """Start what needs no weights, so that the first `load` waits less; returns at once."""
+        ...
+
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
 

@@ -38,6 +38,9 @@ class ServerLaunch:
     log_name: str  # of the file in the worker's cache folder that takes its output
     environ: Mapping[str, str] | None = None  # its whole environment; None: the worker's
     context_length: int | None = None  # the limit it is started with, where less than the model's
+    prepare: Sequence[
+        str
+    ] = ()  # its program and a flag with which it reads the words after these from stdin (`prepared_process.py`)
 
 
 class NoOptions(Section):
@@ -107,6 +110,7 @@ def _managed(kind: EngineKind, launches: Sequence[ServerLaunch], site: EngineSit
             start_deadline_s=site.start_deadline_s,
             environ=launch.environ,
             context_length=launch.context_length,
+            prepare=launch.prepare,
         )
         for launch in launches
     ]

@@ -46,6 +46,10 @@ class EnginePool:
         """Every version that one of them loaded or is loading."""
         return set().union(*(engine.applied for engine in self._engines))
 
+    async def prepare(self) -> None:
+        """Prepare all of them."""
+        await asyncio.gather(*(engine.prepare() for engine in self._engines))
+
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Have all of them serve ``version``; raises the error of the first that does not."""
         outcomes = await asyncio.gather(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.prepared_process import PreparedProcess
 from penstock.rollout_service.errors import EngineUnreachable
 
 LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
@@ -59,25 +60,30 @@ class EngineProcess:
         log: Path,
         deadline_s: float,
         environ: Mapping[str, str] | None = None,
+        prepared: PreparedProcess | None = None,
     ) -> tuple[EngineProcess, str]:
         """Start an engine on a model folder and wait until it has a port; returns it and its URL.
 
-        ``environ`` is its whole environment (None: the worker's). Raises EngineUnreachable, with the tail of its
+        ``environ`` is its whole environment (None: the worker's). ``prepared`` becomes the engine if it still runs. Raises EngineUnreachable, with the tail of its
         log, when it exits or opens no port within the deadline.
         """
         port_file = log.with_suffix(".port")
         port_file.unlink(missing_ok=True)
-        with log.open("ab") as output:
-            log_start = output.tell()
-            process = await asyncio.create_subprocess_exec(
-                *command(folder, version, port_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environ,
-                start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
-            )
-        engine = cls(process, log, log_start)
+        words = command(folder, version, port_file)
+        if prepared is not None and (process := await prepared.become(words)) is not None:
+            engine = cls(process, log, prepared.log_start)
+        else:
+            with log.open("ab") as output:
+                log_start = output.tell()
+                process = await asyncio.create_subprocess_exec(
+                    *words,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environ,
+                    start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
+                )
+            engine = cls(process, log, log_start)
         try:
             port = await engine._read_port(port_file, deadline_s)
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import metrics_or_none, wait_until_it_answers
 from penstock.rollout_service.engines.engine_client import EngineClient
-from penstock.rollout_service.engines.engine_process import EngineProcess, LaunchCommand
+from penstock.rollout_service.engines.engine_process import EngineProcess, LaunchCommand, process_cpu_seconds
+from penstock.rollout_service.engines.prepared_process import PreparedProcess
 from penstock.rollout_service.engines.served_version import ServedVersion
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import (
@@ -53,11 +54,12 @@ class ManagedEngine:
         start_deadline_s: float,
         environ: Mapping[str, str] | None = None,
         context_length: int | None = None,
+        prepare: Sequence[str] = (),
     ) -> None:
         """``command`` returns the command line, ``connect`` a client of a URL; the first `load` starts the process.
 
         ``environ`` is the engine's whole environment (None: the worker's); ``context_length`` is the limit it is
-        started with, where that is less than the model's.
+        started with, where that is less than the model's; ``prepare`` is the command of a `PreparedProcess`.
         """
         self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
@@ -68,6 +70,8 @@ class ManagedEngine:
         self._context_length = context_length
         self._log_file = log_file
         self._start_deadline_s = start_deadline_s
+        self._prepare = prepare
+        self._prepared: PreparedProcess | None = None
         self._process: EngineProcess | None = None
         self._discarded = False  # killed by this worker, and not replaced yet
         self._served: tuple[Path, PolicyVersion] | None = None  # what it confirmed last
@@ -78,6 +82,11 @@ class ManagedEngine:
     def version(self) -> PolicyVersion | None:
         """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
         return self._serving.value
+
+    async def prepare(self) -> None:
+        """Start the process without weights, if the engine can be: the first `load` then waits less."""
+        if self._prepare and self._process is None:
+            self._prepared = await PreparedProcess.start(self._prepare, log=self._log_file, environ=self._environ)
 
     async def wait_for_version(self, version: PolicyVersion) -> None:
         """Wait until it serves ``version`` or a newer one."""
@@ -197,6 +206,9 @@ class ManagedEngine:
 
     async def stop(self) -> None:
         """Stop the engine process and close the connections."""
+        if self._prepared is not None:
+            prepared, self._prepared = self._prepared, None
+            await prepared.stop()
         if self._process is not None:
             self.ready.clear()
             process, self._process = self._process, None
@@ -205,7 +217,8 @@ class ManagedEngine:
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of this process, its running engine and its ended engines."""
-        return cpu_seconds() + (self._process.cpu_seconds() if self._process else 0.0)
+        of_prepared = process_cpu_seconds(self._prepared.pid) if self._prepared else 0.0
+        return cpu_seconds() + of_prepared + (self._process.cpu_seconds() if self._process else 0.0)
 
     async def figures(self) -> dict[str, float]:
         """Return the engine's metrics by the worker's names."""
@@ -272,6 +285,7 @@ class ManagedEngine:
     async def _start(self) -> None:
         assert self._wanted is not None
         folder, version = self._wanted
+        prepared, self._prepared = self._prepared, None
         process, url = await EngineProcess.start(
             self._command,
             folder,
@@ -279,6 +293,7 @@ class ManagedEngine:
             log=self._log_file,
             deadline_s=self._start_deadline_s,
             environ=self._environ,
+            prepared=prepared,
         )
         self._process, self._discarded = process, False
         self.client = self._connect(url)

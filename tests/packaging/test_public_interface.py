@@ -327,11 +327,12 @@ INTERFACE: dict[str, list[str]] = {
         "to_rows(self, values: 'Tensor') -> 'tuple[Tensor, Tensor]'",
     ],
     "ServerLaunch": [
-        "dataclass() (command: 'LaunchCommand', log_name: 'str', environ: 'Mapping[str, str] | None' = None, context_length: 'int | None' = None) -> None",
+        "dataclass() (command: 'LaunchCommand', log_name: 'str', environ: 'Mapping[str, str] | None' = None, context_length: 'int | None' = None, prepare: 'Sequence[str]' = ()) -> None",
         "command",
         "context_length",
         "environ",
         "log_name",
+        "prepare",
     ],
     "ServerReport": [
         "dataclass() (objections: 'list[str]' = <factory>, untested_version: 'str' = '', context_tokens: 'int | None' = None, takes_adapters: 'bool' = False) -> None",

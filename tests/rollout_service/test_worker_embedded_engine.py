@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,11 +64,13 @@ def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
 
 
 def test_an_embedded_engine_exits_when_its_worker_is_stopped(trainer_side: TrainerSide, start_worker: StartWorker):
-    """After SIGTERM the worker exits with status 0, and its engine has exited."""
-    trainer_side.publish(0)
+    """Started before there were weights. After SIGTERM the worker exits with status 0, and its engine has exited."""
     worker = start_worker("w0")
-    trainer_side.wait_applied("w0", 0, 60)
+    wait_for(lambda: Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text(), "a prepared engine", 60)
     engine = engine_of(worker)
+    trainer_side.publish(0)
+    trainer_side.wait_applied("w0", 0, 60)
+    assert engine_of(worker) == engine
     worker.ask_to_stop()
     assert worker.wait(60) == 0
     assert not is_running(engine)
@@ -91,3 +95,9 @@ def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(trainer_side: Train
     assert texts[0] == texts[1]
     trainer_side.issue("newest", [make_task(f"newest.p{i}", prompt_ids=[5, 6, 7 + i]) for i in range(4)])
     assert {row.oldest_version for group in trainer_side.collect_groups(1) for row in group.trajectories} == {2}
+
+
+def test_a_prepared_engine_exits_with_its_worker():
+    """Its stdin is then closed, and it never gets arguments."""
+    command = [sys.executable, "-m", "penstock.rollout_service.embedded_engine", "--prepare"]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=120, check=False).returncode == 0

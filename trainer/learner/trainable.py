@@ -101,7 +101,7 @@ class Trainable:
             offload=how.offload,
             gradient_dtype=how.gradient_dtype,
         )
-        deepspeed = _import_deepspeed()
+        deepspeed = import_deepspeed()
         optimizer = torch.optim.AdamW(
             (p for p in module.parameters() if p.requires_grad),
             lr=how.lr,
@@ -255,7 +255,8 @@ def _say_nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _import_deepspeed() -> Any:
+def import_deepspeed() -> Any:
+    """Import DeepSpeed for this machine, without what it compiles or prints at its start."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415  seconds of import, and the accelerator must be chosen before

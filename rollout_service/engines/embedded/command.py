@@ -10,6 +10,9 @@ from typing import Protocol
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine_process import LaunchCommand
 
+_PROGRAM = (sys.executable, "-P", "-m", "penstock.rollout_service.embedded_engine")
+PREPARE = (*_PROGRAM, "--prepare")
+
 
 class EmbeddedOptions(Protocol):
     """The settings of the ``worker`` section that the embedded engine takes."""
@@ -35,7 +38,7 @@ def embedded_command(options: EmbeddedOptions) -> LaunchCommand:
 
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
         return [
-            *(sys.executable, "-P", "-m", "penstock.rollout_service.embedded_engine"),
+            *_PROGRAM,
             *("--model-path", str(folder)),
             *("--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)),
             *("--max-running", str(options.max_running)),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.rollout_service.engines.embedded.command import EmbeddedOptions, embedded_command
+from penstock.rollout_service.engines.embedded.command import PREPARE, EmbeddedOptions, embedded_command
 from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
 from penstock.rollout_service.engines.sglang.client import SglangClient
 
 
 def _launches(options: EmbeddedOptions, environ: Mapping[str, str]) -> list[ServerLaunch]:
-    return [ServerLaunch(embedded_command(options), "engine.log")]
+    return [ServerLaunch(embedded_command(options), "engine.log", prepare=PREPARE)]
 
 
 EMBEDDED = EngineKind("embedded", SglangClient, _launches, section="worker")

@@ -174,3 +174,13 @@ def test_exit_codes_are_described_in_words() -> None:
 def test_ctrl_c_does_not_reach_the_child(sleeper: Child) -> None:
     """The child has a separate session, so a terminal's signals reach only the parent."""
     assert os.getsid(sleeper.pid) == sleeper.pid != os.getsid(0)
+
+
+def test_a_child_that_waits_begins_when_it_is_told(tmp_path: Path) -> None:
+    """It runs before; one that has exited instead is not told."""
+    child = Child("waits", [sys.executable, "-c", "print(repr(input()))"], log=tmp_path / "log", waits=True)
+    child.start()
+    assert child.begin()
+    assert child.wait(60.0) == 0
+    assert child.log_tail().strip() == "''"
+    assert not child.begin()

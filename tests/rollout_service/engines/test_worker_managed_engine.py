@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -35,13 +35,32 @@ def script(source: str) -> LaunchCommand:
     return lambda folder, version, port_file: [sys.executable, "-c", source]
 
 
-def build(command: LaunchCommand, tmp_path: Path, start_deadline_s: float = 30.0) -> ManagedEngine:
+PREPARABLE = """
+import json, runpy, sys
+if sys.argv[1:] == ["--prepare"]:
+    if not (line := sys.stdin.readline()):
+        sys.exit(0)
+    sys.argv[1:] = json.loads(line)
+runpy.run_module("tests.rollout_service.engines.faulty_engine", run_name="__main__", alter_sys=True)
+"""
+PREPARE = [sys.executable, "-c", PREPARABLE, "--prepare"]
+
+
+def preparable_command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
+    """Start the tests' engine as a program that can be prepared."""
+    return [*PREPARE[:-1], str(version), str(port_file)]
+
+
+def build(
+    command: LaunchCommand, tmp_path: Path, start_deadline_s: float = 30.0, prepare: Sequence[str] = ()
+) -> ManagedEngine:
     """An engine whose log is in the test's folder."""
     return ManagedEngine(
         command,
         functools.partial(SglangClient, request_deadline_s=10.0),
         log_file=tmp_path / "engine.log",
         start_deadline_s=start_deadline_s,
+        prepare=prepare,
     )
 
 
@@ -92,6 +111,52 @@ async def test_an_engine_starts_with_its_version_and_follows(tmp_path: Path, mod
         assert engine.version == await engine.client.served_version() == V1
         assert engine.applied == {V0, V1}
         assert engine.cpu_seconds() > 0
+
+
+def prepared_by(engine: ManagedEngine) -> int:
+    """The id of the process that waits for the first weights."""
+    assert engine._prepared is not None
+    return engine._prepared.pid
+
+
+def has_process(pid: int) -> bool:
+    """Whether a process runs, or has not been reaped."""
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_a_prepared_process_becomes_the_engine(tmp_path: Path, model: Path):
+    """It serves the first version; the engine after it is started as if nothing had been prepared."""
+    engine = build(preparable_command, tmp_path, 240.0, prepare=PREPARE)
+    await engine.prepare()
+    prepared = prepared_by(engine)
+    async with running(engine, model):
+        assert child_of(engine) == prepared
+        assert await engine.client.served_version() == V0
+        os.kill(prepared, signal.SIGKILL)
+        await until(lambda: not engine.ready.is_set(), "the death to be noticed")
+        await asyncio.wait_for(engine.ready.wait(), 60)
+        assert child_of(engine) != prepared
+
+
+async def test_without_its_prepared_process_an_engine_starts_all_the_same(tmp_path: Path, model: Path):
+    """Killed before there were weights: another process is started with them."""
+    engine = build(preparable_command, tmp_path, 240.0, prepare=PREPARE)
+    await engine.prepare()
+    prepared = prepared_by(engine)
+    os.kill(prepared, signal.SIGKILL)
+    await until(lambda: not has_process(prepared), "its death to be noticed")
+    async with running(engine, model):
+        assert child_of(engine) != prepared
+        assert await engine.client.served_version() == V0
+
+
+async def test_a_prepared_process_ends_with_a_worker_that_never_had_weights(tmp_path: Path):
+    """It is killed and reaped."""
+    engine = build(preparable_command, tmp_path, 240.0, prepare=PREPARE)
+    await engine.prepare()
+    prepared = prepared_by(engine)
+    await engine.stop()
+    assert not has_process(prepared)
 
 
 async def test_a_killed_engine_is_restarted_on_the_newest_version(tmp_path: Path, model: Path):

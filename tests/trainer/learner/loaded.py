@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from penstock.trainer.learner.trainable import _import_deepspeed
+from penstock.trainer.learner.trainable import import_deepspeed
 
 for _name in (
     "peft",
@@ -18,4 +18,4 @@ for _name in (
     "penstock.trainer.commands.train",
 ):
     import_module(_name)
-_import_deepspeed()
+import_deepspeed()
