@@ -26,6 +26,8 @@ def _idle(settings: TrainerSettings) -> Iterator[tuple[str, str]]:
         yield "trainer.min_lr_ratio", "with trainer.schedule = constant"
     if settings.trainer.max_mismatch is None:
         yield "trainer.mismatch_patience", "without trainer.max_mismatch"
+    if settings.trainer.skip_step_above_grad_norm is None:
+        yield "trainer.skip_step_after", "without trainer.skip_step_above_grad_norm"
     if not settings.trainer.resume:
         yield "trainer.resume_older_step", "with trainer.resume = false"
     if settings.data.from_run is not None:

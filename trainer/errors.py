@@ -13,6 +13,7 @@ PenstockError
     ├── RunIsHeld             another trainer holds the lease of this run and is alive
     ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
     ├── TrainingDiverged      a loss or gradient is not a finite number
+    ├── PolicyCollapsed       the policy samples with less entropy than trainer.min_entropy
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
     ├── ExportFailed          the exported model cannot be loaded, or computes something else than the trained one
     ├── NotEstimated          the memory of a run cannot be estimated from settings and config.json
@@ -71,6 +72,10 @@ class LeaseLost(TrainerError):
 
 class TrainingDiverged(TrainerError):
     """A loss or a gradient is not a finite number any more; the text gives the step."""
+
+
+class PolicyCollapsed(TrainerError):
+    """The entropy of the sampled tokens is below ``trainer.min_entropy``."""
 
 
 class CheckpointError(TrainerError):

@@ -361,6 +361,31 @@ class OptimizerSettings(Section):
         description="Completions of each group whose text (which was scored) is compared with their decoded tokens (which are "
         "trained on); only of the environment single_turn. A number: as many, chosen at random. 0: none.",
     )
+    min_entropy: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Smallest entropy of the sampled tokens, in nats per token; below it in three steps in a row the run stops with "
+        "an error, as a collapse. None: only reported.",
+    )
+    skip_step_above_grad_norm: float | None = Field(
+        default=None,
+        gt=1.0,
+        description="Leave out an optimizer step whose gradient norm is above this multiple of the median of the last 64 steps' "
+        "norms; its trajectories are counted as outlier_step, and a replay leaves it out too. None: every step is made. Not finite "
+        "norms stop the run in any case.",
+    )
+    skip_step_after: int = Field(
+        default=20,
+        ge=1,
+        le=64,
+        description="Optimizer steps whose norms must be known before one is left out (trainer.skip_step_above_grad_norm).",
+    )
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Peak of the device of one rank, in floating-point operations per second, for the metric mfu. None: that of a "
+        "table of GPUs for model.dtype = bfloat16; no mfu for other devices and for float32.",
+    )
     store_logprobs: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
         default="all",
         description="Trained groups of each step of which the object store keeps the log-probability of every trained token under "

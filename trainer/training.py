@@ -17,11 +17,12 @@ from penstock.protocol.traces.held_groups import HeldGroups
 from penstock.protocol.traces.spans import Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
+from penstock.trainer.algorithm.collapse_check import CollapseCheck
 from penstock.trainer.algorithm.engine_check import EngineCheck
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.errors import EngineMismatch, TrainingDiverged
+from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainerError, TrainingDiverged
 from penstock.trainer.evaluation.early_stop import EarlyStop
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
@@ -29,6 +30,7 @@ from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
+from penstock.trainer.learner.health.peak_flops import peak_of
 from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -37,12 +39,14 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.recovery.stopped_batch import save_batch
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
 from penstock.trainer.telemetry.event_writer import EventWriter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
+from penstock.trainer.telemetry.speed import speed_fields
 from penstock.trainer.telemetry.step_reporter import StepReporter
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
@@ -82,6 +86,7 @@ class Training:
     resumed: CheckpointState | None
     version: PolicyVersion = field(init=False)
     engine_check: EngineCheck = field(init=False)
+    collapse_check: CollapseCheck = field(init=False)
     schedule: CheckpointSchedule = field(init=False)
     _fields: dict[str, object] | None = None  # of the newest step, until it is reported
     _wait_s: float = 0.0
@@ -94,6 +99,7 @@ class Training:
     def __post_init__(self) -> None:
         trainer = self.settings.trainer
         self.engine_check = EngineCheck(limit=trainer.max_mismatch, max_violations=trainer.mismatch_patience)
+        self.collapse_check = CollapseCheck(trainer.min_entropy)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
         self.schedule = CheckpointSchedule(
             every_steps=trainer.checkpoint_every, every_s=trainer.checkpoint_every_s, now=time.monotonic()
@@ -161,7 +167,8 @@ class Training:
     def train(self, batch: list[ReadyGroup]) -> Learned:
         """Make the optimizer step or steps of a batch.
 
-        Raises TrainingDiverged or EngineMismatch, and writes it as an event, before anything of the update is published.
+        Raises TrainingDiverged, EngineMismatch or PolicyCollapsed before anything of the update is published, writes it as an
+        event, and saves the batch.
         """
         started = time.monotonic()
         try:
@@ -169,10 +176,13 @@ class Training:
                 keep_groups = self.settings.trainer.store_logprobs
                 learned = learn(self.planner, self.rank_group, batch, self.version, keep_groups=keep_groups)
             crash_points.reach(CrashPoint.STEPPED)
-            self.engine_check.check(compare_fresh_tokens(learned.figures.sums, learned.figures.maxima), self.version)
-        except (EngineMismatch, TrainingDiverged) as err:
-            self.events.write("alarm", {"text": str(err)})
-            raise
+            sums = learned.figures.sums
+            self.engine_check.check(compare_fresh_tokens(sums, learned.figures.maxima), self.version)
+            self.collapse_check.check(sums["surprise"] / max(1.0, sums["tokens"]), self.num_steps_done)
+        except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
+            saved = self._save_batch(batch, err)
+            self.events.write("alarm", {"text": str(saved)})
+            raise saved from err
         self._step_s = time.monotonic() - started
         ids = [group.group_id for group in batch]
         step: dict[str, Value] = {"step": self.num_steps_done, "version": self.version}
@@ -186,12 +196,16 @@ class Training:
         tokens = {group.group_id: group.num_tokens for group in batch}
         first_uses = {group_id: count for group_id, count in tokens.items() if group_id not in self.ledger}
         num_reused = len(batch) - len(first_uses)
-        skipped = dict(learned.plan.skipped)
+        skipped = dict(learned.skipped)
         timing = StepTiming(self._wait_s, self._step_s, self.publisher.publish_s)
         self._fields = {
             **step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing),
             "mismatch_unseen_steps": self.engine_check.steps_since,
             "skipped": skipped,
+            **({"updates_left_out": len(learned.left_out)} if learned.left_out else {}),
+            **speed_fields(
+                learned.figures.work, num_tokens=sum(ages.values()), step_s=self._step_s, peak=self._peak_flops()
+            ),
             **learned.reported,
             "reused_groups": num_reused,
             "logprobs_lost": self.logprobs.num_lost,
@@ -206,7 +220,14 @@ class Training:
         digest = step_digest(self.lease.epoch, self.num_steps_done, self.version, made, digests)
         self._fields[STEP_DIGEST] = digest.model_dump()
         self.record_writer.add_step(
-            self.num_steps_done, self.version, made, batch, skipped, uses, updates=learned.updates
+            self.num_steps_done,
+            self.version,
+            made,
+            batch,
+            skipped,
+            uses,
+            updates=learned.updates,
+            left_out=learned.left_out,
         )
         self.logprobs.submit(StepNumbers(self.num_steps_done, self.version, made), batch, learned)
         self.version = made
@@ -318,6 +339,25 @@ class Training:
         finished = time.monotonic()
         self.schedule.written(started=started, now=finished)
         self._checkpoint_s += finished - started
+
+    def _save_batch(self, batch: list[ReadyGroup], err: TrainerError) -> TrainerError:
+        """Save the batch of a step that stops the run; return the error with where it is."""
+        step, folder = self.num_steps_done + (1 if isinstance(err, TrainingDiverged) else 0), self.settings.run.folder
+        try:
+            saved = save_batch(
+                folder, batch, run_id=self.settings.run.id, step=step, version=self.version, reason=str(err)
+            )
+        except OSError as problem:
+            return type(err)(f"{err}. The batch of step {step} could not be saved below {folder}: {problem}")
+        return type(err)(
+            f"{err}. The batch of step {step} is saved in {saved}: `penstock runs stopped {self.settings.run.id}` shows it"
+        )
+
+    def _peak_flops(self) -> float | None:
+        """Return the peak of all ranks' devices together, in FLOP/s; None where it is not known."""
+        trainer, policy = self.settings.trainer, self.rank_group.policy
+        peak = trainer.peak_flops or peak_of(policy.device_name, policy.dtype)
+        return peak and peak * trainer.num_ranks
 
     def _set_state(self, text: str, **more: object) -> None:
         self.activity.state = text

@@ -53,6 +53,29 @@ def show_run(run: str, *arguments: Raw) -> int:
     return print_one(run, arguments, os.environ)
 
 
+@runs.command(name="stopped")
+def show_stopped(run: str, *arguments: Raw, step: int | None = None, json: Flag = False) -> int:
+    """Show the batch at which a run stopped by itself: a gradient that is not finite, a collapse, an engine that differs.
+
+    Every group with its rewards and log-probabilities; values that are far out are marked.
+
+    Example:  penstock runs stopped gsm8k
+    Then:     penstock lineage gsm8k --group GROUP
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    step
+        Of that step; default: the newest one.
+    json
+        Print one JSON object instead of the table.
+    """
+    from penstock.console.record.stopped import print_stopped
+
+    return print_stopped(run, arguments, os.environ, step=step, as_json=json)
+
+
 @weights.default
 def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
     """List the stored versions of a run: parent, kind, base, changed share, bytes, seconds, why it is kept, who serves it.

@@ -40,6 +40,11 @@ LABELS: dict[str, str] = {
     "reward_kl": "KL(sampler ‖ reference) per token, in the reward",
     "kl_coefficient": "coefficient of the KL",
     "grad_norm": "gradient norm before clipping",
+    "update_ratio": "norm of the update over that of the weights",
+    "updates_left_out": "optimizer steps left out as outliers",
+    "train_tokens_per_s": "tokens trained per second of the step",
+    "flops_per_s": "floating-point operations per second",
+    "mfu": "share of the devices' peak (MFU)",
     "explained_variance": "explained variance of the critic",
     "value_loss": "critic loss",
     "critic_grad_norm": "critic gradient norm before clipping",
@@ -52,6 +57,8 @@ _NESTED = {
 
 
 _PART = "reward part "
+_BY_LAYERS = {"grad_norm_by_layers": "gradient norm: ", "update_ratio_by_layers": "update ratio: "}
+_OWN_LABELS = (_PART, *_BY_LAYERS.values())  # names that begin so are labels themselves
 
 
 def read(data: Mapping[str, Any]) -> dict[str, float]:
@@ -64,6 +71,8 @@ def read(data: Mapping[str, Any]) -> dict[str, float]:
         values["loss_not_finite"] = 1.0
     values |= {f"rejected by {rule}": share for rule, share in _section(data, "rejected_by").items()}
     values |= {f"{_PART}{part}": mean for part, mean in _section(data, "reward_parts").items()}
+    for section, label in _BY_LAYERS.items():
+        values |= {f"{label}{layers}": value for layers, value in _section(data, section).items()}
     return {name: found for name, value in values.items() if (found := number(value)) is not None}
 
 
@@ -98,7 +107,7 @@ def rows(metrics: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
         if name in metrics:
             one = metrics[name]
             yield (
-                LABELS.get(name, name if name.startswith(_PART) else f"tokens {name}"),
+                LABELS.get(name, name if name.startswith(_OWN_LABELS) else f"tokens {name}"),
                 *(f"{v:.4g}" for v in (one.mean, one.smallest, one.largest)),
                 *("–" if v is None else f"{v:.4g}" for v in (one.first, one.last)),
             )

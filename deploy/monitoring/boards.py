@@ -171,6 +171,9 @@ TRAINER = Dashboard(
             (
                 of("Loss", "penstock_trainer_loss"),
                 of("Gradient norm", "penstock_trainer_gradient_norm"),
+                of("Gradient norm by layers", "penstock_trainer_layer_gradient_norm"),
+                of("Update to weight ratio", "penstock_trainer_layer_update_ratio"),
+                of("Optimizer steps left out", "penstock_trainer_updates_left_out_total"),
                 of("Learning rate", "penstock_trainer_learning_rate"),
                 of("KL divergence", "penstock_trainer_kl_nats"),
                 of("Effective sample size", "penstock_trainer_ess_ratio"),
@@ -193,6 +196,9 @@ TRAINER = Dashboard(
             (
                 of("Seconds of a step, by phase", "penstock_trainer_step_seconds", expr=f"sum by (phase) (rate(penstock_trainer_step_seconds_sum[{INTERVAL}])) / sum by (phase) (rate(penstock_trainer_step_seconds_count[{INTERVAL}]))", legend="{{phase}}"),
                 of("Slow steps, by phase", "penstock_trainer_step_seconds"),
+                of("Tokens per second of training", "penstock_trainer_tokens_per_second"),
+                of("Floating-point operations per second", "penstock_trainer_flops_per_second"),
+                of("Share of the peak (MFU)", "penstock_trainer_mfu_ratio", needs="a GPU of the table, or trainer.peak_flops"),
                 of("Trained tokens", "penstock_tokens_total", expr=f'sum(rate(penstock_tokens_total{{outcome="trained"}}[{INTERVAL}]))', legend="trained"),
                 of("Steps", "penstock_trainer_steps_total"),
                 of("Steps without stored log-probabilities", "penstock_trainer_logprobs_lost_total"),

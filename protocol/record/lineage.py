@@ -65,6 +65,7 @@ class RecordedStep(Wire):
     groups: Annotated[tuple[RecordedGroup, ...], Field(min_length=1)]
     skipped: dict[str, Count] = Field(default={})  # trajectories that filters left out of the loss, by reason
     updates: tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...] = ()
+    left_out: tuple[Count, ...] = ()  # numbers of the optimizer steps, from 0, that were outliers and changed nothing
 
     @model_validator(mode="after")
     def _updates_are_of_its_groups(self) -> RecordedStep:
@@ -74,6 +75,11 @@ class RecordedStep(Wire):
                     f"step {self.step}: an optimizer step on the groups {list(places[:8])}, expected ascending places below "
                     f"{len(self.groups)}; restore the record"
                 )
+        if self.left_out != tuple(sorted(set(self.left_out))) or self.left_out[-1:] >= (max(1, len(self.updates)),):
+            raise ValueError(
+                f"step {self.step}: the optimizer steps {list(self.left_out[:8])} were left out, expected ascending numbers below "
+                f"{max(1, len(self.updates))}; restore the record"
+            )
         return self
 
 

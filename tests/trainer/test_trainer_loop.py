@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from tests.servers import wait_for
 from tests.trainer.learner.forks import Command
-from tests.trainer.producer import Answer, Sampler, ScriptedProducer, write_run_file
+from tests.trainer.producer import Answer, Sampler, ScriptedProducer, recite, write_run_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
@@ -25,6 +26,9 @@ from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import Task
+from penstock.protocol.record.checkpoint_state import committed
+from penstock.protocol.record.stopped_batch import read_batch
+from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -159,6 +163,74 @@ def test_an_engine_with_other_log_probabilities_stops_the_run(
         assert producer.head() == 0
     assert re.search(r"tokens of version 0 .*differ by [12]\.\d+ nats.*at the first comparison", trainers[0].err)
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in trainers[0].err
+    assert "penstock runs stopped" in trainers[0].err
+    batch, groups = read_batch(run_folder / "runs" / run_streams / "stopped" / "step00000001")
+    assert (batch.step, batch.version, len(groups)) == (1, 0, 4)
+
+
+def test_a_bad_step_saves_its_batch_keeps_the_checkpoint_and_can_be_left_out(
+    run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
+) -> None:
+    """A gradient that is not finite ends the run at ZeRO 0, and again at ZeRO 2 from the checkpoint before it.
+
+    Once the reward is limited the step is only an outlier, and left out: in the run, its record, its metrics and its replay.
+    """
+    home = run_folder / "runs" / run_streams
+
+    def session(*overrides: str) -> Command:
+        trainers.append(Command(run_folder, "train", str(run_file), *overrides))
+        return trainers[-1]
+
+    run_file = write_run_file(
+        run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+        sections=sections(
+            run_folder, run_streams, steps=4, algorithm={"name": "dr_grpo"},
+            rollout={"max_staleness": 0, "groups_per_message": 4},
+            trainer={
+                "checkpoint_every": 1, "zero_stage": 0, "lease_s": 2.0, "peak_flops": 1e12,
+                "skip_step_above_grad_norm": 20.0, "skip_step_after": 2,
+            },
+        ),
+    )  # fmt: skip
+
+    def huge(task: Task, version: PolicyVersion) -> Answer:
+        group, rewards = recite(task, version)
+        return group, (1e25, *rewards[1:]) if version == 2 else rewards  # its square is beyond float32, the loss is not
+
+    with ScriptedProducer(nats_settings, s3_settings, run_streams, huge):
+        for stage in (0, 2):
+            stopped = session(f"trainer.zero_stage={stage}")
+            stopped.wait(expected=2)
+            folder = home / "stopped" / "step00000003"
+            assert re.search(rf"gradient norm is (inf|nan).*The batch of step 3 is saved in {folder}", stopped.err)
+            assert {path.name for path in (home / "checkpoints").iterdir()} == {"step00000001", "step00000002"}
+            batch, groups = read_batch(folder)
+            assert (batch.run_id, batch.step, batch.version) == (run_streams, 3, 2)
+            assert [scored.rewards[0] for scored in batch.groups] == [1e25] * 4
+            assert [group.group_id for group in groups] == [scored.generated.group_id for scored in batch.groups]
+            shutil.rmtree(folder)
+        assert "resumed" in stopped.err
+        session("algorithm.reward_clip=1000").wait()
+    steps = metrics(run_folder, run_streams)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row.get("updates_left_out", 0) for row in steps] == [0, 0, 1, 0]
+    assert [row["skipped"] for row in steps] == [{}, {}, {"outlier_step": 16}, {}]
+    assert "update_ratio" not in steps[2]
+    record = committed(home / "checkpoints")[-1][1].record
+    made = StoredRecord.read(run_streams, record, Blobs(s3_settings).get).steps
+    assert [step.left_out for step in made] == [(), (), (0,), ()]
+    assert [step.skipped for step in made] == [row["skipped"] for row in steps]
+    assert made[2].weights_digest == made[1].weights_digest != made[3].weights_digest
+    trainers.append(Command(run_folder, "replay", run_streams, str(run_file), "--json"))
+    verdict = json.loads(trainers[-1].wait())
+    assert (verdict["same"], verdict["findings"]) == ([0, 1, 2, 3, 4], [])
+    for row in [steps[0], steps[1], steps[3]]:
+        assert sum(row["grad_norm_by_layers"][kind] ** 2 for kind in ("embedding", "attention", "mlp", "norm")) == (
+            pytest.approx(row["grad_norm"] ** 2)
+        )
+        assert 0.0 < row["update_ratio"] < 1.0
+        assert row["mfu"] == pytest.approx(row["flops_per_s"] / 1e12)
+        assert row["computed_tokens"] > row["tokens_trained"] > 0
 
 
 def test_stopped_killed_and_resumed_equals_uninterrupted(

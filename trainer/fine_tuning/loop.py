@@ -32,6 +32,7 @@ from penstock.trainer.learner.policy import Policy, StepFigures
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.progress import ProgressLine
 from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
+from penstock.trainer.telemetry.metrics import layer_fields
 
 log = structlog.get_logger("trainer.fine_tuning")
 
@@ -150,6 +151,7 @@ class Training:
         fields = {
             "step": self._step, "epoch": self._plan.length.epoch_after(self._step), "loss": figures.loss,
             "grad_norm": figures.grad_norm, "lr": figures.lr, "tokens_trained": made.num_tokens, **made.reported,
+            **layer_fields(figures.layers),
             "step_s": seconds,
         }  # fmt: skip
         self._folder.write("step", fields)

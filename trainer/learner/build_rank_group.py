@@ -36,6 +36,8 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
         offload=settings.trainer.offload,
         gradient_dtype=settings.trainer.gradient_dtype,
         lora=_lora(settings),
+        skip_above=settings.trainer.skip_step_above_grad_norm,
+        skip_after=settings.trainer.skip_step_after,
     )
     policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)
     algorithm, reference = settings.algorithm, None
@@ -66,6 +68,7 @@ def _critic(settings: TrainerSettings, policy: Optimisation, dims: ParallelDims)
     how = replace(
         policy,
         lora=None,
+        skip_above=None,
         num_steps=settings.trainer.steps * chosen.updates,
         lr=chosen.lr,
         warmup_steps=chosen.warmup_steps * chosen.updates,

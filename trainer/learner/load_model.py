@@ -14,6 +14,7 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.activation_offload import offload_activations
 from penstock.trainer.learner.attention.models import why_not_packed
+from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_folder
@@ -43,7 +44,8 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
     attach_adapters(model, how)
     scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
     warn_if_padded(scorer.padding_reason, dims)
-    return Policy(Trainable(scorer, how, dims), scorer, dims)
+    layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
+    return Policy(Trainable(scorer, how, dims, layers), scorer, dims)
 
 
 def load_reference(

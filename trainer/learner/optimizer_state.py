@@ -24,7 +24,7 @@ _STEPS = "optimizer_steps"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """A contiguous part of a parameter, inside a tensor that the optimizer steps."""
 
     name: str
@@ -42,19 +42,19 @@ class OptimizerState:
         """Read and write the state of ``engine``, this rank's ``share`` of it."""
         self._engine, self._share = engine, share
         self._stage: int = engine.zero_optimization_stage()
-        self._base: Any = engine.optimizer if self._stage == 0 else engine.optimizer.optimizer
+        self.base: Any = engine.optimizer if self._stage == 0 else engine.optimizer.optimizer
         self._named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
 
     def capture(self, state: Mapping[str, Any]) -> Shard:
         """Copy what this rank writes to the CPU; later steps do not change the copy."""
         steps, fragments = 0.0, []
-        for place in self._places():
-            own = self._base.state.get(place.stepped, {})
+        for place in self.places():
+            own = self.base.state.get(place.stepped, {})
             steps = max(steps, float(own.get("step", 0.0)))
             if place.is_written:
                 tensors = {WEIGHT: place.stepped, **{kind: own[kind] for kind in MOMENTS if kind in own}}
                 copies = {
-                    kind: _part(tensor, place).to("cpu", torch.float32, copy=True) for kind, tensor in tensors.items()
+                    kind: part_of(tensor, place).to("cpu", torch.float32, copy=True) for kind, tensor in tensors.items()
                 }
                 fragments.append(Fragment(place.name, place.start, copies))
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named.items()}
@@ -69,7 +69,7 @@ class OptimizerState:
         self._check_shapes(files)
         kinds = {name: files.kinds(name) for name in self._named}
         with torch.no_grad():
-            for place in self._places():
+            for place in self.places():
                 self._restore(place, files, kinds[place.name])
             for name, parameter in self._named.items():
                 with whole(parameter):
@@ -77,18 +77,18 @@ class OptimizerState:
                         num = parameter.numel()
                         parameter.copy_(files.read(name, WEIGHT, 0, num).view(parameter.shape))
 
-    def _restore(self, place: _Place, files: ShardFiles, kinds: Sequence[str]) -> None:
+    def _restore(self, place: Place, files: ShardFiles, kinds: Sequence[str]) -> None:
         def stored(kind: str) -> Tensor:
             return files.read(place.name, kind, place.start, place.num)
 
-        _part(place.stepped, place).copy_(stored(WEIGHT))
-        own = self._base.state[place.stepped]
+        part_of(place.stepped, place).copy_(stored(WEIGHT))
+        own = self.base.state[place.stepped]
         for kind in MOMENTS:
             if kind in kinds and kind not in own:
                 own["step"] = torch.zeros((), dtype=torch.float32)
                 own[kind] = torch.zeros_like(place.stepped).detach()
             if kind in own:
-                _part(own[kind], place).copy_(stored(kind) if kind in kinds else torch.zeros(place.num))
+                part_of(own[kind], place).copy_(stored(kind) if kind in kinds else torch.zeros(place.num))
         if own:
             own["step"].fill_(float(files.state[_STEPS]))
 
@@ -104,18 +104,19 @@ class OptimizerState:
                 f"{own.get(name, '(not there)')} in the model"
             )
 
-    def _places(self) -> Iterator[_Place]:
+    def places(self) -> Iterator[Place]:
+        """Yield the parts of parameters that this rank's optimizer steps."""
         match self._stage:
             case 0:
                 for number, (name, parameter) in enumerate(self._named.items()):
                     is_own = number % self._share.count == self._share.index
-                    yield _Place(name, 0, parameter.numel(), parameter, 0, is_own)
+                    yield Place(name, 0, parameter.numel(), parameter, 0, is_own)
             case 3:
                 yield from self._partitioned_places()
             case _:
                 yield from self._flat_places()
 
-    def _flat_places(self) -> Iterator[_Place]:
+    def _flat_places(self) -> Iterator[Place]:
         zero = self._engine.optimizer
         flat = getattr(zero, "single_partition_of_fp32_groups", None)
         partitions = (
@@ -124,16 +125,17 @@ class OptimizerState:
         for name, parameter in self._named.items():
             if (mapping := parameter._hp_mapping) is not None:  # None: other ranks have all of it
                 own, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-                yield _Place(name, own.start, own.numel, partitions[mapping.param_group_index], place.start)
+                yield Place(name, own.start, own.numel, partitions[mapping.param_group_index], place.start)
 
-    def _partitioned_places(self) -> Iterator[_Place]:
+    def _partitioned_places(self) -> Iterator[Place]:
         zero = self._engine.optimizer
         for name, parameter in self._named.items():
             group, offset, num = zero.grad_position[zero.get_param_id(parameter)]
             start = num * self._share.index
             if (within := min(num, parameter.ds_numel - start)) > 0:  # the rest is padding
-                yield _Place(name, start, within, zero.fp32_partitioned_groups_flat[group], offset)
+                yield Place(name, start, within, zero.fp32_partitioned_groups_flat[group], offset)
 
 
-def _part(tensor: Tensor, place: _Place) -> Tensor:
+def part_of(tensor: Tensor, place: Place) -> Tensor:
+    """Return the part of a tensor of the shape of ``place.stepped`` that is at a place, flattened; a view."""
     return tensor.detach().view(-1).narrow(0, place.offset, place.num)

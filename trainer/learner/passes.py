@@ -8,13 +8,14 @@ and orders follow from ``run.seed`` and the step alone: a resumed run, and a rep
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from penstock.trainer.algorithm.mismatch import FRESH_MAXIMA, FRESH_SUMS
+from penstock.trainer.learner.health.step_watch import LayerFigures
 from penstock.trainer.learner.policy import PassFigures, StepFigures
 
 
@@ -111,5 +112,16 @@ def batch_figures(passes: Sequence[Sequence[StepFigures]]) -> StepFigures:
         lr_factor=fmean(step.lr_factor for step in steps),
         sums={**sums, **{name: first.sums[name] for name in FRESH_SUMS}},
         maxima={**maxima, **{name: first.maxima[name] for name in FRESH_MAXIMA}},
+        layers=_mean_layers([step.layers for step in steps]),
+        left_out=tuple(is_left_out for step in steps for is_left_out in step.left_out),
         passes=tuple(pass_figures(some) for some in passes),
     )
+
+
+def _mean_layers(steps: Sequence[Mapping[str, LayerFigures]]) -> dict[str, LayerFigures]:
+    """Return the means over optimizer steps; ratios over those that were made."""
+    found = {}
+    for name in steps[0]:
+        ratios = [ratio for step in steps if (ratio := step[name].update_ratio) is not None]
+        found[name] = LayerFigures(fmean(step[name].grad_norm for step in steps), fmean(ratios) if ratios else None)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import fmean
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, by_trajectory, make_plan
 from penstock.trainer.settings import TrainerSettings
+
+OUTLIER_STEP = "outlier_step"  # why trajectories were not trained on, beside the reasons of filters
 
 
 class Planner:
@@ -99,6 +101,12 @@ class Learned:
     plan: StepPlan
     figures: StepFigures
     reported: dict[str, Any]
+    skipped: Mapping[str, int] = field(default_factory=dict)  # trajectories that changed nothing, by reason
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The numbers of the optimizer steps that were left out as outliers, from 0."""
+        return tuple(number for number, is_left_out in enumerate(self.figures.left_out) if is_left_out)
 
     @property
     def updates(self) -> tuple[tuple[int, ...], ...]:
@@ -120,7 +128,24 @@ def learn(
     """
     plan = planner.plan(batch, version)
     figures = rank_group.step(plan, batch, keep_rows=num_kept_rows(plan, batch, keep_groups))
-    return Learned(plan, figures, planner.learned(figures))
+    return Learned(plan, figures, planner.learned(figures), skipped_trajectories(plan, figures, batch))
+
+
+def skipped_trajectories(plan: StepPlan, figures: StepFigures, batch: Sequence[ReadyGroup]) -> dict[str, int]:
+    """Return how many trajectories changed no weight, by reason: what filters removed, and those of outlier steps alone."""
+    skipped = dict(plan.skipped)
+    if not any(figures.left_out):
+        return skipped
+    updates = plan.passes.updates(len(figures.passes)) if plan.passes else (tuple(range(len(batch))),)
+    made = {place for places, out in zip(updates, figures.left_out, strict=True) if not out for place in places}
+    planned = {(plan.packs[row.pack].key, row.row_group, row.trajectory) for row in plan.rows}
+    skipped[OUTLIER_STEP] = sum(
+        (group.pack.key, group.scored.generated.row_group, rows[0]) in planned
+        for place, group in enumerate(batch)
+        if place not in made
+        for rows in group.group.rows_of[: group.scored.generated.num_trained]
+    )
+    return skipped
 
 
 def num_kept_rows(

@@ -6,6 +6,7 @@ The model's parameters keep their Hugging Face names in everything that is expor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLay
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.distillation import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
-from penstock.trainer.errors import CheckpointError
+from penstock.trainer.errors import CheckpointError, TrainingDiverged
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.attention.models import pair_cost
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
+from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of, pass_cost
+from penstock.trainer.learner.health.step_watch import LayerFigures
 from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.reference import ReferencePolicy
@@ -59,6 +62,9 @@ class StepFigures:
     critic: Mapping[str, float] = field(default_factory=dict)  # its figures, in a run with a critic
     lr_factor: float = 1.0  # of the schedule's learning rate, contained in ``lr``
     passes: tuple[PassFigures, ...] = ()  # in a run with several optimizer steps on a batch
+    layers: Mapping[str, LayerFigures] = field(default_factory=dict)  # by group of layers
+    left_out: tuple[bool, ...] = ()  # of each optimizer step, in order: whether it was an outlier and not made
+    work: Work = NO_WORK  # of all passes of the policy for the batch, over all ranks
     kept: KeptRows | None = field(default=None, compare=False)  # the log-probabilities that were asked for; on rank 0
 
 
@@ -70,6 +76,8 @@ class Policy:
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims
+        self._cost = pass_cost(scorer.language_model)
+        self._work = NO_WORK  # of this rank since `take_work`
         self.steps_done = 0  # batches, whatever number of optimizer steps each had
         self.device = trainable.device
 
@@ -91,6 +99,11 @@ class Policy:
     def scorer_around(self, model: nn.Module) -> nn.Module:
         """Return what computes with another model of `model_class` as this policy with its own."""
         return self._scorer.around(model)
+
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU that computes, as CUDA reports it; ``cpu`` without one."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
 
     @property
     def pair_cost(self) -> float:
@@ -123,14 +136,23 @@ class Policy:
             self._trainable.begin(is_last=number == len(micro_batches))
             outcome = self._outcome(batch.to(self.device), objective, reference)
             self._trainable.backward(outcome.loss)
+            self._work = self._work.plus(self._cost.backward(self._load(batch)))
             sums_of_step.add(outcome)
             if observe is not None:
                 observe(outcome.tokens, batch)
         loss, sums, maxima = sums_of_step.over(self._dims)
+        if not math.isfinite(loss):
+            raise TrainingDiverged(
+                f"the loss of step {self.steps_done + 1} is {loss}, not a finite number; nothing of this step is kept. Look at the data "
+                "of this step, lower the learning rate, and start again: the training resumes from its last checkpoint"
+            )
         lr_factor = objective.lr_factor(sums)
         update = self._trainable.update(lr_factor, ends_batch=ends_batch)
         self.steps_done += ends_batch
-        return StepFigures(loss, update.grad_norm, update.lr, sums, maxima, lr_factor=lr_factor)
+        return StepFigures(
+            loss, update.grad_norm, update.lr, sums, maxima,
+            lr_factor=lr_factor, layers=update.layers, left_out=(update.is_left_out,),
+        )  # fmt: skip
 
     def measure_step(
         self,
@@ -152,6 +174,12 @@ class Policy:
         self.steps_done += ends_batch
         loss, sums, maxima = sums_of_step.over(self._dims)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
+
+    def take_work(self) -> Work:
+        """Return what all ranks have computed since the last call; collective."""
+        flops, tokens = self._dims.sum([self._work.flops, self._work.tokens])
+        self._work = NO_WORK
+        return Work(flops, tokens)
 
     def end_batch(self, *, has_learned: bool = True) -> None:
         """Count the step whose optimizer steps were made one by one; if it ``has_learned``, the schedule advances."""
@@ -315,8 +343,13 @@ class Policy:
         full_kl = next(scores) if logits is not None else None
         return objective(logprobs, batch, entropies, full_kl, next(scores, None))
 
+    def _load(self, batch: MicroBatch) -> Load:
+        return load_of(batch.layout, batch.input_ids.shape[1], len(batch.targets), padded=self.pads_rows)
+
     def _read(self, batch: MicroBatch, **what: Any) -> Tensor:
         """Return the output of `CompletionScorer`; ``what`` are its options."""
+        load = self._load(batch)
+        self._work = self._work.plus(self._cost.forward(load), load.tokens)
         return self._trainable(
             batch.input_ids,
             batch.predictors,

@@ -180,7 +180,7 @@ class RankGroup:
     def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], keep_rows: int) -> StepFigures:
         own = plan.micro_batches[self._dims.rows.index]
         recorder = RowRecorder(own, keep_rows) if keep_rows else None
-        figures = self._learn(plan, groups, recorder)
+        figures = replace(self._learn(plan, groups, recorder), work=self.policy.take_work())
         if recorder is None:
             return figures
         parts = self._dims.gather(recorder.kept.to_bytes())

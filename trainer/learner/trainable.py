@@ -14,8 +14,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +28,15 @@ from penstock.trainer.fine_tuning_settings import Schedule
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.deepspeed_checkpoint import another_model, load_written_by_deepspeed
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
+from penstock.trainer.learner.health.outliers import Outliers
+from penstock.trainer.learner.health.step_watch import LayerFigures, StepWatch
 from penstock.trainer.learner.learning_rate import lr_factor
 from penstock.trainer.learner.optimizer_state import OptimizerState
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
 from penstock.trainer.parallel_dims import ParallelDims
 
 _DISABLE = "TORCHDYNAMO_DISABLE"
+_NORMS = "recent_grad_norms"  # in the state of a checkpoint
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # of a DeepSpeed engine
 
 
@@ -57,6 +60,8 @@ class Optimisation:
     gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums over micro-batches and ranks
     keep_whole_below: int = KEEP_WHOLE_BELOW
     lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
+    skip_above: float | None = None  # steps whose gradient norm is above this multiple of recent ones are left out
+    skip_after: int = 1  # the first steps, of which none is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class Update:
 
     grad_norm: float  # before clipping
     lr: float
+    layers: Mapping[str, LayerFigures] = field(default_factory=dict)  # by group of layers, if they are watched
+    is_left_out: bool = False  # an outlier: nothing has changed
 
 
 class _Schedule(LambdaLR):
@@ -91,8 +98,18 @@ class _Schedule(LambdaLR):
 class Trainable:
     """A module with its optimizer, sharded as the ZeRO stage says."""
 
-    def __init__(self, module: nn.Module, how: Optimisation, dims: ParallelDims) -> None:
-        """Put a module under DeepSpeed; raises ConfigError if the dtype does not work with the ZeRO stage."""
+    def __init__(
+        self,
+        module: nn.Module,
+        how: Optimisation,
+        dims: ParallelDims,
+        layers: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Put a module under DeepSpeed; raises ConfigError if the dtype does not work with the ZeRO stage.
+
+        With ``layers``, the groups of layers of each parameter that learns, every step is measured by group, and outliers can be
+        left out.
+        """
         config = deepspeed_config(
             zero_stage=how.zero_stage,
             dtype=how.dtype,
@@ -123,6 +140,10 @@ class Trainable:
         self._has_frozen = any(not p.requires_grad for p in module.parameters())
         self.module = module
         self.device: torch.device = self._engine.device
+        self._own_norm = 0.0  # at stage 0, of the step that is being made
+        self._outliers = None if how.skip_above is None else Outliers(how.skip_above, how.skip_after)
+        state = self._optimizer_state()
+        self._watch = None if layers is None else StepWatch(state.base, state.places, layers, self._is_outlier)
 
     @property
     def dtype(self) -> str:
@@ -153,18 +174,22 @@ class Trainable:
 
         Raises TrainingDiverged, on every rank, if the gradient is not finite. The weights are then those before the step.
         """
-        own_norm = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
-        if not math.isfinite(own_norm):  # DeepSpeed's stage 0 would write it into the weights
-            raise _diverged(own_norm, self._engine.global_steps + 1)
+        self._own_norm = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
+        if not math.isfinite(self._own_norm):  # DeepSpeed's stage 0 would write it into the weights
+            raise _diverged(self._own_norm, self._engine.global_steps + 1)
+        if self._watch is not None:
+            self._watch.begin()
         for group in self._engine.optimizer.param_groups:
             group["lr"] *= lr_scale
         lr = self._engine.get_lr()[0]
         self._engine.step({"ends_batch": ends_batch})  # the scheduler sets the next step's rate
         norm = self._engine.get_global_grad_norm()
-        norm = own_norm if norm is None else float(norm)
+        norm = self._own_norm if norm is None else float(norm)
         if not self._engine.was_step_applied():  # the other stages leave such a step out without a word
             raise _diverged(norm, self._engine.global_steps)
-        return Update(norm, lr)
+        if self._watch is None:
+            return Update(norm, lr)
+        return Update(norm, lr, self._watch.figures(norm, self._dims.ranks.sum), self._watch.left_out)
 
     def end_batch(self) -> None:
         """Advance the schedule to the next batch."""
@@ -189,7 +214,8 @@ class Trainable:
         """Copy this rank's part of weights, optimizer and schedule, with ``state``, for `Shard.write`."""
         counts = {name: int(getattr(self._engine, name)) for name in _COUNTS}
         schedule = self._engine.lr_scheduler.last_epoch
-        return self._optimizer_state().capture({**state, "counts": counts, "schedule": schedule})
+        norms = {_NORMS: list(self._outliers.norms)} if self._outliers is not None else {}
+        return self._optimizer_state().capture({**state, **norms, "counts": counts, "schedule": schedule})
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read the shards that `capture` and `Shard.write` left in ``folder``, and return their state; collective.
@@ -210,6 +236,9 @@ class Trainable:
         for name, count in state.pop("counts").items():
             setattr(self._engine, name, count)
         self._engine.lr_scheduler.continue_after(state.pop("schedule"))
+        norms = state.pop(_NORMS, [])
+        if self._outliers is not None:
+            self._outliers.restore(norms)
         return state
 
     def _optimizer_state(self) -> OptimizerState:
@@ -219,6 +248,15 @@ class Trainable:
         import deepspeed  # noqa: PLC0415
 
         return deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_id"))
+
+    def _is_outlier(self) -> bool:
+        """Return True if the step that is being made is to be left out; its norm is known by now."""
+        if self._outliers is None:
+            return False
+        is_plain = self._engine.zero_optimization_stage() == 0
+        norm = self._own_norm if is_plain else float(self._engine.optimizer._global_grad_norm)
+        (norm,) = self._dims.maximum([norm])  # bit for bit the same on every rank, and so is the decision
+        return self._outliers.is_outlier(norm)
 
     def _plain_grad_norm(self) -> float:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""

@@ -21,7 +21,7 @@ _WITHOUT_EFFECT = frozenset(
     for key in (
         "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "store_checkpoints", "signing_key_file", "keep_versions", "collect_deadline_s",
         "keep_best", "verify_export", "milestone_every", "keep_milestones",
-        "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs",
+        "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs", "min_entropy", "peak_flops",
     )
 )  # fmt: skip
 _SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step

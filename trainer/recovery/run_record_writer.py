@@ -106,10 +106,11 @@ class RunRecordWriter:
         uses: Mapping[str, int],
         *,
         updates: Sequence[Sequence[int]] = (),
+        left_out: Sequence[int] = (),
     ) -> None:
         """Add a step; `set_weights` with its result must follow.
 
-        ``uses`` are each group's, this one included; ``updates`` are `RecordedStep.updates`.
+        ``uses`` are each group's, this one included; ``updates`` and ``left_out`` are those of `RecordedStep`.
         """
         self._close_step()
         packs = {group.pack.key: group.pack for group in batch}
@@ -132,6 +133,7 @@ class RunRecordWriter:
             ),
             "skipped": dict(skipped),
             "updates": tuple(map(tuple, updates)),
+            "left_out": tuple(left_out),
         }
 
     def write(self, entries: Entries, *, step: int, version: PolicyVersion) -> tuple[BlobRef, int, str]:

@@ -66,14 +66,22 @@ def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:
     return f"step {uses[0][0]} needs its groups {', '.join(ids[:_SHOWN_IDS])}{more}"
 
 
-def other_updates(step: RecordedStep, made: Sequence[Sequence[int]]) -> list[str]:
-    """Return one line for the first optimizer step of a step that was replayed on other groups than the record has."""
+def other_updates(step: RecordedStep, made: Sequence[Sequence[int]], left_out: Sequence[int] = ()) -> list[str]:
+    """Return one line for the first optimizer step of a step that was replayed on other groups than the record has.
+
+    Also one if others were ``left_out`` as outliers than the record says.
+    """
     for number, (recorded, replayed) in enumerate(zip_longest(step.updates, made), start=1):
         if recorded != replayed:
             before, after = ("none" if places is None else f"groups {list(places)}" for places in (recorded, replayed))
             return [
                 f"step {step.step}, optimizer step {number}: replayed {after}, recorded {before}; restore the record"
             ]
+    if tuple(left_out) != step.left_out:
+        return [
+            f"step {step.step}: the replay left out the optimizer steps {list(left_out)} as outliers, recorded {list(step.left_out)}; "
+            "restore the record"
+        ]
     return []
 
 

@@ -191,9 +191,9 @@ class Replay:
                 return
             learned = learn(planner, self._require_rank_group(), batch, item.trained_version)
             self.verdict.count([group.num_tokens for group in batch])
-            self.verdict.findings += other_updates(item, learned.updates)
+            self.verdict.findings += other_updates(item, learned.updates, learned.left_out)
             figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
-            yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.plan.skipped)}
+            yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.skipped)}
 
     def _change_session(self, session: RecordedSession, planner: Planner, scratch: Path) -> Planner:
         """Continue with another session: as is if the settings agree, else through a checkpoint, as the run did."""

@@ -11,6 +11,10 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
 | `grad_norm`, `lr`          |          | norm before clipping; learning rate that this step used            |
 | `lr_set`                   |          | that of the schedule; lr is less where the ESS rule scaled it      |
+| `grad_norm_by_layers`      |          | norm before clipping of each group of layers: `layer_groups.py`    |
+| `update_ratio`             | share    | norm of the change of the weights over theirs; of what is trained  |
+| `update_ratio_by_layers`   | share    | the same of each group of layers                                   |
+| `updates_left_out`         |          | optimizer steps that were outliers; where there are any            |
 | `clip_fraction`            | share    | sampled tokens whose gradient is zero because of the clip          |
 | `dual_clip_fraction`       | share    | the same for the dual clip                                         |
 | `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
@@ -46,6 +50,10 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `logprobs_lost`            | steps    | of this session, not stored: `telemetry/logprob_writer.py`         |
 | `groups_digest`            | sha256   | what was trained, for an audit: `protocol/record/step_digest.py`   |
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
+| `computed_tokens`          | tokens   | of all passes of the policy; a shared prefix once, padding too     |
+| `train_tokens_per_s`       | tokens/s | `tokens_trained` by `step_s`                                       |
+| `flops_per_s`              | FLOP/s   | of the policy's passes, over all ranks, by `step_s`: `flops.py`    |
+| `mfu`                      | share    | of the devices' peak; where that is known                          |
 | `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |
 | `publish_s`                | s        | of the newest publication, which runs in parallel                  |
 | `record_s`, `submit_s`     | s        | enter the step in the run record; copy the new weights             |
@@ -61,6 +69,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from penstock.trainer.algorithm.mismatch import mismatch_figures
+from penstock.trainer.learner.health.layer_groups import ALL
+from penstock.trainer.learner.health.step_watch import LayerFigures
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 
@@ -110,6 +120,7 @@ def step_fields(
         "entropy": sums["surprise"] / num_tokens,
         **_optional(sums, num_tokens),
         **_by_pass(figures),
+        **layer_fields(figures.layers),
         **figures.critic,
         "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
         "staleness_max": max(staleness_tokens),
@@ -147,6 +158,18 @@ def _by_pass(figures: StepFigures) -> dict[str, Any]:
         "updates": sum(one.num_updates for one in figures.passes),
         "clip_fraction_by_pass": [one.clip_fraction for one in figures.passes],
         "kl_proximal_by_pass": [one.kl_proximal for one in figures.passes],
+    }
+
+
+def layer_fields(by_group: Mapping[str, LayerFigures]) -> dict[str, Any]:
+    """Return the fields about groups of layers; none for a step in which only the critic learned."""
+    layers = dict(by_group)
+    whole = layers.pop(ALL, None)
+    ratios = {name: one.update_ratio for name, one in layers.items() if one.update_ratio is not None}
+    return {
+        **({"grad_norm_by_layers": {name: one.grad_norm for name, one in layers.items()}} if layers else {}),
+        **({"update_ratio": whole.update_ratio} if whole and whole.update_ratio is not None else {}),
+        **({"update_ratio_by_layers": ratios} if ratios else {}),
     }
 
 

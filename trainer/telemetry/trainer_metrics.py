@@ -16,6 +16,7 @@ from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.protocol.metrics.table import METRICS
+from penstock.trainer.learner.health.layer_groups import ALL
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID
 
 _STEP_SECONDS, _STALENESS = "penstock_trainer_step_seconds", "penstock_trained_staleness_versions"
@@ -29,6 +30,9 @@ _OF_STEP = MappingProxyType(
         "penstock_trainer_reward_stddev": "reward_std",
         "penstock_trainer_gradient_norm": "grad_norm",
         "penstock_trainer_learning_rate": "lr",
+        "penstock_trainer_tokens_per_second": "train_tokens_per_s",
+        "penstock_trainer_flops_per_second": "flops_per_s",
+        "penstock_trainer_mfu_ratio": "mfu",
         "penstock_trainer_entropy_nats": "entropy",
         "penstock_trainer_ess_ratio": "ess_share",
         "penstock_trainer_clip_ratio": "clip_fraction",
@@ -37,6 +41,12 @@ _OF_STEP = MappingProxyType(
         "penstock_trainer_zero_signal_groups_ratio": "zero_signal_groups",
         "penstock_trainer_completion_tokens_mean": "completion_tokens_mean",
         "penstock_trainer_staleness_versions_mean": "staleness_mean",
+    }
+)
+_BY_LAYERS = MappingProxyType(
+    {
+        "penstock_trainer_layer_gradient_norm": "grad_norm_by_layers",
+        "penstock_trainer_layer_update_ratio": "update_ratio_by_layers",
     }
 )
 _KL = MappingProxyType({"behaviour": "kl_behaviour", "reference": "kl_reference"})
@@ -54,6 +64,7 @@ class TrainerMetrics:
         self._eval: Mapping[str, Any] = {}
         self._checkpoint_at: float | None = None
         self._tokens_trained = 0
+        self._updates_left_out = 0
         self._published: dict[str, tuple[int, int]] = {}  # kind -> versions, bytes
         self._seconds = {phase: Histogram(METRICS[_STEP_SECONDS].buckets) for phase in _PHASES}
         self._staleness = Histogram(METRICS[_STALENESS].buckets)
@@ -101,6 +112,7 @@ class TrainerMetrics:
         self._seconds["wait"].observe(data["wait_s"])
         self._seconds["train"].observe(data["step_s"])
         self._tokens_trained += data["tokens_trained"]
+        self._updates_left_out += data.get("updates_left_out", 0)
         for age, tokens in data["staleness_tokens"].items():
             self._staleness.observe(float(age), tokens)
 
@@ -115,6 +127,8 @@ class TrainerMetrics:
         for name, key in _OF_STEP.items():
             if step.get(key) is not None:
                 samples.add(name, step[key])
+        samples.add("penstock_trainer_updates_left_out_total", self._updates_left_out)
+        self._collect_layers(samples)
         for against, key in _KL.items():
             if step.get(key) is not None:
                 samples.add("penstock_trainer_kl_nats", step[key], against=against)
@@ -128,6 +142,13 @@ class TrainerMetrics:
             samples.add("penstock_groups_total", groups[outcome], outcome=outcome, reason="")
         for reason, count in groups["dropped"].items():
             samples.add("penstock_groups_total", count, outcome="dropped", reason=reason)
+
+    def _collect_layers(self, samples: Samples) -> None:
+        for name, key in _BY_LAYERS.items():
+            for layers, value in self._step.get(key, {}).items():
+                samples.add(name, value, layers=layers)
+        if self._step.get("update_ratio") is not None:
+            samples.add("penstock_trainer_layer_update_ratio", self._step["update_ratio"], layers=ALL)
 
     def _collect_evaluation(self, samples: Samples) -> None:
         if not self._eval:

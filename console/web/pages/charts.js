@@ -2,7 +2,7 @@
 
 import { el, number, shown, svg } from "./dom.js";
 
-const COLOURS = ["--c1", "--c2", "--c3", "--c4"];
+const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 
 function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -39,7 +39,7 @@ export class LineChart {
     this.draw(!sameShape);
     const ends = lines.map((line) => [line.label, lastKnown(line.mean)]);
     this.last.replaceChildren(...ends.map(([label, value], at) =>
-      el("span", { class: `key k${at % 4}`, data: { last: value === null ? "" : String(value), line: label } }, `${label}: ${number(value)}`)));
+      el("span", { class: `key k${at % COLOURS.length}`, data: { last: value === null ? "" : String(value), line: label } }, `${label}: ${number(value)}`)));
     this.holder.setAttribute("aria-label", shown(`${this.title}: ` + ends.map(([label, value]) => `${label} ${number(value)}`).join(", ")));
   }
 
@@ -87,7 +87,7 @@ export class LineChart {
     if (at === null || at === undefined || !this.plot) return;
     const step = this.plot.data[0][at];
     this.last.replaceChildren(...this.lines.map((line, n) =>
-      el("span", { class: `key k${n % 4}`, data: { line: line.label } }, `${line.label} at ${step}: ${number(this.plot.data[1 + 3 * n][at])}`)));
+      el("span", { class: `key k${n % COLOURS.length}`, data: { line: line.label } }, `${line.label} at ${step}: ${number(this.plot.data[1 + 3 * n][at])}`)));
   }
 
   resize() {

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.build_objective import build_objective
-from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.adapter import Lora, attach
+from penstock.trainer.learner.captured_state import CapturedPart
+from penstock.trainer.learner.health.layer_groups import layer_groups
+from penstock.trainer.learner.load_model import load_language_model, load_policy
+from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.optimizer_state import part_of
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.shard_files import Fragment
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.parallel_layout import ParallelLayout
@@ -45,7 +53,15 @@ SEQUENCE: dict[str, dict[str, Any]] = {  # both ranks compute the same rows
     "sequence-2": {"zero_stage": 2, "gradient_checkpointing": True},
     "sequence-3": {"zero_stage": 3},
 }
+MEASURED_SEQUENCE = "measured-sequence"
 ONE_KEY_HEAD = "one key head"  # fewer than ranks
+MEASURED: dict[str, dict[str, Any]] = {
+    "measured-0": {"zero_stage": 0},
+    "measured-2": {"zero_stage": 2, "offload": "optimizer"},
+    "measured-3": {"zero_stage": 3},
+    "measured-lora-3": {"lora": Lora(4, 8.0), "zero_stage": 3},
+    "measured-bfloat16-1": {"dtype": "bfloat16"},
+}
 
 
 def rows() -> list[Row]:
@@ -133,6 +149,91 @@ def error_of_sum(how: Optimisation, dims: ParallelDims) -> float:
     return abs(trainable.update().grad_norm / float(true.norm()) - 1)
 
 
+def measured(model: Path, folder: Path, how: Optimisation, dims: ParallelDims) -> dict[str, Any]:
+    """Make two steps, an outlier and another step; return what was measured, and what the outlier changed."""
+    policy = load_policy(model, replace(how, skip_above=5.0, skip_after=2), dims, temperature=1.0)
+    objective = build_objective(AlgorithmSettings())
+    batches = micro_batches(dims)
+    first = policy.train_step(batches, objective)
+    before = masters(policy)
+    second = policy.train_step(batches, objective)
+    moved = update_ratios(policy, before, dims)
+    kept = policy.capture().shard
+    outlier = policy.train_step([replace(batch, weights=batch.weights * 100.0) for batch in batches], objective)
+    after = policy.capture().shard
+    last = policy.train_step(batches, objective)
+    steps, work = (first, second, outlier, last), policy.take_work()
+    if how.zero_stage == 0:  # one case suffices: the norms are in the same place at every stage
+        CapturedPart("engine", after).write(folder)
+        dims.ranks.barrier()
+        policy._trainable.load(folder / "engine")
+    return {
+        "norm": [step.grad_norm for step in steps],
+        "first_layers": {name: one.grad_norm for name, one in first.layers.items()},
+        "layers": {name: one.grad_norm for name, one in second.layers.items()},
+        "ratios": {name: one.update_ratio for name, one in second.layers.items()},
+        "moved": moved,
+        "work": [work.flops, work.tokens],
+        "left_out": [step.left_out for step in steps],
+        "outlier_layers": {name: one.grad_norm for name, one in outlier.layers.items()},
+        "outlier_ratios": [one.update_ratio for one in outlier.layers.values()],
+        "is_unchanged": same_fragments(kept.fragments, after.fragments),
+        "stored": after.state["recent_grad_norms"],
+        "restored": list(policy._trainable._outliers.norms),
+        "by_hand": by_hand(model, how, objective) if dims.ranks.num_ranks == 1 else {},
+    }
+
+
+def masters(policy: Policy) -> dict[tuple[str, int], Tensor]:
+    """Copy the master weights that this rank accounts for."""
+    places = policy._trainable._optimizer_state().places()
+    return {(one.name, one.start): part_of(one.stepped, one).clone() for one in places if one.is_written}
+
+
+def update_ratios(policy: Policy, before: dict[tuple[str, int], Tensor], dims: ParallelDims) -> dict[str, float]:
+    """Return the norm of the change of the master weights over theirs, by group of layers, over all ranks."""
+    groups, after = policy._trainable._watch._groups, masters(policy)
+    names = sorted({group for own in groups.values() for group in own})
+    sums = {name: [0.0, 0.0] for name in names}
+    for key, old in before.items():
+        for group in groups[key[0]]:
+            sums[group][0] += float((after[key] - old).double().square().sum())
+            sums[group][1] += float(old.double().square().sum())
+    flat = dims.sum([value for name in names for value in sums[name]])
+    return {name: (flat[2 * at] / flat[2 * at + 1]) ** 0.5 for at, name in enumerate(names)}
+
+
+def same_fragments(one: Sequence[Fragment], other: Sequence[Fragment]) -> bool:
+    """Return True if weights and moments are bit for bit the same."""
+    return all(
+        torch.equal(tensor, after.tensors[kind])
+        for before, after in zip(one, other, strict=True)
+        for kind, tensor in before.tensors.items()
+    )
+
+
+def by_hand(model: Path, how: Optimisation, objective: Any) -> dict[str, float]:
+    """Return the gradient norm of each group of layers on the first batch, without DeepSpeed or ranks."""
+    alone = ParallelDims(SimpleNamespace(rank=0, num_ranks=1))  # type: ignore[arg-type]
+    module = load_language_model(model, how, alone)
+    if how.lora is not None:
+        attach(module, how.lora)
+    scorer = CompletionScorer(module, 1.0)
+    for batch in micro_batches(alone):
+        scores = scorer(
+            batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout
+        )
+        objective(scores, batch, None, None).loss.backward()
+    learning = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
+    squares: dict[str, float] = {}
+    for name, groups in layer_groups(learning).items():
+        gradient = learning[name].grad
+        assert gradient is not None
+        for group in (*groups, "all"):
+            squares[group] = squares.get(group, 0.0) + float(gradient.double().square().sum())
+    return {name: square**0.5 for name, square in squares.items()}
+
+
 def main(arguments: Sequence[str]) -> int:
     model, folder = map(Path, arguments)
     ranks = Ranks()
@@ -149,11 +250,18 @@ def main(arguments: Sequence[str]) -> int:
     results[ONE_KEY_HEAD] = trained(one_key_head, own, own, HOW, dims_of_one)
     if ranks.num_ranks > 1:
         together = ParallelDims(ranks, ParallelLayout(sequence_parallel=2))
+        own = folder / MEASURED_SEQUENCE
+        own.mkdir(exist_ok=True)
+        results[MEASURED_SEQUENCE] = measured(model, own, HOW, together)
         for name, changes in SEQUENCE.items():
             own = folder / f"{name}-{ranks.num_ranks}"
             own.mkdir(exist_ok=True)
             how = replace(HOW, **changes)
             results[name] = trained(model, own, folder / f"{PLAIN}-{ranks.num_ranks}", how, together)
+    for name, changes in MEASURED.items():
+        own = folder / f"{name}-{ranks.num_ranks}"
+        own.mkdir(exist_ok=True)
+        results[name] = measured(model, own, replace(HOW, **changes), dims)
     if ranks.num_ranks > 1:
         for stage in (1, 2, 3):
             how = replace(HOW, dtype="bfloat16", zero_stage=stage)

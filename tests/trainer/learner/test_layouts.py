@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from tests.trainer.learner.forks import Fork
-from tests.trainer.learner.layout_check import OFFLOADS, ONE_KEY_HEAD, PLAIN, SEQUENCE
+from tests.trainer.learner.layout_check import MEASURED, MEASURED_SEQUENCE, OFFLOADS, ONE_KEY_HEAD, PLAIN, SEQUENCE
 
 from penstock.deploy.quickstart_task import write_model
+from penstock.trainer.learner.health.layer_groups import KINDS
 
 LOSS, NORM = 2e-6, 5e-5  # in float32; the norm's is relative
 
@@ -42,6 +43,47 @@ def test_two_ranks_in_every_layout_train_what_one_process_trains(results: dict[i
     assert alone["resumed_equal"]
     for weights in (together["weights"], together["weights_from_plain"]):
         assert weights == pytest.approx(alone["weights"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_norms_and_updates_by_layers_are_those_of_one_process(results: dict[int, dict[str, Any]], case: str) -> None:
+    """At every ZeRO stage, with adapters, offloaded: equal to plain gradients, and to the change of the master weights."""
+    alone, together = results[1][case], results[2][case]
+    is_exact = "bfloat16" not in case
+    assert set(alone["layers"]) >= {"attention", "mlp", "block 0", "block 1", "all"}
+    for one in (alone, together):
+        assert one["layers"]["all"] == pytest.approx(one["norm"][1], rel=1e-9)
+        kinds = [value for name, value in one["layers"].items() if name in KINDS]
+        assert sum(value**2 for value in kinds) == pytest.approx(one["norm"][1] ** 2, rel=1e-6)
+        for name, ratio in one["moved"].items():
+            assert one["ratios"][name] == pytest.approx(ratio, rel=1e-3), name
+    if is_exact:
+        assert together["layers"] == pytest.approx(alone["layers"], rel=NORM)
+        assert together["ratios"] == pytest.approx(alone["ratios"], rel=1e-3)
+        assert alone["first_layers"] == pytest.approx(alone["by_hand"], rel=NORM)
+
+
+def test_ranks_that_compute_the_same_rows_count_once(results: dict[int, dict[str, Any]]) -> None:
+    """Two ranks that share the tokens of a row measure and leave out what one process does."""
+    alone, together = results[1]["measured-0"], results[2][MEASURED_SEQUENCE]
+    assert together["layers"] == pytest.approx(alone["layers"], rel=NORM)
+    assert together["ratios"] == pytest.approx(alone["ratios"], rel=1e-3)
+    assert together["work"] == alone["work"]
+    assert together["left_out"] == alone["left_out"]
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_an_outlier_step_is_left_out(results: dict[int, dict[str, Any]], case: str) -> None:
+    """A gradient norm 100 times the median changes neither weights nor moments, on any rank; the norms are restored."""
+    for num_ranks in (1, 2):
+        found = results[num_ranks][case]
+        assert found["left_out"] == [[False], [False], [True], [False]]
+        assert found["is_unchanged"]
+        assert found["stored"] == found["norm"][:3]
+        assert found["restored"] == found["norm"][: 3 if case == "measured-0" else 4]
+        assert found["norm"][2] > 20 * found["norm"][1]
+        assert found["outlier_layers"]["all"] == pytest.approx(found["norm"][2], rel=1e-9)
+        assert set(found["outlier_ratios"]) == {None}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -72,6 +72,20 @@ def test_the_optimizer_steps_of_a_batch_are_recorded(run: StoredRun) -> None:
     assert "4 optimizer steps, on 2, 2, 2, 2 groups" in shown
 
 
+def test_other_outlier_steps_than_recorded_are_reported(run: StoredRun) -> None:
+    """A replay that leaves out others says so; numbers of optimizer steps that were not made are no record."""
+    step = run.record.steps[-1]
+    last = step.model_copy(update={"left_out": (1, 3)})
+    assert other_updates(last, last.updates, (1, 3)) == []
+    (finding,) = other_updates(last, last.updates)
+    assert (
+        finding == "step 9: the replay left out the optimizer steps [] as outliers, recorded [1, 3]; restore the record"
+    )
+    for numbers in ((4,), (1, 0), (1, 1)):
+        with pytest.raises(ValidationError, match="were left out, expected ascending numbers below 4"):
+            RecordedStep.model_validate({**dict(step), "left_out": numbers})
+
+
 def test_the_stored_log_probabilities_are_those_of_the_weights_before_the_step(run: StoredRun) -> None:
     """One object for every recorded step; its values are those of a forward pass of the published weights.
 

@@ -33,7 +33,9 @@ STEP: dict[str, Any] = {
     "kl_behaviour": 0.03, "kl_reference": 0.04, "mismatch": {"tokens": 5, "mean_abs": 1e-6},
     "entropy": 0.7, "staleness_mean": 1.25, "staleness_tokens": {"0": 10, "1": 20, "40": 30},
     "reward_parts": {"format": 1.0}, "completion_tokens_mean": 12.0, "truncated_share": 0.1, "tokens_trained": 60,
-    "wait_s": 0.02, "step_s": 2.0, "publish_s": 0.5,
+    "wait_s": 0.02, "step_s": 2.0, "publish_s": 0.5, "train_tokens_per_s": 30.0, "flops_per_s": 5e9, "mfu": 0.25,
+    "grad_norm_by_layers": {"attention": 1.2, "blocks 0-6": 0.9}, "update_ratio": 1e-3, "updates_left_out": 2,
+    "update_ratio_by_layers": {"attention": 2e-3, "blocks 0-6": 5e-4},
 }  # fmt: skip
 GROUPS: dict[str, Any] = {
     "issued": 50, "issued_again": 3, "given_up": 1, "outstanding": 12, "scored": 40, "trained": 30, "reused": 2,
@@ -85,6 +87,11 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
         assert found[name] == step[key], name
     assert found['penstock_trainer_kl_nats{against="behaviour"}'] == step["kl_behaviour"]
     assert found['penstock_trainer_reward_part_mean{part="format"}'] == step["reward_parts"]["format"]
+    for layers, norm in step["grad_norm_by_layers"].items():
+        assert found[f'penstock_trainer_layer_gradient_norm{{layers="{layers}"}}'] == norm
+    assert found['penstock_trainer_layer_update_ratio{layers="all"}'] == step["update_ratio"]
+    assert found['penstock_trainer_layer_update_ratio{layers="blocks 0-6"}'] == 5e-4
+    assert found["penstock_trainer_updates_left_out_total"] == 2
     assert found["penstock_trainer_engine_mismatch_nats"] == step["mismatch"]["mean_abs"]
     for outcome in ("issued", "issued_again", "given_up", "scored", "trained", "reused"):
         assert found[f'penstock_groups_total{{outcome="{outcome}",reason=""}}'] == groups[outcome]

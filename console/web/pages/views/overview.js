@@ -5,11 +5,12 @@ import { bars, LineChart } from "../charts.js";
 import { el, number, panel, percent, replaceIfChanged, seconds, table, tile } from "../dom.js";
 
 const POINTS = 500;
+const MOST_LINES = 6;
 
 // title, figures as [name, label], options
 const CHARTS = [
   ["Reward", [["reward_mean", "mean"]], { note: "mean of each step; the band is the least and greatest of a bucket, or one standard deviation" }],
-  ["Reward by part", null, {}],
+  ["Reward by part", parts, {}],
   ["Staleness of what was trained", [["staleness_mean", "mean"], ["staleness_max", "greatest"]], { note: "versions behind, by token", zero: true }],
   ["Seconds of a step", [["step_s", "training"], ["wait_s", "waiting for groups"], ["publish_s", "publishing"]], { note: "long waiting: generation is the bottleneck", zero: true }],
   ["Tokens trained per second", [["tokens_per_s", "tokens/s"]], { note: "of the whole step, waiting included", zero: true }],
@@ -21,6 +22,11 @@ const CHARTS = [
   ["Truncated completions", [["truncated_share", "share"]], { zero: true, band: "truncated_share" }],
   ["Difference of engine and trainer", [["engine_gap", "mean"]], { zero: true, band: "engine_gap" }],
   ["Loss and gradient", [["loss", "loss"], ["grad_norm", "gradient norm"]], {}],
+  ["Gradient norm by layers", (names) => byKind(names, "gradient norm: "), {}],
+  ["Update to weight ratio", [["update_ratio", "all weights"]], { note: "norm of a step's change over the norm of the weights" }],
+  ["Update to weight ratio by layers", (names) => byKind(names, "update ratio: "), {}],
+  ["Floating-point operations per second", [["flops_per_s", "FLOP/s"]], { zero: true }],
+  ["Share of the peak (MFU)", [["mfu", "share"]], { zero: true }],
   ["Held-out loss", [["eval_loss", "loss"]], {}],
   ["Preferences", [["rewards/accuracies", "share with the chosen answer above"], ["rewards/margins", "margin"]], {}],
   ["Learning rate", [["lr", "used"], ["lr_set", "set"]], { zero: true }],
@@ -54,10 +60,10 @@ export function open(holder, { run }) {
       drawDiagnoses(diagnoses, found);
       const outside = new Map(found.bands.map((band) => [band.name, band]));
       for (const [title, figures, options] of CHARTS) {
-        const named = figures || parts(metrics.names);
+        const named = typeof figures === "function" ? figures(metrics.names) : figures;
         const known = named.filter(([name]) => metrics.figures[name]);
         if (!known.length) continue;
-        const lines = known.slice(0, 4).map(([name, label]) => ({ label, steps: metrics.steps, ...metrics.figures[name] }));
+        const lines = known.slice(0, MOST_LINES).map(([name, label]) => ({ label, steps: metrics.steps, ...metrics.figures[name] }));
         if (title === "Reward" && metrics.bucket === 1 && metrics.figures.reward_std) spread(lines[0], metrics.figures.reward_std.mean);
         const band = options.band && outside.get(options.band);
         const healthy = band ? `healthy: ${band.low ?? "−∞"} to ${band.high ?? "∞"}` : "";
@@ -94,8 +100,16 @@ function spread(line, deviations) {
 }
 
 function parts(names) {
-  const own = names.filter((name) => name.startsWith("reward part ") && !name.slice(12).includes("."));
-  return own.map((name) => [name, name.slice(12)]);
+  return startingWith(names, "reward part ").filter(([, part]) => !part.includes("."));
+}
+
+function startingWith(names, beginning) {
+  return names.filter((name) => name.startsWith(beginning)).map((name) => [name, name.slice(beginning.length)]);
+}
+
+// attention, embedding, head, mlp, norm; ranges of blocks are in the run's figures too
+function byKind(names, beginning) {
+  return startingWith(names, beginning).filter(([, layers]) => !layers.startsWith("block"));
 }
 
 function drawTiles(holder, found) {

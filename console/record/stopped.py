@@ -1,0 +1,112 @@
+"""`penstock runs stopped`: the batch at which a run stopped by itself, group by group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from penstock.console import connections
+from penstock.console.printable import printable
+from penstock.console.tables import console
+from penstock.console.tools.runs import unknown_run
+from penstock.protocol.errors import ConfigError, MalformedFact, PackError
+from penstock.protocol.facts import ScoredGroup
+from penstock.protocol.record.stopped_batch import FOLDER, read_batch, stopped_batches
+from penstock.protocol.subjects import check_run_id
+from penstock.protocol.trajectory import Group
+
+_FAR_REWARD = 1e4  # of a reward; a loss in float32 of products of these soon is infinite
+_FAR_LOGPROB = -30.0  # nats: one in 10^13 samples
+_PROMPT = 40  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedGroup:
+    """One group of a saved batch."""
+
+    group_id: str
+    prompt_text: str
+    rewards: tuple[float, ...]
+    completion_tokens: tuple[int, ...]
+    versions: tuple[int, int]  # oldest and newest that sampled a token
+    least_logprob: float  # of all sampled tokens, by the engine, in nats
+    scorer: str
+    far_out: tuple[str, ...]  # what is unusual about it
+
+
+def print_stopped(
+    run: str, arguments: Sequence[str], environ: Mapping[str, str], *, step: int | None, as_json: bool
+) -> int:
+    """Print a saved batch; return the exit code. Raises ConfigError when the run has none, or a damaged one."""
+    check_run_id(run)
+    folder = connections.find(arguments, environ).settings.run.dir / run
+    if not folder.is_dir():
+        raise unknown_run(run, folder.parent)
+    chosen = _choose(folder, step)
+    try:
+        batch, groups = read_batch(chosen)
+    except (MalformedFact, PackError, OSError) as err:
+        raise ConfigError(f"{chosen} cannot be read ({err}); restore it") from None
+    shown = [_describe(scored, group) for scored, group in zip(batch.groups, groups, strict=True)]
+    if as_json:
+        document = {
+            **batch.model_dump(exclude={"groups"}),
+            "folder": str(chosen),
+            "groups": [asdict(one) for one in shown],
+        }
+        print(json.dumps(document))
+        return 0
+    print(f"run {run}, step {batch.step} on version {batch.version}: {printable(batch.reason)}\n{chosen}\n")
+    console().print(_table(shown))
+    return 0
+
+
+def _choose(folder: Path, step: int | None) -> Path:
+    found = {int(path.name.removeprefix("step")): path for path in stopped_batches(folder)}
+    if not found:
+        raise ConfigError(f"{folder / FOLDER}: no saved batch; the run has not stopped by itself")
+    if step is not None and step not in found:
+        raise ConfigError(
+            f"{folder / FOLDER}: no batch of step {step}; saved are those of {', '.join(map(str, found))}"
+        )
+    return found[max(found) if step is None else step]
+
+
+def _describe(scored: ScoredGroup, group: Group) -> StoppedGroup:
+    summary = scored.generated
+    least = min(float(np.min(row.behaviour_logprobs[row.loss_mask], initial=0.0)) for row in group.trajectories)
+    far = [f"reward {reward:.3g}" for reward in scored.rewards if abs(reward) > _FAR_REWARD][:1]
+    far += [f"log-probability {least:.3g}"] if least < _FAR_LOGPROB else []
+    return StoppedGroup(
+        group_id=summary.group_id,
+        prompt_text=group.prompt_text,
+        rewards=scored.rewards,
+        completion_tokens=summary.completion_tokens,
+        versions=(summary.oldest_version, summary.newest_version),
+        least_logprob=least,
+        scorer=scored.scorer,
+        far_out=tuple(far),
+    )
+
+
+def _table(groups: Sequence[StoppedGroup]) -> Table:
+    table = Table(
+        "group", "prompt", "rewards", "tokens", "versions", "least log-probability", "scorer", "far out", box=None
+    )
+    for one in groups:
+        table.add_row(
+            one.group_id,
+            printable(one.prompt_text[:_PROMPT].replace("\n", " ")),
+            " ".join(f"{reward:.3g}" for reward in one.rewards),
+            " ".join(map(str, one.completion_tokens)),
+            "–".join(map(str, dict.fromkeys(one.versions))),
+            f"{one.least_logprob:.3g}",
+            printable(one.scorer),
+            printable(", ".join(one.far_out)),
+        )
+    return table

@@ -1,0 +1,46 @@
+"""The batch at which a run stopped by itself: written by the trainer (`trainer/recovery/stopped_batch.py`), read by the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from penstock.protocol.errors import MalformedFact
+from penstock.protocol.facts import Count, Identifier, ScoredGroup, Wire
+from penstock.protocol.packs import group_pack
+from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.trajectory import Group
+
+FOLDER = "stopped"  # in the run's folder; below it one folder for each step
+BATCH, GROUPS = "batch.json", "groups.parquet"
+
+
+class StoppedBatch(Wire):
+    """The content of ``batch.json``; ``row_group`` of each group is its place in ``groups.parquet``."""
+
+    run_id: Identifier
+    step: Count  # number of the step that was to be made
+    version: Count  # of the weights before it
+    reason: str
+    groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]  # in the order of their use
+
+
+def stopped_batches(run_folder: Path) -> list[Path]:
+    """Return the folders of a run's saved batches, in the order of their steps."""
+    return sorted(path.parent for path in (run_folder / FOLDER).glob(f"step*/{BATCH}") if path.parent.suffix == "")
+
+
+def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:
+    """Read a saved batch with its trajectories; raises MalformedFact for a damaged one, and OSError, PackError."""
+    try:
+        found = StoppedBatch.model_validate_json(read_regular(folder / BATCH))
+    except ValidationError as err:
+        first = err.errors()[0]
+        raise MalformedFact(
+            f"{folder / BATCH}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}; restore the file"
+        ) from None
+    described = [scored.generated for scored in found.groups]
+    groups = group_pack.decode(read_regular(folder / GROUPS), [one.row_group for one in described], described=described)
+    return found, groups
