@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import WHOLE, read_rows, use_packed_rows
+from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.load_model import attach_adapters, from_folder, prepare, warn_if_padded
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.policy import Policy
@@ -91,4 +92,5 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
-    return Policy(Trainable(scorer, how, dims), cast(Any, scorer), dims), changed
+    layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
+    return Policy(Trainable(scorer, how, dims, layers), cast(Any, scorer), dims), changed

@@ -62,7 +62,7 @@ class PassCost:
 
 
 def pass_cost(model: Any) -> PassCost:
-    """Return the cost of a causal language model of transformers, with adapters or without."""
+    """Return the cost of a language model of transformers, with adapters or without; one with a score has no head."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     tables = {id(held.weight) for held in (model.get_input_embeddings(), head) if held is not None}
@@ -80,8 +80,8 @@ def pass_cost(model: Any) -> PassCost:
     return PassCost(
         layers=total,
         learning=learning,
-        head=float(np.prod(getattr(head.weight, "ds_shape", head.weight.shape))),
-        head_learns=bool(head.weight.requires_grad),
+        head=0.0 if head is None else float(np.prod(getattr(head.weight, "ds_shape", head.weight.shape))),
+        head_learns=head is not None and bool(head.weight.requires_grad),
         attended=config.num_hidden_layers * width,
     )
 
