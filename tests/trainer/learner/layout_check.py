@@ -199,7 +199,7 @@ def update_ratios(policy: Policy, before: dict[tuple[str, int], Tensor], dims: P
         for group in groups[key[0]]:
             sums[group][0] += float((after[key] - old).double().square().sum())
             sums[group][1] += float(old.double().square().sum())
-    flat = dims.sum([value for name in names for value in sums[name]])
+    flat = dims.ranks.sum([value for name in names for value in sums[name]])
     return {name: (flat[2 * at] / flat[2 * at + 1]) ** 0.5 for at, name in enumerate(names)}
 
 
