@@ -19,6 +19,7 @@ from tests.examples import examples
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.trainer.data import dataset
 from penstock.trainer.data.dataset import PromptSet, reward_name
 from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN
 from penstock.trainer.data.row_files import fingerprint, open_rows
@@ -320,6 +321,24 @@ def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenize
     assert fingerprint([path]) != loaded.fingerprint
     path.write_text(before)
     assert fingerprint([path]) == loaded.fingerprint
+
+
+def test_the_prompts_used_last_are_not_read_again(
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept up to a number of tokens; what is dropped is read again, and is the same."""
+    path = write(tmp_path, [FLAT | {"prompt": f"sort {number}"} for number in range(10, 20)])
+    prompts = PromptSet.open([path], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer)
+    numbers: list[int] = []
+    read = prompts._read_again
+    monkeypatch.setattr(prompts, "_read_again", lambda index: numbers.append(index) or read(index))
+    monkeypatch.setattr(dataset, "KEPT_TOKENS", 3 * len(read(0).token_ids))
+    first = [prompts[number] for number in range(3)]
+    assert [prompts[number] for number in (0, 2, 1)] == [first[number] for number in (0, 2, 1)]
+    assert numbers == [0, 1, 2]
+    assert prompts[3].text != first[0].text  # 0 is the least recently used one now
+    assert [prompts[number] for number in (2, 1, 0)] == [first[number] for number in (2, 1, 0)]
+    assert numbers == [0, 1, 2, 3, 0]
 
 
 def test_a_template_that_renders_answers_differently_is_refused(tmp_path: Path):
