@@ -74,6 +74,11 @@ class Batcher:
         """Groups that could be taken if all were fresh."""
         return len(self._ready)
 
+    @property
+    def may_be_full(self) -> bool:
+        """Whether there are enough groups for a batch if none is too old; cheap, for each group that arrives."""
+        return len(self._ready) + len(self._kept) >= self._groups_per_step
+
     def holds(self, group_id: str) -> bool:
         """Return True if a group is held: ready, in use, or kept for another use."""
         return group_id in self._ready or group_id in self._in_use or group_id in self._kept

@@ -261,7 +261,8 @@ class Collector:
                 self._dead.arrive(len(wanted))
                 self._all_dead = False
                 self._issued.pause(self._dead.stops_issue)
-                self._changed.notify_all()
+                if self._tracker.may_be_full or self._draining_since is not None:
+                    self._changed.notify_all()  # else `collect` would look at every group, and wait on
 
     def _pipe_is_empty(self) -> bool:
         has_question = self._dead.stops_issue or self._missing()

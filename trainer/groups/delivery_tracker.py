@@ -79,6 +79,11 @@ class DeliveryTracker:
         return self._batcher.num_ready
 
     @property
+    def may_be_full(self) -> bool:
+        """Whether there may be a full batch (`Batcher.may_be_full`)."""
+        return self._batcher.may_be_full
+
+    @property
     def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
         """The ranges of versions whose samples are not trained on (`Batcher.abandoned`)."""
         return self._batcher.abandoned

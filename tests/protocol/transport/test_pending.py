@@ -1,0 +1,107 @@
+"""Calls from threads and event loops to a thread with a loop of its own: each gets its result, error or cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.transport.pending import LoopThread
+
+
+async def _nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    """A running loop thread."""
+    started = LoopThread("test-pending")
+    started.start()
+    yield started
+    started.close(_nothing)
+
+
+async def _add(a: int, b: int) -> int:
+    await asyncio.sleep(0)
+    return a + b
+
+
+async def _fail() -> None:
+    raise ValueError("no")
+
+
+def test_each_of_many_callers_gets_its_own_result(thread: LoopThread) -> None:
+    """No wake-up is lost while threads and loops call at once."""
+
+    async def many(first: int) -> list[int]:
+        return await asyncio.gather(*(_awaited(thread, first + n) for n in range(50)))
+
+    with ThreadPoolExecutor(6) as pool:
+        loops = [pool.submit(asyncio.run, many(1000 * k)) for k in range(3)]
+        waits = [
+            pool.submit(lambda k=k: [thread.call(_add(k, n), "add", 30.0).wait() for n in range(50)]) for k in range(3)
+        ]
+        assert [loop.result(60) for loop in loops] == [[1000 * k + n + 1 for n in range(50)] for k in range(3)]
+        assert [wait.result(60) for wait in waits] == [[k + n for n in range(50)] for k in range(3)]
+
+
+async def _awaited(thread: LoopThread, number: int) -> int:
+    pending = thread.call(_add(number, 1), "add", 30.0)
+    found = await pending
+    assert pending.done()
+    assert await pending == pending.wait() == found  # a result stays
+    return found
+
+
+def test_an_error_is_raised_where_the_result_is_awaited(thread: LoopThread) -> None:
+    """The call's exception reaches a thread and a coroutine."""
+    with pytest.raises(ValueError, match="no"):
+        thread.call(_fail(), "fail", 30.0).wait()
+
+    async def run() -> None:
+        await thread.call(_fail(), "fail", 30.0)
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(run())
+
+
+def test_a_cancelled_caller_cancels_the_call(thread: LoopThread) -> None:
+    """What nobody waits for any more does not go on, as a fetch that would hold messages."""
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    async def run() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await thread.call(endless(), "sleep", 30.0)
+
+    asyncio.run(run())
+    assert cancelled.wait(30) or not started.is_set()
+
+
+def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: LoopThread) -> None:
+    """A call that runs when the thread is closed, and one that comes later, say that the bus is closed."""
+    started = threading.Event()
+
+    async def endless() -> None:
+        started.set()
+        await asyncio.sleep(3600)
+
+    running = thread.call(endless(), "a long call", 30.0)
+    assert started.wait(30)
+    thread.close(_nothing)
+    with pytest.raises(BusUnreachable, match="a long call: the bus was closed during the call"):
+        running.wait()
+    with pytest.raises(BusUnreachable, match="a late call: the bus is closed"):
+        thread.call(_nothing(), "a late call", 30.0)
