@@ -37,6 +37,7 @@ LABELS: dict[str, str] = {
     "dual_clip_fraction": "tokens bounded by the dual clip",
     "rejected_fraction": "tokens rejected as stale or mismatched",
     "kl_reference": "KL(policy ‖ reference) per token",
+    "kl_teacher": "KL(policy ‖ teacher) per token",
     "reward_kl": "KL(sampler ‖ reference) per token, in the reward",
     "kl_coefficient": "coefficient of the KL",
     "grad_norm": "gradient norm before clipping",

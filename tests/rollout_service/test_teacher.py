@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.deploy.processes.child import Child
+from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.errors import (
     EngineRefused,
@@ -28,6 +31,10 @@ from penstock.rollout_service.teachers.sglang import read_answer
 from penstock.rollout_service.teachers.teacher import Teacher, vocabulary_probe
 from tests.contracts.engine_under_test import EngineUnderTest, embedded_engine
 from tests.contracts.tiny_model import Dense, build_model, write_tokenizer
+from tests.groups import make_task
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
+from tests.rollout_service.trainer_side import TrainerSide, attached
+from tests.servers import wait_for
 from tests.trainer.groups.stored_groups import invent_group
 
 TOP_K = 4
@@ -232,3 +239,61 @@ def test_a_reply_that_contradicts_the_question_is_refused(change: dict[str, Any]
     assert read_answer("u", question, _REPLY, 1, 1).logprobs.tolist() == [-1.0, -2.0]
     with pytest.raises(ReplyRefused, match=f"http://t: .*{words}"):
         read_answer("http://t", question, {"meta_info": _REPLY["meta_info"] | change}, 1, 1)
+
+
+def test_a_worker_stores_what_its_teacher_says(
+    trainer_side: TrainerSide, start_worker: Callable[..., Child], tmp_path: Path
+) -> None:
+    """Of the groups whose tasks ask for it; without its teacher the pack is dead-lettered, with the group and the URL."""
+    write_model(tmp_path / "teacher", seed=9)
+    trainer_side.publish(0)
+    asked, plain = (make_task(f"e0.p{n}.a0", prompt_ids=[5, 6, 7 + n], group_size=2) for n in range(2))
+    asked = asked.model_copy(update={"teacher_top_k": 3})
+    with embedded_engine(tmp_path / "teacher", tmp_path, "--weight-version", "7") as engine:
+        start_worker("w0", f"teacher.url={engine.url}", "teacher.attempts=1", "worker.task_attempts=1")
+        trainer_side.issue("first", [asked, plain])
+        found, other = trainer_side.collect_groups(1, 120)
+    assert other.teacher is None
+    assert found.teacher is not None
+    dense = Dense(tmp_path / "teacher")
+    for row, said in zip(found.trajectories, found.teacher.rows, strict=True):
+        table = dense.logprobs(row.token_ids.tolist())[found.num_prompt_tokens - 1 : -1]
+        targets = row.token_ids[found.num_prompt_tokens :].tolist()
+        assert said.logprobs.tolist() == pytest.approx(
+            [float(line[t]) for line, t in zip(table, targets, strict=True)], abs=1e-4
+        )
+        assert (said.top_ids == table.topk(3).indices.numpy()).all()
+    trainer_side.issue("second", [asked.model_copy(update={"group_id": "e0.p2.a0"})])
+    wait_for(lambda: bool(trainer_side.dead), "the pack to be dead-lettered")
+    assert trainer_side.dead[0].reason == "TeacherFailed"
+    assert f"group e0.p2.a0: the teacher at {engine.url} gave no log-probabilities" in trainer_side.dead[0].detail
+
+
+def test_a_worker_without_a_teacher_refuses_a_task_that_needs_one(
+    trainer_side: TrainerSide, start_worker: Callable[..., Child], faulty_engine: FaultyEngine
+) -> None:
+    """At once, with the setting that is missing; the other tasks of the pack are done."""
+    trainer_side.publish(0)
+    start_worker("w0", *attached(faulty_engine))
+    one, other = (make_task(f"e0.p{n}.a0", prompt_ids=[5, 6], group_size=2) for n in range(2))
+    trainer_side.issue("first", [one.model_copy(update={"teacher_top_k": 0}), other])
+    assert [group.group_id for group in trainer_side.collect_groups(1, 60)] == ["e0.p1.a0"]
+    wait_for(lambda: bool(trainer_side.dead), "the task to be dead-lettered")
+    assert trainer_side.dead[0].reason == "no_teacher"
+    assert "e0.p0.a0 needs a teacher's log-probabilities" in trainer_side.dead[0].detail
+
+
+def test_a_kind_of_teacher_of_your_own_is_named_by_its_file(tmp_path: Path) -> None:
+    """It makes the client of each URL; a name that is none is refused with the known ones."""
+    file = tmp_path / "my_teacher.py"
+    file.write_text(
+        "from penstock.rollout_service.teachers.interface import TeacherKind\n"
+        "from penstock.rollout_service.teachers.sglang import SglangTeacher\n"
+        "class Mine(SglangTeacher):\n"
+        "    pass\n"
+        "kind = TeacherKind('mine', Mine)\n"
+    )
+    found = teacher_at("http://a:1, http://b:2", kind=f"{file}:kind")
+    assert [(type(one).__name__, one.url) for one in found._clients] == [("Mine", "http://a:1"), ("Mine", "http://b:2")]
+    with pytest.raises(ConfigError, match=r"unknown teacher 'sgland'; did you mean 'sglang'\?"):
+        teacher_at("http://a:1", kind="sgland")

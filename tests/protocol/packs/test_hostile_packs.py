@@ -40,7 +40,7 @@ def test_a_hostile_pack_is_refused(name: str):
     ("name", "reason"),
     [
         ("half a file", "magic bytes"),
-        ("a hundred columns more", "more than 64 elements"),
+        ("a hundred columns more", "more than 80 elements"),
         ("fewer rows than described", "has 2 rows, expected 3"),
         ("described as row group 10^15", "of a pack that has 1"),
         ("an Arrow schema with dictionaries", "the columns are not those of a pack"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.episodes import forked, group_of, one_turn
 from tests.trainer.groups.stored_groups import invent_group, taught
 
 from penstock.protocol.errors import PackError
@@ -43,6 +44,18 @@ def test_a_pack_gives_back_what_the_teacher_said(top_k: int) -> None:
             assert one.top_logprobs.tobytes() == other.top_logprobs.tobytes()
     assert len(found[2].teacher.rows[2].logprobs) == 0  # type: ignore[union-attr]
     assert group_pack.decode_texts(data, [0])[0].group_id == groups[0].group_id
+
+
+def test_episodes_have_a_teacher_too() -> None:
+    """Of each row the tokens that are trained in it, whatever rows share."""
+    whole = taught(group_of(forked(0), one_turn(1)), 2)
+    (found,) = group_pack.decode(group_pack.encode([whole]), vocab_size=60, described=[whole.summary(0)])
+    assert whole.teacher is not None
+    assert found.teacher is not None
+    assert len(found.episodes) == 2
+    counts = [len(row.logprobs) for row in found.teacher.rows]
+    assert counts == [int(row.loss_mask.sum()) for row in found.trajectories]
+    assert [row.top_ids.tolist() for row in found.teacher.rows] == [row.top_ids.tolist() for row in whole.teacher.rows]
 
 
 def test_messages_without_a_teacher_are_what_they_were() -> None:
