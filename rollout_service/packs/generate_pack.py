@@ -107,7 +107,7 @@ class PackGenerator:
         if self._teacher is None or all(top_k is None for top_k in top_ks):
             return groups
         with self._activity.working("asking the teacher"):
-            return await self._teacher.score(groups, top_ks)
+            return await self._teacher.score(groups, top_ks, vocab_size=self.limits.vocab_size)
 
     async def _accepted_tasks(self, received: ReceivedPack) -> Sequence[Task]:
         fact = received.delivery.fact

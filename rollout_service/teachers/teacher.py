@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 
 from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.errors import PackError
 from penstock.protocol.packs.teacher_columns import num_sampled
 from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
@@ -85,15 +86,17 @@ class Teacher:
                 )
             log.info("teacher", model=self._names[client.url], url=client.url)
 
-    async def score(self, groups: Sequence[Group], top_ks: Sequence[int | None]) -> list[Group]:
+    async def score(
+        self, groups: Sequence[Group], top_ks: Sequence[int | None], *, vocab_size: int | None = None
+    ) -> list[Group]:
         """Return the groups with the teacher's log-probabilities; one whose ``top_k`` is None is returned as it is.
 
-        Raises TeacherFailed, naming group and URL, when a group could not be scored.
+        ``vocab_size`` is the policy's. Raises TeacherFailed, naming group and URL, when a group could not be scored.
         """
         try:
             async with asyncio.TaskGroup() as asking:
                 asked = [
-                    None if top_k is None else asking.create_task(self._score(group, top_k))
+                    None if top_k is None else asking.create_task(self._score(group, top_k, vocab_size))
                     for group, top_k in zip(groups, top_ks, strict=True)
                 ]
         except* EngineError as failures:
@@ -103,7 +106,7 @@ class Teacher:
             for group, task in zip(groups, asked, strict=True)
         ]
 
-    async def _score(self, group: Group, top_k: int) -> TeacherScores:
+    async def _score(self, group: Group, top_k: int, vocab_size: int | None) -> TeacherScores:
         counts = num_sampled(group.trajectories)
         asked = [row for row, count in zip(group.trajectories, counts, strict=True) if count]
         questions = [Question(row.token_ids.tolist(), row.version_runs[0].start) for row in asked]
@@ -117,8 +120,13 @@ class Teacher:
             )
         remaining = iter(zip(asked, answers, strict=True))
         rows = [_row(*next(remaining)) if count else _no_tokens(top_k) for count in counts]
-        scores = TeacherScores(f"{name}@{versions.pop()}"[:500], top_k, tuple(rows))
-        scores.check(counts, None)
+        try:
+            scores = TeacherScores(f"{name}@{versions.pop()}"[:500], top_k, tuple(rows))
+            scores.check(counts, vocab_size)
+        except PackError as err:
+            raise TeacherFailed(
+                f"group {group.group_id}: the answer of the teacher {name} cannot be used: {err}"
+            ) from None
         return scores
 
     async def _ask(self, group_id: str, questions: Sequence[Question], top_k: int) -> tuple[list[Answer], str]:

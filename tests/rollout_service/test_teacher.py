@@ -136,11 +136,11 @@ def test_a_teacher_that_does_not_start_is_named(tmp_path: Path) -> None:
 class _Failing:
     """A teacher that fails in given ways, one after another, and then answers."""
 
-    def __init__(self, *failures: Exception, version: str = "3") -> None:
+    def __init__(self, *failures: Exception, version: str = "3", logprob: float = -1.0) -> None:
         self.url = "http://teacher:1"
         self.failures = list(failures)
         self.num_asked = 0
-        self._version = version
+        self._version, self._logprob = version, logprob
 
     async def model(self, deadline_s: float) -> str:
         return "t"
@@ -158,7 +158,7 @@ class _Failing:
             size = len(question.token_ids) - question.first
             version = f"{self._version}{number}" if self._version == "changing" else self._version
             answers.append(
-                Answer(np.full(size, -1.0, np.float32), empty.reshape(0, 0).astype(np.int32), empty, version)
+                Answer(np.full(size, self._logprob, np.float32), empty.reshape(0, 0).astype(np.int32), empty, version)
             )
             answers[-1] = replace(
                 answers[-1], top_ids=np.empty((size, 0), np.int32), top_logprobs=np.empty((size, 0), np.float32)
@@ -212,6 +212,14 @@ def test_weights_that_change_within_a_group_are_refused() -> None:
     """Its identity would name one version for the numbers of two."""
     with pytest.raises(TeacherFailed, match="answered with the versions changing0, changing1"):
         ask(_Failing(version="changing"))
+
+
+def test_an_answer_that_no_model_can_give_ends_the_attempt_with_its_group() -> None:
+    """It is an error of the teacher, for which the pack is requeued, and not of the worker."""
+    with pytest.raises(
+        TeacherFailed, match=r"group e0\.p5\.a0: the answer of the teacher .* cannot be used: .* above 0"
+    ):
+        ask(_Failing(logprob=5.0))
 
 
 _REPLY: dict[str, Any] = {
