@@ -62,7 +62,13 @@ def _check_context(trainer: TrainerSettings) -> None:
 
 
 def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:
-    """Check that the workers' engine serves the model; raises UnsupportedModel."""
+    """Check that the workers' engine serves the model; raises UnsupportedModel, and ConfigError for what it cannot sample."""
+    if trainer.rollout.redundant_completions and not rollout.worker.kind.may_abandon:
+        raise ConfigError(
+            f"rollout.redundant_completions = {trainer.rollout.redundant_completions} with worker.engine = "
+            f"{rollout.worker.engine!r}, which cannot end a single completion and count what was sampled of it; leave it out, or use "
+            "embedded, sglang or sglang-url"
+        )
     if rollout.worker.engine == "embedded" and (trainer.model.path / "config.json").is_file():
         read_model_config(trainer.model.path)
 

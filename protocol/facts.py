@@ -49,6 +49,7 @@ MAX_NESTING = 32  # hostile nesting is refused before pydantic sees it
 
 Split = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort"]
+AbandonReason = Literal["aborted", "surplus"]
 Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#-]+$")]
 RewardName = Annotated[
     str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#/-]+$")
@@ -66,6 +67,11 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+def without_empty(document: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the fields of a model without those of ``names`` that are empty: readers of earlier releases do not know them."""
+    return {name: value for name, value in document.items() if value or name not in names}
+
+
 class BlobRef(Wire):
     """Reference to one immutable object in S3, with size and sha256 to verify it by."""
 
@@ -79,6 +85,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=200)]
 StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
 
 
+MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
 SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
 
 
@@ -129,7 +136,7 @@ class Task(Wire):
     group_id: Identifier
     prompt_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)]
     prompt_text: str
-    group_size: Annotated[int, Field(ge=1, le=4096)]
+    group_size: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)]
     sampling: Sampling
     reward: RewardRequest
     split: Split
@@ -138,6 +145,10 @@ class Task(Wire):
     issued_version: Count
     pinned_version: Count | None = None  # evaluation: every token must come from this version
     with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
+    redundant_completions: Annotated[int, Field(ge=0, lt=MAX_COMPLETIONS)] = (
+        0  # started besides; ``group_size`` are enough
+    )
+    redundant_wait: Annotated[float, Field(ge=0.0, le=1000.0, allow_inf_nan=False)] = 0.0  # for these, see `Redundancy`
     min_episodes: Count | None = None  # fewest episodes of a group, where others failed in every attempt; None: all
     messages: str = ""  # the row's chat as JSON, for environments that render it themselves; "": single_turn
     teacher_top_k: TopK | None = (
@@ -147,18 +158,28 @@ class Task(Wire):
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what a worker of an earlier release would not know, unless it is used."""
-        document = fields(self)
-        if not self.messages:
-            del document["messages"]
+        document = without_empty(fields(self), "messages", "redundant_completions", "redundant_wait")
         if self.teacher_top_k is None:
             document.pop("teacher_top_k", None)  # not there where defaults are left out
         return document
 
 
+class AbandonedCompletion(Wire):
+    """A completion that was started and is not part of its group, since enough others had ended before it.
+
+    ``aborted``: the engine ended it on request; ``surplus``: it had ended by itself when that was requested, or together with
+    the last one that was needed.
+    """
+
+    reason: AbandonReason
+    num_tokens: Annotated[int, Field(ge=0, le=1_000_000)]  # sampled until then
+
+
 class GeneratedGroup(Wire):
     """One group of a pack, as generated; ``row_group`` is its row group in the Parquet object.
 
-    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together.
+    Lengths and finish reasons are one for each trajectory: of an episode, those of all its rows together. The object does
+    not hold completions that were ``abandoned``.
     """
 
     group_id: Identifier
@@ -178,11 +199,12 @@ class GeneratedGroup(Wire):
     teacher_top_k: TopK | None = (
         None  # a teacher's log-probabilities are in the pack, with so many likeliest tokens each
     )
+    abandoned: Annotated[tuple[AbandonedCompletion, ...], Field(max_length=MAX_COMPLETIONS)] = ()
 
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what services of an earlier release would not know, unless it is used."""
-        document = fields(self)
+        document = without_empty(fields(self), "abandoned")
         if self.teacher_top_k is None:
             document.pop("teacher_top_k", None)  # not there where defaults are left out
         return document
@@ -212,6 +234,10 @@ class GeneratedGroup(Wire):
             raise ValueError(
                 f"group {self.group_id}: {self.rows[:8]} rows of {self.row_tokens} tokens for "
                 f"{len(self.completion_tokens)} episodes; expected one or more rows for each"
+            )
+        if self.rows and self.abandoned:
+            raise ValueError(
+                f"group {self.group_id}: {len(self.abandoned)} abandoned completions in a group of episodes, expected none"
             )
         if self.newest_version < self.oldest_version:
             raise ValueError(f"group {self.group_id}: newest version is older than the oldest")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import FinishReason, GeneratedGroup, RewardRequest, Split
+from penstock.protocol.facts import AbandonedCompletion, FinishReason, GeneratedGroup, RewardRequest, Split
 from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     episodes: tuple[Episode, ...] = ()  # none: each trajectory is a prompt and its one completion
     teacher: TeacherScores | None = None  # its log-probabilities of the sampled tokens
+    abandoned: tuple[AbandonedCompletion, ...] = ()  # as its worker counts them; not stored in the pack
 
     @classmethod
     def of_episodes(
@@ -279,6 +280,7 @@ class Group:
             rows=tuple(len(e.rows) for e in self.episodes),
             row_tokens=sum(e.num_tokens for e in self.episodes) if self.episodes else None,
             teacher_top_k=self.teacher_top_k,
+            abandoned=self.abandoned,
         )
 
 

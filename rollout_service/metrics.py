@@ -16,6 +16,8 @@ class WorkerMetrics:
     packs_announced: int = 0
     groups_generated: int = 0
     tokens_generated: int = 0
+    completions_abandoned: int = 0  # started and not kept, since enough of their group had ended
+    tokens_abandoned: int = 0
     packs_given_back: int = 0  # an engine failed them; NATS redelivers them
     packs_distrusted: int = 0  # of these, because it was unknown which weights sampled them
     groups_dead_lettered: int = 0
@@ -34,6 +36,8 @@ class WorkerMetrics:
             "packs_announced": self.packs_announced,
             "groups_generated": self.groups_generated,
             "tokens_generated": self.tokens_generated,
+            "completions_abandoned": self.completions_abandoned,
+            "tokens_abandoned": self.tokens_abandoned,
             "packs_given_back": self.packs_given_back,
             "packs_distrusted": self.packs_distrusted,
             "groups_dead_lettered": self.groups_dead_lettered,

@@ -23,6 +23,8 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
         "groups_generated": ("penstock_groups_total", {"outcome": "generated", "reason": ""}),
         "groups_dead_lettered": ("penstock_groups_total", {"outcome": "dead_lettered", "reason": ""}),
         "tokens_generated": ("penstock_tokens_total", {"outcome": "generated"}),
+        "completions_abandoned": ("penstock_rollout_abandoned_completions_total", {}),
+        "tokens_abandoned": ("penstock_tokens_total", {"outcome": "abandoned"}),
         "weights_applied": ("penstock_rollout_weights_applied_total", {}),
         "tokens_per_s": ("penstock_rollout_tokens_per_second", {}),
         "packs_held": ("penstock_rollout_packs_held", {}),

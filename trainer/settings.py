@@ -16,7 +16,7 @@ from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.teacher_settings import TeacherSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import SINGLE_TURN, Identifier, StopStrings
+from penstock.protocol.facts import MAX_COMPLETIONS, SINGLE_TURN, Identifier, StopStrings
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
@@ -204,6 +204,20 @@ class RolloutSettings(Section):
         ge=0,
         description="Groups that share a message; 0 chooses by size: many tiny ones, or a single large one.",
     )
+    redundant_completions: int = Field(
+        default=0,
+        ge=0,
+        description="Completions of a prompt that are started besides group_size, so that no group waits for its longest ones: once "
+        "group_size have ended, the engine aborts the rest. The first to end are the shorter ones: what is trained is biased to "
+        "short completions. Not in evaluations, and only in single_turn.",
+    )
+    redundant_wait: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1000.0,
+        description="How much longer the rest may take, as a share of the time in which the first group_size ended: what ends by then "
+        "is part of the group too, which then has group_size to group_size + redundant_completions. 0: the rest is aborted at once.",
+    )
     max_staleness: int = Field(
         default=2,
         ge=0,
@@ -230,6 +244,36 @@ class RolloutSettings(Section):
     max_attempts: int = Field(
         default=2, ge=1, description="How often a group is generated at most when it is too stale to be trained."
     )
+
+    @model_validator(mode="after")
+    def _redundancy_is_possible(self) -> RolloutSettings:
+        started = self.group_size + self.redundant_completions
+        if started > MAX_COMPLETIONS:
+            raise ValueError(
+                f"rollout.group_size + rollout.redundant_completions = {started}, at most {MAX_COMPLETIONS} completions of a prompt "
+                "are started; lower one of them"
+            )
+        if self.redundant_wait and not self.redundant_completions:
+            raise ValueError(
+                f"rollout.redundant_wait = {self.redundant_wait:g} does nothing without rollout.redundant_completions; set it, or "
+                "leave out rollout.redundant_wait"
+            )
+        if self.redundant_completions and self.environment != SINGLE_TURN:
+            raise ValueError(
+                f"rollout.redundant_completions = {self.redundant_completions} is possible in {SINGLE_TURN} only, not in the episodes "
+                f"of rollout.environment = {self.environment!r}; leave it out"
+            )
+        return self
+
+    @property
+    def started_completions(self) -> int:
+        """Completions of a prompt that are started."""
+        return self.group_size + self.redundant_completions
+
+    @property
+    def largest_group(self) -> int:
+        """Most completions of a group that is trained."""
+        return self.started_completions if self.redundant_wait else self.group_size
 
     @property
     def max_outstanding(self) -> int:
@@ -550,6 +594,15 @@ class TrainerSettings(Section):
                 "policy; lower it"
             )
         return ""
+
+    @model_validator(mode="after")
+    def _stored_groups_are_not_sampled(self, info: ValidationInfo) -> TrainerSettings:
+        """Refuse redundant completions where nothing is sampled; a run's record is read as it is."""
+        if self.rollout.redundant_completions and self.data.from_run is not None and info.context != RECORDED:
+            raise ValueError(
+                "rollout.redundant_completions does nothing with data.from_run: stored groups are trained as they are; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self, info: ValidationInfo) -> TrainerSettings:

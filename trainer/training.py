@@ -213,7 +213,8 @@ class Training:
         ids = [group.group_id for group in batch]
         made = next_version(self.version)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
-        self.issuer.mark_trained(first_uses, ages, made=made, num_reused=num_reused)
+        abandoned = [one for group in batch if group.group_id in first_uses for one in group.scored.generated.abandoned]
+        self.issuer.mark_trained(first_uses, ages, made=made, num_reused=num_reused, abandoned=abandoned)
         self.collector.mark_trained(ids)
         uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
         digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]

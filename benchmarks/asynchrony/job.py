@@ -24,6 +24,8 @@ max_prompt_tokens = 32
 [rollout]
 groups_per_step = {groups_per_step}
 group_size = {group_size}
+redundant_completions = {redundant}
+redundant_wait = {wait}
 groups_per_message = 1
 max_staleness = {max_staleness}
 max_new_tokens = {longest}
@@ -55,6 +57,15 @@ class Mode:
     name: str
     max_staleness: int
     update_mode: str = "in_place"
+    redundant: int = 0  # completions of a group that are started besides
+    wait: float = 0.0  # `rollout.redundant_wait`
+
+    def with_redundancy(self, redundant: int, wait: float) -> Mode:
+        """Return the mode with completions that are started besides, named in its name."""
+        if not redundant:
+            return self
+        name = f"{self.name}, {GROUP_SIZE} + {redundant}" + (f", wait {wait:g}" if wait else "")
+        return replace(self, name=name, redundant=redundant, wait=wait)
 
 
 MODES = (
@@ -137,6 +148,8 @@ def write_run(folder: Path, job: Job, mode: Mode) -> Path:
             folder=folder,
             groups_per_step=job.groups_per_step,
             group_size=GROUP_SIZE,
+            redundant=mode.redundant,
+            wait=mode.wait,
             max_staleness=mode.max_staleness,
             longest=job.engine.longest_tokens,
             steps=job.steps,

@@ -31,6 +31,10 @@ class Measured:
     cpu_share: float  # of this machine's cores, by all processes of the run
     delays: dict[str, float]  # `Durations` of this run that are the machine's, not the job's, s
     lengths: Sequence[int] = field(repr=False, default=())  # of everything trained
+    abandoned: tuple[int, int] = (
+        0,
+        0,
+    )  # completions that were started and not kept, and their tokens, in the whole run
 
     @property
     def staleness_mean(self) -> float:
@@ -111,3 +115,10 @@ def delays(metrics: Path, worker_logs: Sequence[Path]) -> dict[str, float]:
         "publish_s": fmean(first.values()),
         "load_s": fmean(pause_s for version, _, pause_s in applied if version in recorded),
     }
+
+
+def abandoned_counts(metrics: Path) -> tuple[int, int]:
+    """Return the completions that were started and not kept in the run so far, and the tokens that were sampled for them."""
+    newest = [line for line in metrics.read_text().splitlines() if '"groups"' in line][-1]
+    groups = json.loads(newest)["groups"]
+    return sum(groups["abandoned_completions"].values()), sum(groups["abandoned_tokens"].values())

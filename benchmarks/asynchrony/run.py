@@ -77,6 +77,7 @@ def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
         delays=measure.delays(metrics, sorted((run.folder / "logs").glob("worker-*.log"))),
         cpu_share=run.usage.cpu_s / run.usage.wall_s / (os.cpu_count() or 1),
         lengths=[length for step in steps for length in step["lengths"]],
+        abandoned=measure.abandoned_counts(metrics),
     )
 
 
@@ -88,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, default=14, help="of a mode that overlaps; the first four are not measured"
     )
+    parser.add_argument(
+        "--redundant", type=int, default=0, help="completions that are started besides those of a group"
+    )
+    parser.add_argument("--wait", type=float, default=0.0, help="rollout.redundant_wait")
     parser.add_argument("--json", type=Path, help="append every row to this file")
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     options = parser.parse_args(arguments)
@@ -99,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for mode in MODES:
                 if options.modes and mode.name not in options.modes:
                     continue
+                mode = mode.with_redundancy(options.redundant, options.wait)
                 folder = (
                     options.keep or Path(scratch)
                 ) / f"{num_workers}-{mode.name.replace(', ', '-').replace(' ', '-')}"

@@ -13,7 +13,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +42,8 @@ def simulate(job: Job, mode: Mode, *, patience: float, delays: Mapping[str, floa
     job = job.for_mode(mode)
     rollout = RolloutSettings(
         group_size=GROUP_SIZE,
+        redundant_completions=mode.redundant,
+        redundant_wait=mode.wait,
         groups_per_step=job.groups_per_step,
         groups_per_message=1,
         max_staleness=mode.max_staleness,
@@ -85,7 +87,7 @@ def _prompts(stack: contextlib.ExitStack, job: Job, mode: Mode) -> PromptSet:
 
 def _compare(rows: Path, steps: int, patience: float) -> None:
     """Print measured rows beside the simulation of each with the delays of its run."""
-    modes = {mode.name: mode for mode in MODES}
+    modes = {mode.name: mode for mode in _with_redundancy(MODES, range(GROUP_SIZE + 1), [0.0])}
     print("| workers | mode | measured tokens/s | simulated | difference |\n|---|---|---|---|---|")
     for measured in map(json.loads, rows.read_text().splitlines()):
         job = Job(measured["workers"], SimulatedOptions(), measured=steps)
@@ -97,6 +99,12 @@ def _compare(rows: Path, steps: int, patience: float) -> None:
         )
 
 
+def _with_redundancy(modes: Sequence[Mode], redundant: Sequence[int], waits: Sequence[float]) -> list[Mode]:
+    """Return each mode without redundancy, if 0 is among ``redundant``, and with each of the others and each wait."""
+    rows = [mode.with_redundancy(extra, wait) for mode in modes for extra in redundant for wait in waits]
+    return list(dict.fromkeys(rows))
+
+
 def main() -> None:
     """Print a row for each mode."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,6 +112,16 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: all")
     parser.add_argument("--groups-per-worker", type=int, default=6, help="of a step")
     parser.add_argument("--steps", type=int, default=10, help="that are measured of each mode")
+    parser.add_argument(
+        "--redundant",
+        type=int,
+        nargs="+",
+        default=[0],
+        help=f"completions that are started besides the {GROUP_SIZE} of a group",
+    )
+    parser.add_argument(
+        "--wait", type=float, nargs="+", default=[0.0], help="rollout.redundant_wait, of rows with --redundant"
+    )
     parser.add_argument("--patience", type=float, default=3.0, help="trainer.oldest_patience")
     parser.add_argument("--like", type=Path, help="rows that benchmarks.asynchrony --json wrote: simulate each of them")
     given = parser.parse_args()
@@ -112,20 +130,21 @@ def main() -> None:
         return
     print(
         "| workers | mode | trained tokens/s | of the ideal | trainer idle | engines idle | slots used | staleness mean "
-        "| dropped of trained groups | CPU s | peak MiB |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "| dropped of trained groups | s of a step | mean tokens trained, started | sampled and not kept | CPU s | peak MiB |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for num_workers in given.workers:
         job = Job(num_workers, SimulatedOptions(), measured=given.steps)
         job = replace(job, groups_per_worker=given.groups_per_worker)
-        for mode in MODES:
-            if given.modes and mode.name not in given.modes:
-                continue
+        chosen = [mode for mode in MODES if not given.modes or mode.name in given.modes]
+        for mode in _with_redundancy(chosen, given.redundant, given.wait):
             started = time.process_time()
             row = simulate(job, mode, patience=given.patience)
             print(
                 f"| {num_workers} | {mode.name} | {row.tokens_per_s:.0f} | {row.tokens_per_s / row.ideal_tokens_per_s:.0%} "
                 f"| {row.trainer_idle:.1%} | {row.engines_idle:.1%} | {row.slots_used:.1%} | {row.staleness_mean:.2f} "
-                f"| {row.dropped} of {row.trained} | {time.process_time() - started:.1f} "
+                f"| {row.dropped} of {row.trained} | {row.step_s:.2f} | {row.mean_trained:.1f}, {row.mean_started:.1f} "
+                f"| {row.abandoned_share:.1%} | {time.process_time() - started:.1f} "
                 f"| {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} |",
                 flush=True,
             )

@@ -48,6 +48,11 @@ def show(result: AuditResult, console: Console) -> None:
     console.print(_table(result.splits))
     for kind, count in result.moving.items():
         console.print(f"in motion: {count} groups {kind}")
+    for line in result.splits:
+        for reason, count in line.abandoned.items():
+            console.print(
+                f"{line.split}: {count} redundant completions {reason}, {line.abandoned_tokens[reason]} tokens"
+            )
     for note in result.notes:
         console.print(f"note: {printable(note)}", markup=False)
     for breach in result.breaches[:_SHOWN]:

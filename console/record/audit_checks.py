@@ -62,6 +62,8 @@ class SplitLine:
     dead: int
     in_flight: dict[str, int]  # by where they are: a stage, dead, unsent, nowhere
     in_flight_tokens: int
+    abandoned: dict[str, int]  # completions of used and dropped groups that were started and not kept, by reason
+    abandoned_tokens: dict[str, int]
 
     @property
     def closes(self) -> bool:
@@ -167,6 +169,8 @@ def _line(split: Split, fold: RecordFold, locations: Mapping[str, str], tokens: 
         dead=dead,
         in_flight=dict(Counter(locations.values())),
         in_flight_tokens=sum(tokens.get(group_id, 0) for group_id in locations),
+        abandoned=dict(account.abandoned),
+        abandoned_tokens=dict(account.abandoned_tokens),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from penstock.protocol.facts import BlobRef, Split
+from penstock.protocol.facts import AbandonedCompletion, BlobRef, Split
 from penstock.protocol.record.lineage import (
     DroppedGroup,
     EvaluatedGroup,
@@ -42,6 +42,8 @@ class SplitAccount:
     dropped: dict[str, str] = field(default_factory=dict)  # id -> reason
     used_tokens: int = 0
     dropped_tokens: Counter[str] = field(default_factory=Counter)
+    abandoned: Counter[str] = field(default_factory=Counter)  # completions of used and dropped groups, by reason
+    abandoned_tokens: Counter[str] = field(default_factory=Counter)
 
     @property
     def in_flight(self) -> set[str]:
@@ -56,8 +58,16 @@ class SplitAccount:
             used_tokens=self.used_tokens,
             dropped=dict(Counter(self.dropped.values())),
             dropped_tokens=dict(self.dropped_tokens),
+            abandoned=dict(self.abandoned),
+            abandoned_tokens=dict(self.abandoned_tokens),
             in_flight=in_flight,
         )
+
+    def add_abandoned(self, completions: Iterable[AbandonedCompletion]) -> None:
+        """Count completions that were started and not kept."""
+        for one in completions:
+            self.abandoned[one.reason] += 1
+            self.abandoned_tokens[one.reason] += one.num_tokens
 
 
 class RecordFold:
@@ -108,6 +118,7 @@ class RecordFold:
             self._close(drop.split, drop.group_id, where, drop.reason)
             account.dropped[drop.group_id] = drop.reason
             account.dropped_tokens[drop.reason] += drop.num_tokens
+            account.add_abandoned(drop.abandoned)
             self._fold_closed(chapter, drop)
         self._compare(chapter, where)
 
@@ -154,6 +165,7 @@ class RecordFold:
             self._close("train", group.group_id, f"step {step.step}")
             account.used[group.group_id] = f"step {step.step}"
             account.used_tokens += group.num_tokens
+            account.add_abandoned(group.scored.generated.abandoned)
         self.steps.append(step)
 
     def _close(self, split: Split, group_id: str, where: str, reason: str | None = None) -> None:
@@ -201,5 +213,7 @@ def _counts(totals: SplitTotals) -> Mapping[str, object]:
         "used tokens": totals.used_tokens,
         "dropped": {reason: n for reason, n in totals.dropped.items() if n},
         "dropped tokens": {reason: n for reason, n in totals.dropped_tokens.items() if n},
+        "abandoned completions": dict(totals.abandoned),
+        "abandoned tokens": dict(totals.abandoned_tokens),
         "in flight": totals.in_flight,
     }

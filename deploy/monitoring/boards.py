@@ -35,6 +35,7 @@ def _step_age(name: str) -> str:
 _BEHIND = 'max by (run) (penstock_weights_version{role="trainer"}) - on (run) group_right () penstock_weights_version{role="rollout"}'
 _FROM_ENDPOINTS = "a reward over HTTP"
 _FROM_ENGINE = "an engine that reports it"
+_REDUNDANT = "rollout.redundant_completions"
 _FROM_GPU = "a GPU and the extra gpu"
 _GPUS = (
     "GPUs",
@@ -121,6 +122,7 @@ ROLLOUT = Dashboard(
                 of("Packs", "penstock_rollout_packs_total"),
                 of("Packs of unknown weights", "penstock_rollout_packs_unverified_total"),
                 of("Packs held", "penstock_rollout_packs_held"),
+                of("Completions abandoned", "penstock_rollout_abandoned_completions_total"),
                 of("Groups generated", "penstock_groups_total", expr=f'sum by (outcome) (rate(penstock_groups_total{{outcome=~"generated|dead_lettered"}}[{INTERVAL}]))', legend="{{outcome}}"),
                 of("Version served", "penstock_weights_version", expr='penstock_weights_version{role="rollout"}', legend="{{worker}}"),
                 of("Versions behind the trainer", "penstock_weights_version", expr=_BEHIND, legend="{{worker}}"),
@@ -189,6 +191,8 @@ TRAINER = Dashboard(
                 of("Mean age in the newest step", "penstock_trainer_staleness_versions_mean"),
                 of("Dropped, by reason", "penstock_groups_total", expr=f'sum by (reason) (rate(penstock_groups_total{{outcome="dropped"}}[{INTERVAL}]))', legend="{{reason}}", needs="a dropped group"),
                 of("Groups under way", "penstock_trainer_groups_outstanding"),
+                of("Completions abandoned, by reason", "penstock_trainer_abandoned_completions_total", needs=_REDUNDANT),
+                of("Tokens of abandoned completions", "penstock_trainer_abandoned_tokens_total", needs=_REDUNDANT),
             ),
         ),
         (

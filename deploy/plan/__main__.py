@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _ERROR
     chosen = trainer.rollout.max_staleness
     now = next(row for row in rows if row.max_staleness == chosen)
-    sentences = describe(now, rows, fleet, rollout.groups_per_message * rollout.group_size)
+    sentences = describe(now, rows, fleet, rollout.groups_per_message * rollout.started_completions)
     if given.json:
         of_rank = {"not_estimated": memory} if isinstance(memory, str) else memory.document()
         waits = [dataclasses.asdict(row) for row in rows]

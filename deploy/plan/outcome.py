@@ -49,7 +49,9 @@ class Outcome:
     """What happened."""
 
     steps: list[Step] = field(default_factory=list)
-    sampled: dict[str, Sequence[int]] = field(default_factory=dict)  # lengths by group, of everything generated
+    sampled: dict[str, Sequence[int]] = field(default_factory=dict)  # lengths by group, of all started, to their ends
+    abandoned: Counter[str] = field(default_factory=Counter)  # completions that were started and not kept, by reason
+    abandoned_tokens: float = 0.0  # sampled for them
     dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
     busy: list[tuple[float, float, float]] = field(
         default_factory=list

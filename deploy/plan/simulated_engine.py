@@ -7,10 +7,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.deploy.plan.lengths import EnginePace
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.embedded_engine.scheduler import are_admitted
+from penstock.rollout_service.engines.redundancy import RedundantGroup
 
 
 @dataclass(slots=True)
@@ -20,13 +22,29 @@ class Pack:
     worker: int
     groups: list[str]
     issued_for: PolicyVersion
-    lengths: Sequence[Sequence[int]]
-    left: int  # sequences that have not ended
+    lengths: Sequence[Sequence[int]]  # of all that are started
+    running: list[RedundantGroup]  # of each group
+    kept: dict[int, list[int]] = field(default_factory=dict)  # lengths of what closed groups keep, by place
     oldest: PolicyVersion | None = None  # of its first token; None: not started
-    started: set[str] = field(default_factory=set)  # groups whose prompt was computed
+    started: set[int] = field(default_factory=set)  # groups whose prompt was computed, by place
 
 
-Waiting = tuple[Pack, str, int]  # a sequence without a slot: its pack, its group, its length
+class SimulatedSequence(NamedTuple):
+    """One completion of a pack."""
+
+    pack: Pack
+    place: int  # of its group in the pack
+    number: int  # in its group
+
+    @property
+    def length(self) -> int:
+        """Tokens until it ends by itself."""
+        return self.pack.lengths[self.place][self.number]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its group is closed."""
+        return self.place in self.pack.kept
 
 
 class SimulatedEngine:
@@ -54,10 +72,10 @@ class SimulatedEngine:
 
     def __init__(self, pace: EnginePace) -> None:
         self.pace = pace
-        self.waiting: deque[Waiting] = deque()
-        self.later: deque[Waiting] = deque()  # those that came after the engine began to drain
+        self.waiting: deque[SimulatedSequence] = deque()  # without a slot
+        self.later: deque[SimulatedSequence] = deque()  # those that came after the engine began to drain
         self.early: list[Pack] = []  # packs that wait for the version they were issued for
-        self.ends: list[tuple[float, int, Pack]] = []  # by the decode step at which each running sequence ends
+        self.ends: list[tuple[float, int, SimulatedSequence]] = []  # of what runs, by the decode step of its end
         self.version = PolicyVersion(0)
         self.target: PolicyVersion | None = None  # of the swap under way
         self.swapping_since = 0.0
@@ -93,12 +111,13 @@ class SimulatedEngine:
             return
         num_new = 0
         for _ in range(min(free, len(self.waiting))):
-            pack, group, length = self.waiting.popleft()
+            sequence = self.waiting.popleft()
+            pack = sequence.pack
             if pack.oldest is None:
                 pack.oldest = self.version
-            num_new += group not in pack.started
-            pack.started.add(group)
-            heapq.heappush(self.ends, (self._steps + length - 1, numbers(), pack))
+            num_new += sequence.place not in pack.started
+            pack.started.add(sequence.place)
+            heapq.heappush(self.ends, (self._steps + sequence.length - 1, numbers(), sequence))
             self.num_tokens += 1
         self.prompts_s += self.pace.prompt_s * num_new
 
@@ -108,8 +127,21 @@ class SimulatedEngine:
             return None
         return self.prompts_s + max(0.0, self.ends[0][0] - self._steps) * self.pace.step_s(len(self.ends))
 
-    def take_ended(self) -> list[Pack]:
-        """Return the pack of each sequence that has ended."""
+    def abort(self) -> tuple[int, float]:
+        """Remove the sequences of closed groups; return their number, and the tokens that were sampled for them."""
+        gone = [(at, one) for at, _, one in self.ends if one.is_abandoned]
+        self.ends = [entry for entry in self.ends if not entry[2].is_abandoned]
+        heapq.heapify(self.ends)
+        count = len(gone)
+        for queue in (self.waiting, self.later):
+            left = [one for one in queue if not one.is_abandoned]
+            count += len(queue) - len(left)
+            queue.clear()
+            queue.extend(left)
+        return count, sum(one.length - (at - self._steps) for at, one in gone)
+
+    def take_ended(self) -> list[SimulatedSequence]:
+        """Return the sequences that have ended."""
         ended = []
         while self.ends and self.ends[0][0] <= self._steps + 1e-6:
             ended.append(heapq.heappop(self.ends)[2])

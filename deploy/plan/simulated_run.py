@@ -2,7 +2,8 @@
 
     issue ──▶ queue ──▶ worker ──▶ engine (slots) ──▶ score ──▶ collect ──▶ step ──▶ publish ──▶ issue, and swap on every worker
 
-`Dispatch`, `DeliveryTracker`, `Batcher`, `Ledger` and `OvertakeBackoff` are those that a trainer runs. A worker takes packs
+`Dispatch`, `DeliveryTracker`, `Batcher`, `Ledger` and `OvertakeBackoff` are those that a trainer runs, `RedundantGroup` is that of
+a worker. A worker takes packs
 as `rollout_service.loop` does: one request at a time, up to its packs in flight; it keeps a pack until its engine serves
 the version that the pack was issued for. The version of a swap is chosen when the swap begins, and one that takes long needs
 a permit (`swap_semaphore`). So what this module decides is only when
@@ -18,10 +19,11 @@ from collections.abc import Callable, Sequence
 
 from penstock.deploy.plan.lengths import LengthMix
 from penstock.deploy.plan.outcome import Durations, Fleet, Outcome, Step
-from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine
+from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine, SimulatedSequence
 from penstock.deploy.plan.simulated_groups import SimulatedIssuer, SimulatedPrompts, scored_group
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
+from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup
 from penstock.rollout_service.packs.pack_limit import SAMPLE_S, EngineLoad, PackLimit
 from penstock.rollout_service.weights.swap_semaphore import num_permits
 from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEADLINE_S
@@ -56,6 +58,7 @@ class SimulatedRun:
     ) -> None:
         """``oldest_patience`` is `trainer.oldest_patience`; the lengths of ``prompts`` follow from their tokens (None: as many as needed)."""
         self._rollout, self._fleet, self._durations, self._mix = rollout, fleet, durations, mix
+        self._redundancy = Redundancy(rollout.group_size, rollout.redundant_completions, rollout.redundant_wait)
         self._num_steps, self._patience = steps, oldest_patience
         prompts = prompts or SimulatedPrompts(10 * (steps + rollout.max_staleness + 1) * rollout.groups_per_step)
         self.outcome = Outcome()
@@ -185,7 +188,7 @@ class SimulatedRun:
 
     def _sample(self) -> None:
         """Have the limit of every worker follow its engine."""
-        sequences = self._rollout.group_size * max(1, self._rollout.groups_per_message)
+        sequences = self._rollout.started_completions * max(1, self._rollout.groups_per_message)
         for worker, (engine, limit) in enumerate(zip(self._engines, self._limits, strict=True)):
             assert isinstance(limit, PackLimit)
             engine.advance(self._now)
@@ -199,9 +202,9 @@ class SimulatedRun:
 
     def _take(self, worker: int, pack: TaskPack) -> None:
         groups = [task.group_id for task in pack.tasks]
-        lengths = [self._mix.group(repr(task.prompt_ids), self._rollout.group_size) for task in pack.tasks]
+        lengths = [self._mix.group(repr(task.prompt_ids), self._rollout.started_completions) for task in pack.tasks]
         issued_for = PolicyVersion(max(task.issued_version for task in pack.tasks))
-        held = Pack(worker, groups, issued_for, lengths, left=sum(map(len, lengths)))
+        held = Pack(worker, groups, issued_for, lengths, [])
         engine = self._engines[worker]
         if not is_newer(issued_for, engine.version):
             self._submit(held)
@@ -219,18 +222,17 @@ class SimulatedRun:
     def _submit(self, pack: Pack) -> None:
         engine = self._engines[pack.worker]
         queue = engine.later if engine.loading else engine.waiting
-        for group, lengths in zip(pack.groups, pack.lengths, strict=True):
-            queue.extend((pack, group, length) for length in lengths)
+        pack.running = [RedundantGroup(self._redundancy, self._now) for _ in pack.groups]
+        for place, lengths in enumerate(pack.lengths):
+            queue.extend(SimulatedSequence(pack, place, number) for number in range(len(lengths)))
         self._turn(pack.worker)
 
     def _turn(self, worker: int) -> None:
         """Bring an engine up to now: start what fits, end what has ended, and plan its next end."""
         engine = self._engines[worker]
         engine.advance(self._now)
-        for pack in engine.take_ended():
-            pack.left -= 1
-            if not pack.left:
-                self._end(pack, engine.version)
+        for sequence in engine.take_ended():
+            self._end(sequence, engine)
         if engine.loading and not engine.ends and not engine.waiting:
             self._swapped(worker)  # drained
         if not engine.paused:
@@ -240,7 +242,40 @@ class SimulatedRun:
             stamp = engine.stamp
             self._after(delay_s, lambda: self._turn(worker) if engine.stamp == stamp else None)
 
-    def _end(self, pack: Pack, newest: PolicyVersion) -> None:
+    def _end(self, sequence: SimulatedSequence, engine: SimulatedEngine) -> None:
+        """End a sequence; close its group if it was the last one that this waits for."""
+        pack, place, number = sequence
+        if sequence.is_abandoned:  # it ended together with the last one that was needed
+            self._abandon("surplus", 1, sequence.length)
+            return
+        group = pack.running[place]
+        group.end(number, self._now)
+        if group.is_closed(self._now):
+            self._close(pack, place, engine)
+        elif group.enough_at == self._now and (closes_at := group.closes_at) is not None:
+            self._after(closes_at - self._now, lambda: self._close_late(pack, place, engine))
+
+    def _close_late(self, pack: Pack, place: int, engine: SimulatedEngine) -> None:
+        """Close a group whose rest had some more time, unless all of it has ended."""
+        if place not in pack.kept:
+            engine.advance(self._now)
+            self._close(pack, place, engine)
+            self._turn(pack.worker)
+
+    def _close(self, pack: Pack, place: int, engine: SimulatedEngine) -> None:
+        """Keep what the group keeps, and abort the rest."""
+        group, lengths = pack.running[place], pack.lengths[place]
+        pack.kept[place] = [lengths[number] for number in group.kept]
+        if len(group.ended) < len(lengths):
+            self._abandon("aborted", *engine.abort())
+        if len(pack.kept) == len(pack.groups):
+            self._generated(pack, engine.version)
+
+    def _abandon(self, reason: str, num: int, tokens: float) -> None:
+        self.outcome.abandoned[reason] += num
+        self.outcome.abandoned_tokens += tokens
+
+    def _generated(self, pack: Pack, newest: PolicyVersion) -> None:
         self._held[pack.worker] -= 1
         self._ask(pack.worker)
         self.outcome.sampled |= dict(zip(pack.groups, pack.lengths, strict=True))
@@ -303,9 +338,7 @@ class SimulatedRun:
 
     def _arrive(self, pack: Pack, newest: PolicyVersion) -> None:
         assert pack.oldest is not None
-        scored = [
-            scored_group(g, tokens, pack.oldest, newest) for g, tokens in zip(pack.groups, pack.lengths, strict=True)
-        ]
+        scored = [scored_group(g, pack.kept[place], pack.oldest, newest) for place, g in enumerate(pack.groups)]
         wanted = self._tracker.receive(next(self._numbers), scored)
         self._tracker.offer(ReadyGroup(one, _PACK, None) for one in wanted)  # pyright: ignore[reportArgumentType]  no tokens
         self._collect()

@@ -25,6 +25,9 @@ class Waits:
     dropped: int  # groups, in the whole run
     trained: int
     ideal_tokens_per_s: float  # if the role with the larger share of the work never waited
+    mean_trained: float  # tokens of a completion that is trained
+    mean_started: float  # and of all that were started for the same groups, had each gone to its end
+    abandoned_share: float  # of the sampled tokens, in the whole run: of completions that were started and not kept
 
 
 def measure(outcome: Outcome, fleet: Fleet, durations: Durations, *, max_staleness: int, first: int, num: int) -> Waits:
@@ -35,6 +38,8 @@ def measure(outcome: Outcome, fleet: Fleet, durations: Durations, *, max_stalene
     ages: Counter[int] = sum((step.ages for step in steps), Counter())
     num_tokens = sum(sum(step.lengths) for step in steps)
     per_step = num_tokens / num
+    started = [length for step in steps for group in step.groups for length in outcome.sampled[group]]
+    sampled = outcome.busy[-1][2]
     trains = per_step / (durations.step_s + durations.token_s * per_step)
     return Waits(
         max_staleness=max_staleness,
@@ -47,6 +52,9 @@ def measure(outcome: Outcome, fleet: Fleet, durations: Durations, *, max_stalene
         dropped=outcome.dropped.total(),
         trained=sum(len(step.groups) for step in outcome.steps),
         ideal_tokens_per_s=min(trains, fleet.num_workers * fleet.pace.tokens_per_s),
+        mean_trained=num_tokens / sum(len(step.lengths) for step in steps),
+        mean_started=sum(started) / len(started),
+        abandoned_share=outcome.abandoned_tokens / sampled,
     )
 
 
@@ -78,6 +86,11 @@ def describe(now: Waits, others: list[Waits], fleet: Fleet, sequences_per_pack: 
             lines.append(f"the workers wait for the trainer: {what}; fewer workers, or a faster trainer")
         else:
             lines.append(f"{what} while the longest completions of a batch end")
+    if now.abandoned_share:
+        lines.append(
+            f"redundant completions: {now.abandoned_share:.0%} of the sampled tokens are not kept, and what is trained is biased to "
+            f"short completions: {now.mean_trained:.0f} tokens on average, of all that were started {now.mean_started:.0f}"
+        )
     if now.dropped:
         lines.append(
             f"{now.dropped} of {now.dropped + now.trained} groups are too old when they arrive: dropped, and sampled again"

@@ -22,26 +22,39 @@ class TaskSettings(NamedTuple):
     environment: str
     with_baseline: bool = False
     teacher_top_k: int | None = None  # see `Task.teacher_top_k`
+    redundant_completions: int = 0  # started besides ``group_size``
+    keeps_more: bool = False  # whether these may be part of the group
 
     @classmethod
     def of(cls, task: Task) -> TaskSettings:
         """Return the settings under which a task was made."""
-        sampling = task.sampling
-        return cls(task.group_size, sampling.max_new_tokens, task.environment, task.with_baseline, task.teacher_top_k)
+        return cls(
+            task.group_size, task.sampling.max_new_tokens, task.environment, task.with_baseline, task.teacher_top_k,
+            task.redundant_completions, task.redundant_wait > 0.0,
+        )  # fmt: skip
 
     @property
     def is_one_completion(self) -> bool:
         """Whether a trajectory is the prompt and one completion: other environments may add tokens of their own."""
         return self.environment == SINGLE_TURN
 
-    def fault(self, num: int, longest: int, has_baseline: bool, least: int | None = None) -> str:
+    def fault(
+        self, num: int, longest: int, has_baseline: bool, least: int | None = None, num_abandoned: int | None = None
+    ) -> str:
         """Return what is wrong with a group of ``num`` trajectories without a baseline; empty if nothing is.
 
         ``longest`` is the largest number of sampled tokens of a trajectory; ``least`` the number of trajectories that is
-        enough, the size of the group unless given.
+        enough, the size of the group unless given. ``num_abandoned`` completions were started and not kept: with those that
+        were kept, all that were started; None: not known.
         """
-        if not (self.group_size if least is None else least) <= num <= self.group_size:
-            return f"{num} trajectories, its task asked for {self.group_size}"
+        most = self.group_size + self.redundant_completions * self.keeps_more
+        if not (self.group_size if least is None else least) <= num <= most:
+            return f"{num} trajectories, its task asked for {self.group_size}" + (
+                f" to {most}" if self.keeps_more else ""
+            )
+        started = self.group_size + self.redundant_completions
+        if num_abandoned is not None and least is None and num + num_abandoned != started:
+            return f"{num} completions and {num_abandoned} abandoned ones, its task started {started}"
         if has_baseline != self.with_baseline:
             return f"{'a' if has_baseline else 'no'} baseline, its task asked for {'one' if self.with_baseline else 'none'}"
         if self.is_one_completion and longest > self.max_new_tokens:
@@ -111,10 +124,17 @@ class TaskPromise:
             )
         self.check_lengths(group.group_id, group.completion_tokens, group.has_baseline)
 
-    def check_lengths(self, group_id: str, lengths: Sequence[int], has_baseline: bool) -> None:
-        """Raise PackError unless the number of trajectories and of their sampled tokens are what the task asked for."""
+    def check_lengths(
+        self, group_id: str, lengths: Sequence[int], has_baseline: bool, num_abandoned: int | None = None
+    ) -> None:
+        """Raise PackError unless the number of trajectories and of their sampled tokens are what the task asked for.
+
+        ``num_abandoned`` are the completions that a message says were started and not kept; None: not known.
+        """
         num, longest = len(lengths) - has_baseline, max(lengths)
-        faults = [settings.fault(num, longest, has_baseline, self.min_episodes) for settings in self.settings]
+        faults = [
+            settings.fault(num, longest, has_baseline, self.min_episodes, num_abandoned) for settings in self.settings
+        ]
         if faults and all(faults):
             raise PackError(f"group {group_id}: {faults[0]}")
 

@@ -23,11 +23,24 @@ of that ``epoch``; the result must have ``weights_digest``. To score again: the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from penstock.protocol.facts import BlobRef, Count, Fact, Finite, Identifier, ScoredGroup, Sha256, Split, Wire, decode
+from penstock.protocol.facts import (
+    AbandonedCompletion,
+    BlobRef,
+    Count,
+    Fact,
+    Finite,
+    Identifier,
+    ScoredGroup,
+    Sha256,
+    Split,
+    Wire,
+    decode,
+    without_empty,
+)
 
 
 class RecordedGroup(Wire):
@@ -115,6 +128,11 @@ class DroppedGroup(Wire):
     reason: Identifier
     num_tokens: Count
     pack: Count | None = None
+    abandoned: tuple[AbandonedCompletion, ...] = ()  # completions of it that were started and not kept
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_empty(fields(self), "abandoned")
 
 
 class EvaluatedGroup(Wire):
@@ -129,7 +147,8 @@ class SplitTotals(Wire):
     """Counts of a split's groups and sampled tokens since the start of the run, by how they were closed.
 
     ``used`` is trained or, of held-out groups, evaluated. ``refused`` counts deliveries that were not used
-    because the group was closed already or never issued: they are not part of the equation.
+    because the group was closed already or never issued: they are not part of the equation. ``abandoned`` counts completions
+    of the used and the dropped groups that were started and not kept, by reason (`AbandonedCompletion`).
     """
 
     issued: Count = 0
@@ -139,7 +158,13 @@ class SplitTotals(Wire):
     dropped_tokens: dict[str, Count] = Field(default={})
     refused: dict[str, Count] = Field(default={})
     refused_tokens: dict[str, Count] = Field(default={})
+    abandoned: dict[str, Count] = Field(default={})
+    abandoned_tokens: dict[str, Count] = Field(default={})
     in_flight: Count = 0
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_empty(fields(self), "abandoned", "abandoned_tokens")
 
 
 class AccountState(Wire):

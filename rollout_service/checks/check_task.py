@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.protocol.facts import Sampling, Split, Task
+from penstock.protocol.facts import SINGLE_TURN, Sampling, Split, Task
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 
 
@@ -47,6 +47,13 @@ def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: C
         raise TaskRefused(
             "unknown_environment",
             f"{task.group_id} needs environment {task.environment!r}; this worker has {', '.join(sorted(environments))}",
+        )
+    if task.redundant_completions and (split != "train" or task.environment != SINGLE_TURN):
+        raise TaskRefused(
+            "redundancy_refused",
+            f"{task.group_id}: {task.redundant_completions} redundant completions in a task of {split} and environment "
+            f"{task.environment}; expected none outside training in {SINGLE_TURN}: an evaluation that keeps the first that end "
+            "would measure short completions",
         )
     try:
         check_request(task.prompt_ids, task.sampling, limits)

@@ -20,6 +20,14 @@ from penstock.rollout_service.engines.stop_strings import ended_at, first_end
 from penstock.rollout_service.errors import EngineMisconfigured, EngineTimeout, WeightsUnverified
 
 
+@dataclass(slots=True)
+class SingleRequest:
+    """The request of a single sequence, which can be aborted by its name."""
+
+    name: str
+    is_abandoned: bool = False  # its reply may end anywhere, and nothing more is asked for
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
     """What all parts of one request have in common."""
@@ -27,6 +35,7 @@ class SampleRequest:
     sampling: Sampling
     n: int  # so many sequences in a row share their prompt
     adapter: PolicyVersion | None
+    single: SingleRequest | None = None  # of one sequence, with a name of its own
 
 
 class SampleParts(Protocol):
@@ -80,20 +89,33 @@ class CompletionSampler:
         """Return ``n`` whole completions of every prompt; see `Generates.generate`. One deadline covers all parts."""
         for prompt in prompts:
             check_request(prompt, sampling, limits)
-        num_unverified, deadline_s = self._num_unverified, self._request_deadline_s
         sequences = [Resumption(prompt, sampling.max_new_tokens) for prompt in prompts for _ in range(n)]
+        await self._complete(sequences, SampleRequest(sampling, n, adapter))
+        completions = [await self.whole(sequence, sampling.stop) for sequence in sequences]
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
+
+    async def generate_single(
+        self, prompt: Sequence[int], sampling: Sampling, adapter: PolicyVersion | None, request: SingleRequest
+    ) -> Resumption:
+        """Return one sequence as soon as it is whole, or abandoned; `whole` makes a completion of it."""
+        sequence = Resumption(prompt, sampling.max_new_tokens)
+        await self._complete([sequence], SampleRequest(sampling, 1, adapter, request))
+        return sequence
+
+    async def _complete(self, sequences: Sequence[Resumption], request: SampleRequest) -> None:
+        """Sample the parts of sequences until none is cut by an update."""
+        num_unverified, deadline_s, adapter = self._num_unverified, self._request_deadline_s, request.adapter
         try:
             with self._adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
                 async with asyncio.timeout(deadline_s):
-                    unfinished, request = sequences, SampleRequest(sampling, n, adapter)
+                    unfinished = sequences
                     while unfinished:
                         await self._add_parts(unfinished, request, base, num_unverified)
-                        unfinished = [sequence for sequence in unfinished if sequence.is_cut]
-                        request = SampleRequest(sampling, 1, adapter)
+                        request = replace(request, n=1)
+                        is_over = request.single is not None and request.single.is_abandoned
+                        unfinished = [] if is_over else [sequence for sequence in unfinished if sequence.is_cut]
         except TimeoutError:
             raise EngineTimeout(f"{self._url} gave no answer within {deadline_s:g} s") from None
-        completions = [await self._whole(sequence, sampling.stop) for sequence in sequences]
-        return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     async def _add_parts(
         self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_unverified: int
@@ -112,7 +134,7 @@ class CompletionSampler:
                 f"{self._url}: {self._unverified_reason or 'an update of its weights failed during the request'}"
             )
 
-    async def _whole(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
+    async def whole(self, sequence: Resumption, stop: Sequence[str]) -> Completion:
         """Return a sequence's completion.
 
         The text of several parts is decoded from all of its tokens: a character may be split between two parts.

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from penstock.protocol.facts import Sampling
+from penstock.protocol.facts import AbandonedCompletion, Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
+from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.errors import TaskRefused
 
 
 class Generates(Protocol):
@@ -31,6 +33,43 @@ class Generates(Protocol):
         TaskRefused, and sends nothing, for a request that no engine can serve, or that would crash one.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCompletions:
+    """The completions of one prompt that ended first, and what became of the others that were started."""
+
+    completions: list[Completion]
+    abandoned: tuple[AbandonedCompletion, ...]
+
+
+@runtime_checkable
+class GeneratesRedundantly(Protocol):
+    """Samples more completions than are kept: a client whose server ends single completions and says what it had sampled."""
+
+    async def generate_redundantly(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        redundancy: Redundancy,
+        adapter: PolicyVersion | None = None,
+    ) -> list[KeptCompletions]:
+        """Start ``redundancy.started`` completions of every prompt and return those that are kept; the rest is aborted.
+
+        A prompt's completions are kept in the order of their numbers, not of their ends. Raises as `Generates.generate`.
+        """
+        ...
+
+
+def able_to_abandon(client: Generates) -> GeneratesRedundantly:
+    """Return the client of an engine that can end single completions; raises TaskRefused for any other."""
+    if not isinstance(client, GeneratesRedundantly):
+        raise TaskRefused(
+            "redundancy_unsupported",
+            f"{type(client).__name__} cannot end a single completion and count what was sampled of it: set "
+            "rollout.redundant_completions = 0, or use the embedded engine or SGLang",
+        )
+    return client
 
 
 @dataclass(frozen=True, slots=True)

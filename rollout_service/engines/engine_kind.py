@@ -15,7 +15,7 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import EngineClient
+from penstock.rollout_service.engines.engine_client import EngineClient, GeneratesRedundantly
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.engine_process import LaunchCommand
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
@@ -63,6 +63,11 @@ class EngineKind:
     def is_attached(self) -> bool:
         """Whether its servers run at ``worker.engine_url``."""
         return self.launches is None
+
+    @property
+    def may_abandon(self) -> bool:
+        """Whether its client can end single completions, as redundant ones need; True also where only a running client can tell."""
+        return not isinstance(self.connect, type) or issubclass(self.connect, GeneratesRedundantly)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,22 @@ serve the newest version: an engine that still drains before it can load gets no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.protocol.activity import cpu_seconds
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine_client import Generates, KeptCompletions, able_to_abandon
 from penstock.rollout_service.engines.engine_metrics import aggregate_metrics
+from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
+
+T = TypeVar("T")
 
 
 class EnginePool:
@@ -126,26 +130,50 @@ class _Router:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
     ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt; see `Generates.generate`."""
-        cost = n * sampling.max_new_tokens
-        assigned = self._assign(len(prompts), cost)
-        completions: list[list[Completion]] = [[] for _ in prompts]
 
-        async def ask(number: int, wanted: Sequence[int]) -> None:
-            client = self._engines[number].client
-            replies = await client.generate([prompts[index] for index in wanted], sampling, n, adapter)
-            for index, reply in zip(wanted, replies, strict=True):
-                completions[index] = reply
+        async def ask(client: Generates, wanted: Sequence[Sequence[int]]) -> list[list[Completion]]:
+            return await client.generate(wanted, sampling, n, adapter)
+
+        return await self._spread(prompts, n * sampling.max_new_tokens, ask)
+
+    async def generate_redundantly(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        redundancy: Redundancy,
+        adapter: PolicyVersion | None = None,
+    ) -> list[KeptCompletions]:
+        """Sample more completions of every prompt than are kept; see `GeneratesRedundantly`."""
+
+        async def ask(client: Generates, wanted: Sequence[Sequence[int]]) -> list[KeptCompletions]:
+            return await able_to_abandon(client).generate_redundantly(wanted, sampling, redundancy, adapter)
+
+        return await self._spread(prompts, redundancy.started * sampling.max_new_tokens, ask)
+
+    async def _spread(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cost: int,
+        ask: Callable[[Generates, Sequence[Sequence[int]]], Awaitable[list[T]]],
+    ) -> list[T]:
+        """Ask the engines for groups of ``cost`` tokens each; return the replies in the order of the prompts."""
+        assigned = self._assign(len(prompts), cost)
+        found: dict[int, T] = {}
+
+        async def ask_one(number: int, wanted: Sequence[int]) -> None:
+            replies = await ask(self._engines[number].client, [prompts[index] for index in wanted])
+            found.update(zip(wanted, replies, strict=True))
 
         try:
             async with asyncio.TaskGroup() as requests:
                 for number, wanted in assigned.items():
-                    requests.create_task(ask(number, wanted))
+                    requests.create_task(ask_one(number, wanted))
         except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None
         finally:
             for number, wanted in assigned.items():
                 self._pending_tokens[number] -= cost * len(wanted)
-        return completions
+        return [found[index] for index in range(len(prompts))]
 
     def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
         """Assign each prompt to the engine with the fewest pending tokens: engine number → prompt numbers."""

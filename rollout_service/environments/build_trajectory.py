@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import Task
+from penstock.protocol.facts import AbandonedCompletion, Task
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
@@ -55,8 +55,12 @@ def as_baseline(one: Trajectory | Episode, index: int) -> Trajectory | Episode:
     return replace(one, rows=tuple(rows), index=index, episode_id=f"{one.episode_id}.baseline")
 
 
-def build_group(task: Task, members: Sequence[Trajectory | Episode]) -> Group:
+def build_group(
+    task: Task, members: Sequence[Trajectory | Episode], abandoned: tuple[AbandonedCompletion, ...] = ()
+) -> Group:
     """Join the trajectories or episodes of one task with its reward, prompt text and versions.
+
+    ``abandoned`` are completions that were started besides and not kept.
 
     Raises PackError for episodes that are not those of one group, or did not end by the policy's doing.
     """
@@ -86,4 +90,5 @@ def build_group(task: Task, members: Sequence[Trajectory | Episode]) -> Group:
         num_prompt_tokens=len(task.prompt_ids),
         reward=task.reward,
         trajectories=tuple(trajectories),
+        abandoned=abandoned,
     )

@@ -7,18 +7,20 @@ package with an entry point in the group ``penstock.environments``, or in any fi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
-from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.facts import AbandonedCompletion, Sampling, Task
 from penstock.protocol.trajectory import Trajectory
 from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.engines.engine_client import KeptCompletions
+from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.errors import TaskRefused
 
@@ -29,6 +31,26 @@ class Sampler(Protocol):
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt; raises EngineError."""
         ...
+
+
+@runtime_checkable
+class SamplesRedundantly(Protocol):
+    """A sampler that can start more completions than are kept: that of a worker."""
+
+    async def generate_redundantly(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, redundancy: Redundancy
+    ) -> list[KeptCompletions]:
+        """Return the kept completions of every prompt; raises EngineError, and TaskRefused where no engine can."""
+        ...
+
+
+class KeptTrajectories(list[Trajectory]):
+    """The trajectories of a group for which more were started than are kept."""
+
+    def __init__(self, trajectories: Iterable[Trajectory], abandoned: tuple[AbandonedCompletion, ...]) -> None:
+        """``abandoned`` are the others."""
+        super().__init__(trajectories)
+        self.abandoned = abandoned
 
 
 class Environment(ABC):
@@ -58,7 +80,7 @@ class Environment(ABC):
     ) -> Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode] | TaskRefused]:
         """Return the trajectories or the episodes of each task, in order, all sampled by ``sampler``.
 
-        There are ``task.group_size`` trajectories; of episodes, as many as ended by the policy's doing, and no fewer than
+        There are ``task.group_size`` trajectories, or those that are kept of a task with redundant completions; of episodes, as many as ended by the policy's doing, and no fewer than
         ``task.min_episodes``. In place of a group that cannot be had stands the reason: it alone is dead-lettered.
 
         Raises EngineError when the engine fails: the whole pack is requeued.

@@ -1,4 +1,4 @@
-"""One prompt, one completion: one request for all tasks with the same sampling parameters."""
+"""One prompt, one completion: one request for all tasks with the same sampling parameters, unless they have redundant completions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Sequence
 
 from penstock.protocol.facts import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
+from penstock.rollout_service.engines.engine_client import KeptCompletions
+from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.environments.build_trajectory import build_trajectory
-from penstock.rollout_service.environments.environment import Environment, Sampler
+from penstock.rollout_service.environments.environment import (
+    Environment,
+    KeptTrajectories,
+    Sampler,
+    SamplesRedundantly,
+)
 from penstock.rollout_service.errors import EngineError, TaskRefused
 
 
@@ -18,26 +25,41 @@ class SingleTurn(Environment):
     name = "single_turn"
 
     async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Trajectory]]:
-        """Return ``task.group_size`` trajectories for each task, in order; raises EngineError.
+        """Return the trajectories of each task, in order; raises EngineError, and TaskRefused.
 
-        One batched request for each distinct (sampling, group size): a request has one ``n``.
+        One call of the sampler for each distinct (sampling, redundancy): it has one number of completions.
         """
-        equal: dict[tuple[Sampling, int], list[int]] = {}
+        equal: dict[tuple[Sampling, Redundancy], list[int]] = {}
         for index, task in enumerate(tasks):
-            equal.setdefault((task.sampling, task.group_size), []).append(index)
+            redundancy = Redundancy(task.group_size, task.redundant_completions, task.redundant_wait)
+            equal.setdefault((task.sampling, redundancy), []).append(index)
         try:
             async with asyncio.TaskGroup() as requests:
                 replies = [
-                    (indices, requests.create_task(sampler.generate([tasks[i].prompt_ids for i in indices], *kind)))
+                    (indices, requests.create_task(_sample([tasks[i].prompt_ids for i in indices], *kind, sampler)))
                     for kind, indices in equal.items()
                 ]
         except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None
         groups: list[list[Trajectory]] = [[] for _ in tasks]
         for indices, reply in replies:
-            for index, completions in zip(indices, reply.result(), strict=True):
-                groups[index] = [build_trajectory(tasks[index].prompt_ids, one) for one in completions]
+            for index, kept in zip(indices, reply.result(), strict=True):
+                trajectories = [build_trajectory(tasks[index].prompt_ids, one) for one in kept.completions]
+                is_redundant = tasks[index].redundant_completions > 0
+                groups[index] = KeptTrajectories(trajectories, kept.abandoned) if is_redundant else trajectories
         return groups
+
+
+async def _sample(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, redundancy: Redundancy, sampler: Sampler
+) -> list[KeptCompletions]:
+    if redundancy.extra:
+        assert isinstance(
+            sampler, SamplesRedundantly
+        )  # tasks with redundant completions come from a worker's queue only
+        return await sampler.generate_redundantly(prompts, sampling, redundancy)
+    completions = await sampler.generate(prompts, sampling, redundancy.enough)
+    return [KeptCompletions(of_prompt, ()) for of_prompt in completions]
 
 
 SINGLE_TURN = SingleTurn()

@@ -81,6 +81,9 @@ class PackAnnouncer:
         self._metrics.packs_announced += 1
         self._metrics.groups_generated += len(groups)
         self._metrics.tokens_generated += num_tokens
+        abandoned = [one for group in groups for one in group.abandoned]
+        self._metrics.completions_abandoned += len(abandoned)
+        self._metrics.tokens_abandoned += sum(one.num_tokens for one in abandoned)
         log.info(
             "pack announced",
             pack_id=received.pack_id,

@@ -7,20 +7,21 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.facts import Task, TaskList, decode
+from penstock.protocol.facts import AbandonedCompletion, Task, TaskList, decode
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits, check_task
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.environments.build_trajectory import as_baseline, build_group, rows_of
-from penstock.rollout_service.environments.environment import Environment, Sampler
+from penstock.rollout_service.environments.environment import Environment, KeptTrajectories, Sampler
 from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import ReceivedPack
@@ -191,28 +192,26 @@ class PackGenerator:
             if isinstance(members, TaskRefused):
                 refused.append((task, members))
                 continue
-            self._check_origin(task, [row for one in members for row in rows_of(one)])
-            groups.append(build_group(task, members))
+            self._check_origin(task, [row for one in members.kept for row in rows_of(one)])
+            groups.append(build_group(task, members.kept, members.abandoned))
         return groups, refused
 
     async def _with_baselines(
         self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
-    ) -> list[list[Trajectory | Episode] | TaskRefused]:
+    ) -> list[_Members | TaskRefused]:
         """Roll out the tasks; those that want a baseline get one more, greedy completion, the last of their group.
 
         An environment receives it as a separate task, so it need not know about baselines.
         """
         measured = [number for number, task in enumerate(tasks) if task.with_baseline]
         rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)], sampler)
-        groups: list[list[Trajectory | Episode] | TaskRefused] = [
-            members if isinstance(members, TaskRefused) else list(members) for members in rolled[: len(tasks)]
-        ]
-        for number, greedy in zip(measured, rolled[len(tasks) :], strict=True):
+        groups = [_members(one) for one in rolled[: len(tasks)]]
+        for number, greedy in zip(measured, map(_members, rolled[len(tasks) :]), strict=True):
             group = groups[number]
             if isinstance(greedy, TaskRefused):
                 groups[number] = greedy
             elif not isinstance(group, TaskRefused):
-                group.append(as_baseline(greedy[0], tasks[number].group_size))
+                group.kept.append(as_baseline(greedy.kept[0], tasks[number].group_size))
         return groups
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
@@ -235,6 +234,19 @@ class PackGenerator:
                 )
 
 
+class _Members(NamedTuple):
+    """What an environment returned for one task."""
+
+    kept: list[Trajectory | Episode]
+    abandoned: tuple[AbandonedCompletion, ...]
+
+
+def _members(rolled: Sequence[Trajectory | Episode] | TaskRefused) -> _Members | TaskRefused:
+    if isinstance(rolled, TaskRefused):
+        return rolled
+    return _Members([*rolled], rolled.abandoned if isinstance(rolled, KeptTrajectories) else ())
+
+
 def _greedy(task: Task) -> Task:
-    sampling = task.sampling.model_copy(update={"temperature": 0.0})
-    return task.model_copy(update={"sampling": sampling, "group_size": 1, "with_baseline": False})
+    alone = {"group_size": 1, "with_baseline": False, "redundant_completions": 0, "redundant_wait": 0.0}
+    return task.model_copy(update={"sampling": task.sampling.model_copy(update={"temperature": 0.0}), **alone})

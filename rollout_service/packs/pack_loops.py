@@ -57,7 +57,7 @@ class PackLoops:
         while self._num_loops <= self.limit and (received := await self._tasks.take()) is not None:
             self._num_held += 1
             if tasks := received.delivery.fact.tasks:
-                self._sequences_per_pack = sum(task.group_size for task in tasks)
+                self._sequences_per_pack = sum(task.group_size + task.redundant_completions for task in tasks)
             await self._work(received)
             self._num_held -= 1
         self._num_loops -= 1

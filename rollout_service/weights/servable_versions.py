@@ -26,6 +26,8 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine_client import KeptCompletions, able_to_abandon
+from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.errors import EngineRefused
 from penstock.rollout_service.weights.mirror import MirroredVersion
 
@@ -121,3 +123,16 @@ class VersionSampler:
         adapter = self.servable.adapter_of(self.pin)
         with self.servable.using(adapter):
             return await self.engine.client.generate(prompts, sampling, n, adapter)
+
+    async def generate_redundantly(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, redundancy: Redundancy
+    ) -> list[KeptCompletions]:
+        """Sample more completions of every prompt than are kept; see `GeneratesRedundantly`.
+
+        Raises TaskRefused where the engine's client cannot.
+        """
+        adapter = self.servable.adapter_of(self.pin)
+        with self.servable.using(adapter):
+            return await able_to_abandon(self.engine.client).generate_redundantly(
+                prompts, sampling, redundancy, adapter
+            )

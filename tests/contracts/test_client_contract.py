@@ -14,7 +14,8 @@ from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.detokenizer import Detokenizer
-from penstock.rollout_service.engines.engine_client import EngineClient
+from penstock.rollout_service.engines.engine_client import EngineClient, able_to_abandon
+from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineRefused, TaskRefused, WeightsNotApplied
 from tests.contracts.engine_under_test import DEADLINE_S
@@ -188,6 +189,40 @@ async def test_the_checksum_follows_the_weights(client: EngineClient, server: Se
     assert first is not None
     assert other is not None
     assert first.layout == other.layout
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort"])
+async def test_redundant_completions_are_aborted_and_counted(
+    client: EngineClient, server: ServerUnderTest, dense: Dense, tmp_path: Path, mode: UpdateMode
+) -> None:
+    """The first to end are kept whole, the engine stops working on the rest, and each of its tokens is kept or counted."""
+    if not server.speaks_sglang:
+        with pytest.raises(TaskRefused, match=r"VllmClient cannot end .* rollout\.redundant_completions = 0"):
+            able_to_abandon(client)
+        return
+    before = await client.metrics()
+    redundancy = Redundancy(enough=2, extra=NUM_SAMPLES)
+    redundant = able_to_abandon(client)
+
+    async def update() -> None:
+        await wait_until_generating(client)
+        await client.load_weights(write_changed_copy(server.model, tmp_path / "v1", seed=1), V1, mode)
+
+    groups, _ = await asyncio.gather(redundant.generate_redundantly(PROMPTS, SAMPLING, redundancy), update())
+    after = await client.metrics()
+    assert after["engine_running"] == after["engine_queued"] == 0
+    assert [(len(one.completions), len(one.abandoned)) for one in groups] == [(2, NUM_SAMPLES)] * len(PROMPTS)
+    abandoned = [one for group in groups for one in group.abandoned]
+    assert {one.reason for one in abandoned} <= {"aborted", "surplus"}
+    assert any(one.reason == "aborted" for one in abandoned)
+    kept = [one for group in groups for one in group.completions]
+    assert all(one.finish_reason in ("stop", "length") for one in kept)
+    num_tokens = sum(len(one.token_ids) for one in kept) + sum(one.num_tokens for one in abandoned)
+    assert after["engine_generated_tokens"] - before.get("engine_generated_tokens", 0) == num_tokens
+    models = {0: dense, 1: Dense(tmp_path / "v1")}
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for one in group.completions:
+            check_versions(server, models, prompt, one, mode)
 
 
 @pytest.mark.parametrize("mode", ["drain", "retract", "in_place", "abort"])

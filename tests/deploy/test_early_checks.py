@@ -144,6 +144,15 @@ def test_a_model_that_the_engine_does_not_serve_is_refused(tmp_path: Path) -> No
     check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "sglang"}}))
 
 
+def test_redundant_completions_need_an_engine_that_ends_single_ones(tmp_path: Path) -> None:
+    """SGLang does, vLLM has no route for it, and of an engine of one's own only its client can tell."""
+    trainer = settings(tmp_path, model_folder(tmp_path / "m"))
+    trainer = trainer.model_copy(update={"rollout": trainer.rollout.model_copy(update={"redundant_completions": 2})})
+    with pytest.raises(ConfigError, match=r"redundant_completions = 2 with worker\.engine = 'vllm', which cannot end"):
+        check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "vllm"}}))
+    check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "sglang"}}))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

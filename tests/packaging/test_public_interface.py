@@ -140,6 +140,7 @@ INTERFACE: dict[str, list[str]] = {
         "connect",
         "is_attached",
         "launches",
+        "may_abandon",
         "name",
         "options",
         "section",
@@ -346,7 +347,7 @@ INTERFACE: dict[str, list[str]] = {
         "model_config",
     ],
     "Task": [
-        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, messages: str = '', teacher_top_k: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=256)])]] = None) -> None",
+        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, redundant_completions: typing.Annotated[int, Ge(ge=0), Lt(lt=4096)] = 0, redundant_wait: typing.Annotated[float, Ge(ge=0), Le(le=1000), AllowInfNan(allow_inf_nan=False)] = 0.0, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, messages: str = '', teacher_top_k: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=256)])]] = None) -> None",
         "model_config",
     ],
     "Tokens": [

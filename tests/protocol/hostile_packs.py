@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.groups import make_group, make_task
 
-from penstock.protocol.facts import GeneratedGroup, Task
+from penstock.protocol.facts import AbandonedCompletion, GeneratedGroup, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
@@ -49,6 +49,10 @@ class Hostile:
             self.data, [self.described.row_group], described=[self.described], vocab_size=VOCABULARY
         )
         self.promise.check(group)
+        stated = self.described
+        self.promise.check_lengths(
+            stated.group_id, stated.completion_tokens, stated.has_baseline, len(stated.abandoned)
+        )
         return group
 
     def read_texts(self) -> group_pack.GroupTexts:
@@ -125,6 +129,9 @@ def _prompt_of(num_tokens: int) -> Hostile:
     """Pack and message agree on a prompt of another length than it has."""
     hostile = _set("num_prompt_tokens", *[num_tokens] * SIZE)
     return replace(hostile, described=hostile.described.model_copy(update={"prompt_tokens": num_tokens}))
+
+
+ABANDONED = AbandonedCompletion(reason="aborted", num_tokens=3)
 
 
 def _described(**fields: Any) -> Hostile:
@@ -391,6 +398,11 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "more tokens than the task allows": lambda: _asked(
         sampling=honest_task().sampling.model_copy(update={"max_new_tokens": 2})
     ),
+    "described with a completion that was never started": lambda: _described(abandoned=(ABANDONED,)),
+    "described without one that was started": lambda: _asked(redundant_completions=2),
+    "more completions than are kept": lambda: _asked(
+        group_size=SIZE - 1, redundant_completions=1
+    ),  # one more than enough, and the rest is aborted at once
     "a larger group was asked for": lambda: _asked(group_size=SIZE + 1),
 }
 

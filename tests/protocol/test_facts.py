@@ -8,7 +8,9 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.examples import examples
+from tests.groups import make_group
 
 from penstock.protocol import facts
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema, WireError
@@ -171,3 +173,19 @@ def test_a_task_of_one_turn_is_written_as_before_episodes():
     chat = _task().model_copy(update={"environment": "lookup", "messages": '[{"role": "user", "content": "get 3"}]'})
     both = facts.TaskList(tasks=(_task(), chat))
     assert facts.decode(facts.encode(both), facts.TaskList) == both
+
+
+def test_redundant_completions_are_written_only_where_there_are_any():
+    """Tasks and groups without them are those that earlier releases read and write; abandoned ones are never episodes'."""
+    for name in ("redundant_completions", "redundant_wait"):
+        assert name not in _task().model_dump()
+    task = _task().model_copy(update={"redundant_completions": 2, "redundant_wait": 0.5})
+    assert facts.decode(facts.encode(facts.TaskList(tasks=(task,))), facts.TaskList).tasks == (task,)
+    generated = make_group("e0.p0.a0").summary(0)
+    assert "abandoned" not in generated.model_dump()
+    one = facts.AbandonedCompletion(reason="surplus", num_tokens=7)
+    document = generated.model_dump() | {"abandoned": (one.model_dump(),)}
+    assert facts.GeneratedGroup.model_validate(document).abandoned == (one,)
+    episodes = {"rows": (1,) * len(generated.completion_tokens), "row_tokens": 100}
+    with pytest.raises(ValidationError, match="1 abandoned completions in a group of episodes, expected none"):
+        facts.GeneratedGroup.model_validate(document | episodes)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.deploy.processes.child import Child
+from penstock.protocol.packs import group_pack
+from penstock.protocol.packs.task_promise import TaskPromise
 from tests.groups import make_task
 from tests.rollout_service.trainer_side import TrainerSide
 from tests.servers import wait_for
@@ -38,6 +40,36 @@ def issue(trainer_side: TrainerSide, pack_id: str) -> None:
     )
 
 
+def check_redundant_groups(trainer_side: TrainerSide) -> None:
+    """Of six or seven that are started four are stored, with the baseline of a task that wants one; the rest is announced and counted."""
+    plain = make_task("redundant.p0", prompt_ids=[5, 6, 7], group_size=4, max_new_tokens=100)
+    tasks = [
+        plain.model_copy(update={"redundant_completions": 2}),
+        plain.model_copy(update={"group_id": "redundant.p1", "redundant_completions": 3, "with_baseline": True}),
+        plain.model_copy(
+            update={"group_id": "redundant.p2", "redundant_completions": 3, "redundant_wait": 1000.0}
+        ),  # all are waited for
+    ]
+    trainer_side.issue("redundant", tasks)
+    [delivery] = trainer_side.collect(1, 60)
+    announced = delivery.fact.groups
+    stored = group_pack.decode(trainer_side.blobs.get(delivery.fact.pack), described=announced)
+    for task, group in zip(tasks, announced, strict=True):
+        TaskPromise.of(task).check_lengths(
+            group.group_id, group.completion_tokens, group.has_baseline, len(group.abandoned)
+        )
+    assert [len(group.trajectories) for group in stored] == [4, 5, 7]
+    assert [len(group.abandoned) for group in announced] == [2, 3, 0]
+    num_tokens = sum(one.num_tokens for group in announced for one in group.abandoned)
+
+    def is_counted() -> bool:
+        beat = trainer_side.heartbeat("w0")
+        counted = ("completions_abandoned", "tokens_abandoned")
+        return beat is not None and [beat.figures[name] for name in counted] == [5, num_tokens]
+
+    wait_for(is_counted, "the heartbeat to count the abandoned completions")
+
+
 def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
     trainer_side: TrainerSide, start_worker: StartWorker
 ):
@@ -58,6 +90,7 @@ def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
     assert {row.oldest_version for group in groups for row in group.trajectories} == {1}
     second = engine_of(worker)
     assert second != first
+    check_redundant_groups(trainer_side)
 
     worker.kill()
     wait_for(lambda: not is_running(second), "the engine to exit with its worker")

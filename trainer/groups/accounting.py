@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import get_args
 
-from penstock.protocol.facts import BlobRef, Split
+from penstock.protocol.facts import AbandonedCompletion, BlobRef, Split
 from penstock.protocol.record.lineage import AccountState, DroppedGroup, EvaluatedGroup, SplitTotals
 from penstock.trainer.groups.drops import Drop, DropReason
 
@@ -80,13 +80,21 @@ class Accounting:
             issued = account.totals.issued + len(account.issued) - before
             account.totals = account.totals.model_copy(update={"issued": issued})
 
-    def use(self, split: Split, tokens: Mapping[str, int], packs: Mapping[str, BlobRef] = MappingProxyType({})) -> None:
+    def use(
+        self,
+        split: Split,
+        tokens: Mapping[str, int],
+        packs: Mapping[str, BlobRef] = MappingProxyType({}),
+        *,
+        abandoned: Iterable[AbandonedCompletion] = (),
+    ) -> None:
         """Close groups that were trained or evaluated.
 
         Args:
             split: Of all of them.
             tokens: Sampled tokens by id.
             packs: The packs of evaluated groups by id; those of trained groups are recorded with their step.
+            abandoned: Their completions that were started and not kept.
         """
         with self._lock:
             account = self._splits[split]
@@ -95,7 +103,7 @@ class Accounting:
                 if split == "eval":
                     evaluated = EvaluatedGroup(group_id=group_id, num_tokens=num_tokens)
                     account.evaluated.append((evaluated, packs.get(group_id)))
-            totals = account.totals
+            totals = _plus_abandoned(account.totals, abandoned)
             account.totals = totals.model_copy(
                 update={"used": totals.used + len(tokens), "used_tokens": totals.used_tokens + sum(tokens.values())}
             )
@@ -107,7 +115,7 @@ class Accounting:
             self._close(account, drop.group_id)
             reason, tokens = str(drop.reason), drop.num_tokens
             account.dropped.append(drop)
-            totals = account.totals
+            totals = _plus_abandoned(account.totals, drop.abandoned)
             account.totals = totals.model_copy(
                 update={
                     "dropped": _plus(totals.dropped, reason, 1),
@@ -159,6 +167,7 @@ class Accounting:
                         reason=str(drop.reason),
                         num_tokens=drop.num_tokens,
                         pack=packs.number(drop.pack),
+                        abandoned=drop.abandoned,
                     )
                     for split, account in splits.items()
                     for drop in account.dropped
@@ -195,6 +204,14 @@ class _PackNumbers:
 
     def listed(self) -> tuple[BlobRef, ...]:
         return tuple(self._numbers)
+
+
+def _plus_abandoned(totals: SplitTotals, abandoned: Iterable[AbandonedCompletion]) -> SplitTotals:
+    counts, tokens = dict(totals.abandoned), dict(totals.abandoned_tokens)
+    for one in abandoned:
+        counts[one.reason] = counts.get(one.reason, 0) + 1
+        tokens[one.reason] = tokens.get(one.reason, 0) + one.num_tokens
+    return totals.model_copy(update={"abandoned": counts, "abandoned_tokens": tokens}) if counts else totals
 
 
 def _plus(counts: Mapping[str, int], reason: str, number: int) -> dict[str, int]:

@@ -46,6 +46,16 @@ class Counters:
         totals = self._accounting.totals("train")
         return _sum(totals.dropped_tokens, totals.refused_tokens)
 
+    @property
+    def abandoned_completions(self) -> Counter[str]:
+        """Completions of trained and dropped groups that were started and not kept, by reason."""
+        return Counter(self._accounting.totals("train").abandoned)
+
+    @property
+    def abandoned_tokens(self) -> Counter[str]:
+        """Sampled tokens of them, by reason."""
+        return Counter(self._accounting.totals("train").abandoned_tokens)
+
     def count_batch(self, staleness_tokens: Mapping[int, int], *, num_reused: int = 0) -> None:
         """Count a trained batch: its sampled tokens by age in versions, and the groups that were trained before."""
         self.groups_reused += num_reused
@@ -60,6 +70,8 @@ class Counters:
             "groups_scored": self.groups_scored,
             "dropped_groups": dict(self.dropped_groups),
             "dropped_tokens": dict(self.dropped_tokens),
+            "abandoned_completions": dict(self.abandoned_completions),
+            "abandoned_tokens": dict(self.abandoned_tokens),
             "staleness_tokens": {str(age): count for age, count in sorted(self.staleness_tokens.items())},
         }
 

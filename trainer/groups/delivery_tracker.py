@@ -217,4 +217,5 @@ class DeliveryTracker:
 
 
 def _drop(scored: ScoredGroup, reason: DropReason) -> Drop:
-    return Drop(scored.generated.group_id, reason, claimed_tokens(scored))
+    abandoned = scored.generated.abandoned
+    return Drop(scored.generated.group_id, reason, claimed_tokens(scored), abandoned=abandoned)

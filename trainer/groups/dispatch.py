@@ -382,7 +382,12 @@ class Dispatch:
 
         ``with_baseline`` and ``teacher_top_k`` are those of every task.
         """
-        self._further = {"with_baseline": with_baseline, "teacher_top_k": teacher_top_k}
+        self._further = {
+            "with_baseline": with_baseline,
+            "teacher_top_k": teacher_top_k,
+            "redundant_completions": rollout.redundant_completions,
+            "redundant_wait": rollout.redundant_wait,
+        }
         self.order = order
         self._prompts = prompts
         self._rollout = rollout

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.facts import AbandonedCompletion, BlobRef, ScoredGroup
 
 MAX_CLAIMED_TOKENS = 2**32  # 4096 trajectories of 1,000,000 tokens: no group is larger
 
@@ -57,6 +57,7 @@ class Drop:
     reason: DropReason
     num_tokens: int
     pack: BlobRef | None = None
+    abandoned: tuple[AbandonedCompletion, ...] = ()  # completions of it that were started and not kept
 
 
 def claimed_tokens(scored: ScoredGroup) -> int:

@@ -141,6 +141,8 @@ def _session_settings(settings: TrainerSettings) -> SessionSettings:
             rollout.environment,
             settings.algorithm.needs_baseline,
             settings.teacher_top_k,
+            rollout.redundant_completions,
+            rollout.redundant_wait > 0.0,
         ),
         TaskSettings(
             held_out.samples,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from penstock.protocol import blob_keys, subjects
+from penstock.protocol.facts import AbandonedCompletion
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.trace_context import new_trace
@@ -162,6 +163,7 @@ class Issuer:
         *,
         made: PolicyVersion,
         num_reused: int = 0,
+        abandoned: Iterable[AbandonedCompletion] = (),
     ) -> None:
         """Close the groups of a batch that were trained for the first time.
 
@@ -170,11 +172,12 @@ class Issuer:
             staleness_tokens: Of the whole batch, by age.
             made: The version that the step made.
             num_reused: Number of other groups in the batch, closed at an earlier use.
+            abandoned: Completions of the first groups that were started and not kept.
         """
         with self._changed:
             self._dispatch.settle(tokens)
             self._trainer_version = made
-            self._accounting.use("train", tokens)
+            self._accounting.use("train", tokens, abandoned=abandoned)
             self._counters.count_batch(staleness_tokens, num_reused=num_reused)
             # A drop may wake the issuer before the next version is announced: the groups wanted must exclude this step.
             self._most_outstanding = max(0, self._most_outstanding - len(tokens) - num_reused)
@@ -277,6 +280,8 @@ class Issuer:
                 "trained": counters.groups_trained,
                 "reused": counters.groups_reused,
                 "dropped": {str(reason): count for reason, count in counters.dropped_groups.items()},
+                "abandoned_completions": dict(counters.abandoned_completions),
+                "abandoned_tokens": dict(counters.abandoned_tokens),
             }
 
     def _guard(self) -> None:

@@ -7,11 +7,11 @@ as at least one version old, so that the loss treats it as stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import BlobRef, GroupScored
+from penstock.protocol.facts import AbandonedCompletion, BlobRef, GroupScored
 from penstock.protocol.record.lineage import RecordedGroup
 from penstock.protocol.record.rescored import RescoredInput, find_input, pieces
 from penstock.protocol.transport.blobs import Blobs
@@ -133,9 +133,10 @@ class StoredIssuer:
         *,
         made: PolicyVersion,
         num_reused: int = 0,
+        abandoned: Iterable[AbandonedCompletion] = (),
     ) -> None:
         """Close the groups of a batch; ``made`` is not used here."""
-        self._accounting.use("train", tokens)
+        self._accounting.use("train", tokens, abandoned=abandoned)
         self._counters.count_batch(staleness_tokens, num_reused=num_reused)
         self._in_use = 0
 
@@ -164,6 +165,8 @@ class StoredIssuer:
             "trained": self._counters.groups_trained,
             "reused": self._counters.groups_reused,
             "dropped": {str(reason): count for reason, count in self._counters.dropped_groups.items()},
+            "abandoned_completions": dict(self._counters.abandoned_completions),
+            "abandoned_tokens": dict(self._counters.abandoned_tokens),
         }
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:

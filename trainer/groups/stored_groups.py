@@ -37,7 +37,7 @@ def read_groups(
     described = [scored.generated for scored in wanted]
     try:
         for one, promise in zip(described, promises, strict=bool(promises)):
-            promise.check_lengths(one.group_id, one.completion_tokens, one.has_baseline)
+            promise.check_lengths(one.group_id, one.completion_tokens, one.has_baseline, len(one.abandoned))
         pack_bounds.check_message(pack, described)
         groups = group_pack.decode(
             fetch(pack), [one.row_group for one in described], described=described, vocab_size=vocab_size

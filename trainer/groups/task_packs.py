@@ -145,7 +145,7 @@ def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float,
     """
     if rollout.groups_per_message:
         return rollout.groups_per_message
-    tokens_per_group = rollout.group_size * (prompt_tokens + rollout.max_new_tokens)
+    tokens_per_group = rollout.started_completions * (prompt_tokens + rollout.max_new_tokens)
     most = min(
         _TARGET_MESSAGE_BYTES / bytes_per_task,
         _TARGET_MESSAGE_TOKENS / tokens_per_group,

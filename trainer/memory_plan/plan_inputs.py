@@ -134,7 +134,7 @@ def plan_inputs(
         batch=Batch(
             settings.data.max_prompt_tokens,
             settings.rollout.max_new_tokens,
-            settings.rollout.group_size,
+            settings.rollout.largest_group,
             -(-settings.rollout.groups_per_step // algorithm.minibatches),
         ),
         budget_tokens=settings.trainer.micro_batch_tokens,

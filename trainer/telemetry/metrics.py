@@ -49,7 +49,8 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
 | `logprobs_lost`            | steps    | of this session, not stored: `telemetry/logprob_writer.py`         |
 | `groups_digest`            | sha256   | what was trained, for an audit: `protocol/record/step_digest.py`   |
-| `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
+| `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run;    |
+|                            |          | `abandoned_completions`, `abandoned_tokens`: redundant, by reason  |
 | `computed_tokens`          | tokens   | of all passes of the policy; a shared prefix once, padding too     |
 | `train_tokens_per_s`       | tokens/s | `tokens_trained` by `step_s`                                       |
 | `flops_per_s`              | FLOP/s   | of the policy's passes, over all ranks, by `step_s`: `flops.py`    |

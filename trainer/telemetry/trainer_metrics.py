@@ -136,12 +136,7 @@ class TrainerMetrics:
             samples.add("penstock_trainer_engine_mismatch_nats", mismatch["mean_abs"])
         for part, mean in step.get("reward_parts", {}).items():
             samples.add("penstock_trainer_reward_part_mean", mean, part=part)
-        groups = step["groups"]
-        samples.add("penstock_trainer_groups_outstanding", groups["outstanding"])
-        for outcome in ("issued", "issued_again", "given_up", "scored", "trained", "reused"):
-            samples.add("penstock_groups_total", groups[outcome], outcome=outcome, reason="")
-        for reason, count in groups["dropped"].items():
-            samples.add("penstock_groups_total", count, outcome="dropped", reason=reason)
+        _collect_groups(step["groups"], samples)
 
     def _collect_layers(self, samples: Samples) -> None:
         for name, key in _BY_LAYERS.items():
@@ -157,6 +152,17 @@ class TrainerMetrics:
         samples.add("penstock_eval_reward_mean", self._eval["reward_mean"])
         if self._eval["accuracy"] is not None:
             samples.add("penstock_eval_accuracy_ratio", self._eval["accuracy"])
+
+
+def _collect_groups(groups: Mapping[str, Any], samples: Samples) -> None:
+    samples.add("penstock_trainer_groups_outstanding", groups["outstanding"])
+    for outcome in ("issued", "issued_again", "given_up", "scored", "trained", "reused"):
+        samples.add("penstock_groups_total", groups[outcome], outcome=outcome, reason="")
+    for reason, count in groups["dropped"].items():
+        samples.add("penstock_groups_total", count, outcome="dropped", reason=reason)
+    for reason, count in groups["abandoned_completions"].items():
+        samples.add("penstock_trainer_abandoned_completions_total", count, reason=reason)
+        samples.add("penstock_trainer_abandoned_tokens_total", groups["abandoned_tokens"][reason], reason=reason)
 
 
 @contextlib.contextmanager

@@ -164,6 +164,8 @@ ABSENT: dict[str, str] = {
     "generate_opt_level": "requests are always scheduled individually",
     "gpu_memory_utilization": "vllm.gpu_memory_utilization, or sglang.mem_fraction_static",
     "group_size": "the completions per prompt are rollout.group_size; ROLL's group_size counts environments",
+    "group_size_redundancy": "rollout.redundant_completions are completions of single_turn; of episodes all are played, within episode_deadline_s of "
+    "[environment.define.NAME]",
     "hydra": "there is one file; later files on the command line overrule earlier ones",
     "infer_batch_size": "micro-batches are cut by trainer.micro_batch_tokens",
     "is_actor_infer_colocated": COLOCATED,

@@ -275,7 +275,7 @@ ABSENT: dict[str, str] = {
     "actor_rollout_ref.rollout.mode": "rollouts are always asynchronous: rollout.max_staleness bounds the staleness",
     "actor_rollout_ref.rollout.multi_stage_wake_up": COLOCATED,
     "actor_rollout_ref.rollout.name": "the engine is set by worker.engine",
-    "actor_rollout_ref.rollout.over_sample_rate": "late groups are not cancelled: rollout.max_staleness bounds how late they may be",
+    "actor_rollout_ref.rollout.over_sample_rate": "rollout.redundant_completions are started besides each group and aborted once rollout.group_size have ended; whole groups are not cancelled: rollout.max_staleness bounds how late they may be",
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": ENGINE,
     "actor_rollout_ref.rollout.prometheus.enable": "metrics are on the event stream; `penstock watch` shows them",
     "actor_rollout_ref.rollout.repetition_penalty": INEXACT,

@@ -22,8 +22,10 @@ from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.adapter_loader import AdapterLoader
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
-from penstock.rollout_service.engines.engine_client import ServerReport
+from penstock.rollout_service.engines.engine_client import KeptCompletions, ServerReport
 from penstock.rollout_service.engines.engine_http import EngineHttp
+from penstock.rollout_service.engines.redundancy import Redundancy
+from penstock.rollout_service.engines.redundant_sampler import generate_redundantly
 from penstock.rollout_service.engines.resumption import Resumption
 from penstock.rollout_service.engines.sglang.metrics import read_metrics
 from penstock.rollout_service.engines.sglang.read_reply import read_checksum, read_completion
@@ -77,12 +79,27 @@ class SglangClient:
         """Sample ``n`` completions of every prompt in one request; see `Generates.generate`."""
         return await self._sampler.generate(prompts, sampling, n, adapter, self.limits)
 
+    async def generate_redundantly(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        redundancy: Redundancy,
+        adapter: PolicyVersion | None = None,
+    ) -> list[KeptCompletions]:
+        """Sample more completions of every prompt than are kept, each in a request of its own; see `GeneratesRedundantly`."""
+        return await generate_redundantly(
+            self._sampler, prompts, sampling, redundancy, adapter, self.limits, self._abort
+        )
+
+    async def _abort(self, name: str) -> None:
+        await self._http.call("POST", "/abort_request", {"rid": name}, _PROBE_S, parse=False)
+
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         n, num_aborts = request.n, self._num_aborts
         prompts = [[*one.prompt, *one.sampled] for one in sequences[::n]]
         params = [_sampling_params(request.sampling, n, one.num_left) for one in sequences[::n]]
         body: dict[str, Any] = {
-            "rid": [uuid.uuid4().hex for _ in prompts],  # of one length: aborts match by prefix
+            "rid": [uuid.uuid4().hex for _ in prompts] if request.single is None else [request.single.name],
             "input_ids": prompts,
             "sampling_params": params[0] if all(one == params[0] for one in params) else params,
             "return_logprob": True,
@@ -97,7 +114,8 @@ class SglangClient:
         if not isinstance(rows, list) or len(rows) != len(sequences):
             got = f"{len(rows)} rows" if isinstance(rows, list) else type(rows).__name__
             raise ReplyRefused(f"{self.url}: expected {len(sequences)} completions, got {got}")
-        interrupted = self._aborting or num_aborts != self._num_aborts
+        abandoned = request.single is not None and request.single.is_abandoned
+        interrupted = abandoned or self._aborting or num_aborts != self._num_aborts
         return [
             read_completion(
                 row,

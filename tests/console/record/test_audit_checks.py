@@ -8,7 +8,7 @@ import pytest
 from tests.groups import make_generated, make_group, make_scored
 
 from penstock.console.record.audit_checks import AuditInputs, AuditResult, check_record
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.facts import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import (
     AccountState,
     DroppedGroup,
@@ -104,6 +104,31 @@ def test_a_complete_accounting_balances():
     assert train.used_tokens == 2 * TOKENS
     assert (held_out.issued, held_out.used, held_out.used_tokens) == (1, 1, 3)
     assert result.moving == {"issued after the checkpoint": 1, "closed, waiting for their acknowledgement": 1}
+
+
+def test_abandoned_completions_are_part_of_the_balance():
+    """The sums over the groups are those that the trainer counted; one that is missing in its totals is a violation."""
+    lost = AbandonedCompletion(reason="aborted", num_tokens=4)
+    first = chapters()[0]
+    group = first.steps[0].groups[0]
+    generated = group.scored.generated.model_copy(update={"abandoned": (lost, lost)})
+    group = group.model_copy(update={"scored": group.scored.model_copy(update={"generated": generated})})
+    first = first.model_copy(update={"steps": (first.steps[0].model_copy(update={"groups": (group,)}),)})
+    counted = {"abandoned": {"aborted": 2}, "abandoned_tokens": {"aborted": 8}}
+    whole = [first.model_copy(update={"account": with_train_totals(first, counted)})]
+    result = check_record(AuditInputs("r", whole, waiting={"tasks": {B: 0, C: 0}}))
+    assert result.closes, result.breaches
+    assert (result.splits[0].abandoned, result.splits[0].abandoned_tokens) == ({"aborted": 2}, {"aborted": 8})
+    counted["abandoned_tokens"] = {"aborted": 7}
+    short = [first.model_copy(update={"account": with_train_totals(first, counted)})]
+    found = check_record(AuditInputs("r", short, waiting={"tasks": {B: 0, C: 0}}))
+    assert [(one.kind, "abandoned tokens" in one.detail) for one in found.breaches] == [("totals differ", True)]
+
+
+def with_train_totals(chapter: LineageChapter, update: dict[str, dict[str, int]]) -> AccountState:
+    """Return the chapter's account with other totals of the training split."""
+    totals = {**chapter.account.totals, "train": chapter.account.totals["train"].model_copy(update=update)}
+    return chapter.account.model_copy(update={"totals": totals})
 
 
 def test_a_run_without_checkpoint_has_no_violation():

@@ -12,6 +12,7 @@ from penstock.deploy.plan.lengths import EnginePace, LengthMix
 from penstock.deploy.plan.outcome import Durations, Fleet, Outcome
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, measure, num_steps
+from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.trainer.groups.dispatch import GroupKey
 from penstock.trainer.settings import RolloutSettings
 
@@ -140,6 +141,61 @@ def rate_of(packs_in_flight: int) -> float:
     workers = fleet(packs_in_flight=packs_in_flight)
     run = SimulatedRun(rollout, workers, DURATIONS, MIX, steps=num_steps(4, 24))
     return measure(run.run(), workers, DURATIONS, max_staleness=4, first=7, num=24).tokens_per_s
+
+
+def redundant_outcome(redundancy: Redundancy, *, slots: int = 16) -> Outcome:
+    """Simulate twelve steps at a bound of two versions, of groups for which more is started than is needed."""
+    rollout = RolloutSettings(
+        group_size=redundancy.enough, redundant_completions=redundancy.extra, redundant_wait=redundancy.wait,
+        groups_per_step=GROUPS, groups_per_message=2, max_staleness=2, max_attempts=100,
+    )  # fmt: skip
+    workers = replace(fleet(), pace=replace(PACE, slots=slots))
+    return SimulatedRun(rollout, workers, DURATIONS, MIX, steps=12).run()
+
+
+def means(outcome: Outcome) -> tuple[float, float]:
+    """Return the mean lengths of what was trained, and of all that were started for the same groups."""
+    trained = fmean(length for step in outcome.steps for length in step.lengths)
+    groups = [group for step in outcome.steps for group in step.groups]
+    return trained, fmean(length for group in groups for length in outcome.sampled[group])
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.5, 1000.0])
+@pytest.mark.parametrize("slots", [16, 1000])
+def test_every_completion_that_is_started_is_kept_or_abandoned(wait: float, slots: int) -> None:
+    """Once each, also where the redundant ones never get a slot; without a wait a group has exactly its size."""
+    redundancy = Redundancy(GROUP_SIZE, 3, wait)
+    outcome = redundant_outcome(redundancy, slots=slots)
+    kept = [length for step in outcome.steps for length in step.lengths]
+    num_groups = sum(len(step.groups) for step in outcome.steps)
+    assert num_groups == 12 * GROUPS == len(outcome.sampled) - sum(outcome.dropped.values())
+    assert len(kept) >= GROUP_SIZE * num_groups if wait else len(kept) == GROUP_SIZE * num_groups
+    of_dropped = len(outcome.sampled) - num_groups  # what was kept of these is not in the steps
+    num_abandoned = sum(outcome.abandoned.values())
+    started = redundancy.started * len(outcome.sampled)
+    assert started - redundancy.started * of_dropped <= len(kept) + num_abandoned <= started
+    assert (num_abandoned == 0) == (wait == 1000.0)
+    assert 0.0 <= outcome.abandoned_tokens <= sum(sum(group) for group in outcome.sampled.values())
+
+
+def test_the_first_that_end_are_the_short_ones() -> None:
+    """With a slot for each, exactly the shortest are kept: what is trained is shorter, and the less so the longer the rest may take."""
+    for group in (outcome := redundant_outcome(Redundancy(GROUP_SIZE, 3), slots=1000)).steps[5].groups:
+        assert sum(sorted(outcome.sampled[group])[:GROUP_SIZE]) in sums_of_groups(outcome)
+    shares = [
+        trained / started
+        for trained, started in (means(redundant_outcome(Redundancy(GROUP_SIZE, 3, w))) for w in (0.0, 0.5, 1000.0))
+    ]
+    assert shares[0] < 0.8
+    assert shares[0] < shares[1] < shares[2] == 1.0
+    assert means(redundant_outcome(Redundancy(GROUP_SIZE)))[0] == means(redundant_outcome(Redundancy(GROUP_SIZE)))[1]
+
+
+def sums_of_groups(outcome: Outcome) -> set[int]:
+    """Return the trained tokens of every group."""
+    return {
+        sum(step.lengths[i : i + GROUP_SIZE]) for step in outcome.steps for i in range(0, len(step.lengths), GROUP_SIZE)
+    }
 
 
 def test_the_plan_says_what_limits_a_run() -> None:

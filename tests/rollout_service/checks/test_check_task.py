@@ -18,7 +18,7 @@ LIMITS = ModelLimits(vocab_size=100, context_tokens=20)
 
 def check(task: Task, limits: ModelLimits = LIMITS) -> None:
     """Check a task as the training queue's."""
-    check_task(task, limits=limits, split="train", environments=("single_turn",))
+    check_task(task, limits=limits, split="train", environments=("single_turn", "played"))
 
 
 def test_a_task_that_just_fits_is_accepted():
@@ -34,6 +34,7 @@ def test_a_task_that_just_fits_is_accepted():
         ("wrong_split", make_task(split="eval")),
         ("inexact_sampling", make_task(temperature=0.0)),
         ("unknown_environment", make_task().model_copy(update={"environment": "maze"})),
+        ("redundancy_refused", make_task().model_copy(update={"environment": "played", "redundant_completions": 1})),
         (
             "inexact_sampling",
             make_task().model_copy(update={"sampling": make_task().sampling.model_copy(update={"top_p": 0.9})}),
@@ -55,6 +56,14 @@ def test_evaluation_may_be_greedy():
     """Only training tasks must sample from the whole distribution."""
     task = make_task(split="eval", temperature=0.0)
     check_task(task, limits=LIMITS, split="eval", environments=("single_turn",))
+
+
+def test_an_evaluation_keeps_every_completion():
+    """The first that end are the short ones: a mean over them would be of another policy."""
+    task = make_task(split="eval").model_copy(update={"redundant_completions": 2})
+    with pytest.raises(TaskRefused, match="2 redundant completions in a task of eval") as refusal:
+        check_task(task, limits=LIMITS, split="eval", environments=("single_turn",))
+    assert refusal.value.reason == "redundancy_refused"
 
 
 def test_limits_that_a_config_does_not_name_are_not_checked():

@@ -75,6 +75,17 @@ def test_foreign_names_lead_to_settings_that_exist():
     ("overrides", "reply"),
     [
         (["trainer.micro_batch_tokens=100"], "raise it to at least 1280"),
+        (["rollout.redundant_wait=0.5"], "does nothing without rollout.redundant_completions"),
+        (["rollout.redundant_completions=4089"], "at most 4096 completions of a prompt are started; lower one of them"),
+        (["rollout.redundant_completions=-1"], "rollout.redundant_completions"),
+        (
+            ["rollout.redundant_completions=2", "rollout.environment=maze"],
+            "is possible in single_turn only, not in the episodes of rollout.environment = 'maze'",
+        ),
+        (
+            ["rollout.redundant_completions=2", "data.from_run=other"],
+            "does nothing with data.from_run: stored groups are trained as they are",
+        ),
         (["rollout.groups_per_message=64"], "a message never spans steps: lower it, or set it to 0"),
         (
             ["rollout.groups_per_step=1", "rollout.group_size=1", "trainer.num_ranks=2"],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.facts import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import SplitTotals
 from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.drops import Drop, DropReason
 
 
@@ -33,6 +34,22 @@ def test_entries_hold_what_happened_since_the_previous_ones():
     )  # fmt: skip
     assert second.account.in_flight == {"train": ("c",), "eval": ()}
     assert resumed.take_entries().is_empty
+
+
+def test_abandoned_completions_are_counted_by_reason():
+    """Those of trained and of dropped groups, each once, in completions and in tokens; a resumed accounting goes on."""
+    aborted, surplus = (AbandonedCompletion(reason=why, num_tokens=n) for why, n in (("aborted", 3), ("surplus", 9)))
+    accounting = Accounting()
+    accounting.issue("train", ["a", "b"])
+    accounting.use("train", {"a": 5}, abandoned=[aborted, surplus, aborted])
+    resumed = Accounting(accounting.take_entries().account)
+    resumed.drop("train", Drop("b", DropReason.STALE, 7, abandoned=(aborted,)))
+    resumed.refuse("train", Drop("a", DropReason.DUPLICATE, 5, abandoned=(surplus,)))
+    entries = resumed.take_entries()
+    assert [drop.abandoned for drop in entries.dropped] == [(aborted,)]
+    totals = entries.account.totals["train"]
+    assert (totals.abandoned, totals.abandoned_tokens) == ({"aborted": 3, "surplus": 1}, {"aborted": 9, "surplus": 9})
+    assert Counters(resumed).to_document()["abandoned_tokens"] == {"aborted": 9, "surplus": 9}
 
 
 def test_entries_hold_the_packs_of_dropped_and_evaluated_groups():

@@ -23,6 +23,7 @@ def test_counts_of_a_checkpoint_are_unchanged_by_a_resume():
     assert document == {
         "groups_trained": 1, "groups_reused": 1, "tokens_trained": 12, "groups_scored": 2,
         "dropped_groups": {"stale": 2, "dead": 0}, "dropped_tokens": {"stale": 6, "dead": 0},
+        "abandoned_completions": {}, "abandoned_tokens": {},
         "staleness_tokens": {"0": 5, "1": 7},
     }  # fmt: skip
     resumed = Accounting(accounting.take_entries().account)

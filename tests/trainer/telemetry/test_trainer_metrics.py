@@ -39,7 +39,7 @@ STEP: dict[str, Any] = {
 }  # fmt: skip
 GROUPS: dict[str, Any] = {
     "issued": 50, "issued_again": 3, "given_up": 1, "outstanding": 12, "scored": 40, "trained": 30, "reused": 2,
-    "dropped": {"stale": 4, "dead": 1},
+    "dropped": {"stale": 4, "dead": 1}, "abandoned_completions": {"aborted": 6}, "abandoned_tokens": {"aborted": 70},
 }  # fmt: skip
 
 
