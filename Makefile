@@ -135,6 +135,9 @@ proof-observe: $(STAMP)  ## a real run under a real Prometheus: every query of t
 proof-nodes: $(STAMP)  ## one trainer on two nodes, as root: two network namespaces, one killed and resumed, replayed on one node (minutes; `ip`)
 	$(BIN)/python -m benchmarks.proofs.nodes
 
+proof-layouts: $(STAMP)  ## the same batch in every layout of four ranks, and runs that share tokens and weights, replayed (minutes)
+	$(BIN)/python -m benchmarks.proofs.layouts
+
 REVISION ?= 4f9f60b
 proof-upgrade: $(STAMP)  ## a run that older code (REVISION) began: services replaced one by one, saved, restored and ended elsewhere (minutes)
 	$(BIN)/python -m benchmarks.proofs.upgrade $(REVISION)

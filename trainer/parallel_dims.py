@@ -28,8 +28,9 @@ class ParallelDims:
         """Divide the ranks; without a layout every rank computes rows of its own. The same call on every rank."""
         self.ranks = ranks
         self.layout = layout or ParallelLayout()
-        size = self.layout.sequence_parallel
-        self.token_group: RankSubgroup | None = ranks.subgroup(size) if size > 1 else None
+        sequence, tensor = self.layout.sequence_parallel, self.layout.tensor_parallel
+        self.token_group: RankSubgroup | None = ranks.subgroup(sequence, tensor) if sequence > 1 else None
+        self.weight_group: RankSubgroup | None = ranks.subgroup(tensor) if tensor > 1 else None
 
     @property
     def rows(self) -> Share:
@@ -41,11 +42,23 @@ class ParallelDims:
     def tokens(self) -> Share:
         """The share of a micro-batch's tokens that this rank computes."""
         size = self.layout.sequence_parallel
+        return Share(self.ranks.rank // self.layout.tensor_parallel % size, size)
+
+    @property
+    def weights(self) -> Share:
+        """The share of each divided weight that this rank has."""
+        size = self.layout.tensor_parallel
         return Share(self.ranks.rank % size, size)
 
     @property
     def states(self) -> Share:
-        """The share of the optimizer state that this rank keeps under ZeRO; DeepSpeed averages gradients over all shares."""
+        """The share of the optimizer states of its weights that this rank keeps under ZeRO; DeepSpeed averages gradients over them."""
+        size = self.layout.tensor_parallel
+        return Share(self.ranks.rank // size, self.ranks.num_ranks // size)
+
+    @property
+    def files(self) -> Share:
+        """The share of a checkpoint's files that this rank writes."""
         return Share(self.ranks.rank, self.ranks.num_ranks)
 
     @property

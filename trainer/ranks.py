@@ -72,14 +72,15 @@ class Ranks:
         dist.gather(mine, found, dst=0)
         return [t[: int(size)].numpy().tobytes() for t, size in zip(found or [], sizes, strict=False)]
 
-    def subgroup(self, size: int) -> RankSubgroup:
-        """Return the group of ``size`` ranks next to each other that this one is in; called on all ranks, in the same order."""
+    def subgroup(self, size: int, stride: int = 1) -> RankSubgroup:
+        """Return the group of ``size`` ranks, each ``stride`` after the one before, that this one is in; called on all ranks, in the same order."""
         own = None
-        for first in range(0, self.num_ranks, size):
-            members = list(range(first, first + size))
-            group = dist.new_group(members, timeout=_DEADLINE)
-            if self.rank in members:
-                own = RankSubgroup(group, self.rank - first, size)
+        for block in range(0, self.num_ranks, size * stride):
+            for first in range(block, block + stride):
+                members = list(range(first, first + size * stride, stride))
+                group = dist.new_group(members, timeout=_DEADLINE)
+                if self.rank in members:
+                    own = RankSubgroup(group, members.index(self.rank), size)
         assert own is not None
         return own
 
@@ -140,6 +141,13 @@ class RankSubgroup:
         )  # `empty_like` could keep other strides
         dist.all_to_all_single(found, given, group=self._group)
         return found
+
+    def gather(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the ``values`` of all ranks, of one shape, next to each other in dimension ``dim``."""
+        given = values.contiguous()
+        parts = [torch.empty(given.shape, dtype=given.dtype, device=given.device) for _ in range(self.size)]
+        dist.all_gather(parts, given, group=self._group)
+        return torch.cat(parts, dim=dim)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add up contiguous ``values`` over the group, in place, and return them."""

@@ -324,6 +324,12 @@ class OptimizerSettings(Section):
         description="Ranks that compute a micro-batch together, each a part of its tokens and, in attention, of its heads (Ulysses): "
         "for rows whose activations do not fit on one. Divides trainer.num_ranks and the model's attention heads.",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that have a part of every linear layer each (AutoTP of DeepSpeed): for models of llama, qwen2 and qwen3 that "
+        "ZeRO 3 alone does not fit or gathers too often. Divides trainer.num_ranks, attention heads and key heads; not with adapters.",
+    )
     micro_batch_tokens: int = Field(
         default=16_384,
         ge=1,
@@ -476,7 +482,7 @@ class OptimizerSettings(Section):
     @property
     def layout(self) -> ParallelLayout:
         """How the ranks are divided."""
-        return ParallelLayout(self.sequence_parallel)
+        return ParallelLayout(self.sequence_parallel, self.tensor_parallel)
 
     def signing_key(self) -> SigningKey | None:
         """Return the key that signs manifests, None when none is set; raises ConfigError when it cannot be read."""
@@ -490,8 +496,7 @@ class OptimizerSettings(Section):
     def _divides_the_ranks(self) -> OptimizerSettings:
         if self.num_ranks % self.layout.ranks_of_rows:
             raise ValueError(
-                f"trainer.num_ranks = {self.num_ranks} is not a multiple of trainer.sequence_parallel = {self.sequence_parallel}; it "
-                "counts all processes: set it to a multiple"
+                f"trainer.num_ranks = {self.num_ranks} is not a multiple of {self.layout}; it counts all processes: set it to a multiple"
             )
         return self
 
@@ -655,6 +660,12 @@ class TrainerSettings(Section):
         return self.eval.names(has_data_eval=bool(self.data.eval_files))
 
     def _check_critic(self) -> None:
+        if self.algorithm.has_critic and self.trainer.tensor_parallel > 1:
+            raise ValueError(
+                f"trainer.tensor_parallel = {self.trainer.tensor_parallel} with algorithm.advantage = {self.algorithm.advantage}: a critic "
+                "whose weights ranks share was never compared with one process; set trainer.tensor_parallel = 1, or an algorithm "
+                "without a critic"
+            )
         if not self.algorithm.has_critic:
             standard = CriticSettings()
             idle = sorted(
@@ -705,6 +716,12 @@ class TrainerSettings(Section):
         return self.model.lora.rank > 0 and self.model.lora.publish == "adapter"
 
     def _check_lora(self) -> None:
+        if self.model.lora.rank and self.trainer.tensor_parallel > 1:
+            raise ValueError(
+                f"trainer.tensor_parallel = {self.trainer.tensor_parallel} with model.lora.rank = {self.model.lora.rank}: DeepSpeed 0.19 "
+                "does not divide layers that have adapters; set trainer.tensor_parallel = 1, and trainer.zero_stage = 3 where the model "
+                "does not fit"
+            )
         chosen = self.algorithm
         is_frozen_copy = chosen.reference_path is not None or not chosen.needs_reference
         if self.model.lora.rank and not is_frozen_copy and chosen.reference_device == "parked":

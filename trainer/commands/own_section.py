@@ -21,7 +21,7 @@ READ = frozenset({
     "model.lora.rank", "model.lora.alpha", "model.lora.targets",
     "data.train", "data.format", "data.map", "data.system_prompt", "data.overlong", "data.max_samples", "data.shuffle",
     "data.text_prompts", "data.template_arguments", "data.use_tools", "data.roles", "data.ignore",
-    "trainer.num_ranks", "trainer.sequence_parallel", "trainer.micro_batch_tokens", "trainer.zero_stage", "trainer.offload",
+    "trainer.num_ranks", "trainer.sequence_parallel", "trainer.tensor_parallel", "trainer.micro_batch_tokens", "trainer.zero_stage", "trainer.offload",
     "trainer.gradient_dtype", "trainer.weight_decay",
     "trainer.min_lr_ratio", "trainer.max_grad_norm", "trainer.checkpoint_every_s", "trainer.keep_checkpoints",
     "trainer.resume", "trainer.verify_export",

@@ -159,5 +159,6 @@ def load_critic(
 
     Raises UnsupportedModel and ConfigError as `load_policy` does.
     """
-    scorer = ValueScorer(load_language_model(model_folder, how, dims), TokenShares(dims.token_group))
+    model = load_language_model(model_folder, how, dims)
+    scorer = ValueScorer(model, TokenShares(dims.token_group))
     return Critic(Trainable(scorer, how, dims), regression, credit, dims)

@@ -45,7 +45,7 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
     scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
     warn_if_padded(scorer.padding_reason, dims)
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
-    return Policy(Trainable(scorer, how, dims, layers), scorer, dims)
+    return Policy(Trainable(scorer, how, dims, layers, model=model), scorer, dims)
 
 
 def load_reference(
@@ -126,9 +126,12 @@ def _check_layout(loader: Any, folder: Path, dims: ParallelDims, **options: obje
     from transformers import AutoConfig  # noqa: PLC0415
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+    dims.layout.check(config.to_dict(), str(folder))
     text = config.get_text_config()
     heads = text.num_attention_heads
     dims.layout.check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, str(folder))
+    if dims.layout.sequence_parallel == 1:
+        return
     with torch.device("meta"):
         model = loader.from_config(config, trust_remote_code=False)
     if reason := why_not_packed(model):

@@ -21,7 +21,8 @@ from penstock.trainer.algorithm.kl import kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.attention.models import WHOLE, read_rows, use_packed_rows
+from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
+from penstock.trainer.learner.health.flops import pass_cost
 from penstock.trainer.learner.sequence_parallel import TokenShares
 
 Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]
@@ -57,6 +58,7 @@ class CompletionScorer(nn.Module):
                 )
         self.language_model = language_model
         self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
+        self.pair_cost, self.pass_cost = pair_cost(language_model), pass_cost(language_model)  # of the whole model
         self._temperature = temperature
         self._shares = shares  # of a stream's tokens; with several, every call is collective
         self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)

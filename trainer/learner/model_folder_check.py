@@ -49,13 +49,8 @@ def check_folder(folder: Path) -> None:
 
 
 def check_layout(folder: Path, layout: ParallelLayout) -> None:
-    """Raise ConfigError if a model's attention heads cannot be divided among ranks, where its config.json names them."""
-    config = _read_object(folder / "config.json", _MAX_INDEX_BYTES)
-    text = config.get("text_config", config)
-    heads = text.get("num_attention_heads") if isinstance(text, dict) else None
-    if isinstance(heads, int):
-        kv_heads = text.get("num_key_value_heads")
-        layout.check_heads(heads, kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads, str(folder))
+    """Raise ConfigError if the model of a folder cannot be computed in a layout of the ranks, by its config.json."""
+    layout.check(_read_object(folder / "config.json", _MAX_INDEX_BYTES), str(folder))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,13 +10,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.trainer.learner.shard_files import WEIGHT, Fragment, Shard, ShardFiles
+from penstock.trainer.learner.shard_files import WEIGHT, Fragment, Part, Shard, ShardFiles
+from penstock.trainer.learner.tensor_parallel import WeightShares, cut_of
 from penstock.trainer.parallel_dims import Share
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, besides its number of steps
@@ -28,7 +29,7 @@ class Place:
     """A contiguous part of a parameter, inside a tensor that the optimizer steps."""
 
     name: str
-    start: int  # in the flattened parameter
+    start: int  # in the flattened parameter, or in this rank's part of it
     num: int
     stepped: Tensor  # what the optimizer holds state of
     offset: int  # in the flattened ``stepped``
@@ -38,12 +39,15 @@ class Place:
 class OptimizerState:
     """The optimizer state of one rank under a DeepSpeed engine."""
 
-    def __init__(self, engine: Any, share: Share) -> None:
-        """Read and write the state of ``engine``, this rank's ``share`` of it."""
-        self._engine, self._share = engine, share
+    def __init__(self, engine: Any, share: Share, *, file: Share, weights: WeightShares) -> None:
+        """Read and write the state of ``engine``, this rank's ``share`` of that of its weights, as one of the checkpoint's files."""
+        self._engine, self._share, self._file, self._weights = engine, share, file, weights
         self._stage: int = engine.zero_optimization_stage()
         self.base: Any = engine.optimizer if self._stage == 0 else engine.optimizer.optimizer
         self._named = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        self._parts = {
+            name: Part(cut, weights.share.index) for name, p in self._named.items() if (cut := cut_of(p)) is not None
+        }
 
     def capture(self, state: Mapping[str, Any]) -> Shard:
         """Copy what this rank writes to the CPU; later steps do not change the copy."""
@@ -57,8 +61,9 @@ class OptimizerState:
                     kind: part_of(tensor, place).to("cpu", torch.float32, copy=True) for kind, tensor in tensors.items()
                 }
                 fragments.append(Fragment(place.name, place.start, copies))
-        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._named.items()}
-        return Shard(self._share.index, self._share.count, shapes, fragments, {**state, _STEPS: steps})
+        shapes = {name: self._weights.whole_shape(p) for name, p in self._named.items()}
+        file = self._file
+        return Shard(file.index, file.count, shapes, fragments, {**state, _STEPS: steps}, self._parts)
 
     def restore(self, files: ShardFiles, whole: Any) -> None:
         """Read this rank's part of shards that any layout wrote, and the weights that are computed with; collective.
@@ -75,11 +80,12 @@ class OptimizerState:
                 with whole(parameter):
                     if self._stage < 3 or self._share.index == 0:
                         num = parameter.numel()
-                        parameter.copy_(files.read(name, WEIGHT, 0, num).view(parameter.shape))
+                        part = self._parts.get(name)
+                        parameter.copy_(files.read(name, WEIGHT, 0, num, part).view(parameter.shape))
 
     def _restore(self, place: Place, files: ShardFiles, kinds: Sequence[str]) -> None:
         def stored(kind: str) -> Tensor:
-            return files.read(place.name, kind, place.start, place.num)
+            return files.read(place.name, kind, place.start, place.num, self._parts.get(place.name))
 
         part_of(place.stepped, place).copy_(stored(WEIGHT))
         own = self.base.state[place.stepped]
@@ -93,7 +99,7 @@ class OptimizerState:
             own["step"].fill_(float(files.state[_STEPS]))
 
     def _check_shapes(self, files: ShardFiles) -> None:
-        own = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in self._named.items()}
+        own = {name: list(self._weights.whole_shape(p)) for name, p in self._named.items()}
         if own != files.shapes:
             differing = sorted(
                 name for name in own.keys() | files.shapes.keys() if own.get(name) != files.shapes.get(name)
@@ -105,7 +111,12 @@ class OptimizerState:
             )
 
     def places(self) -> Iterator[Place]:
-        """Yield the parts of parameters that this rank's optimizer steps."""
+        """Yield the parts of parameters that this rank's optimizer steps; whole ones of ranks that share weights are written by the first."""
+        for place in self._stepped():
+            is_counted = self._weights.share.index == 0 or place.name in self._parts
+            yield place if is_counted else replace(place, is_written=False)
+
+    def _stepped(self) -> Iterator[Place]:
         match self._stage:
             case 0:
                 for number, (name, parameter) in enumerate(self._named.items()):

@@ -23,9 +23,8 @@ from penstock.trainer.algorithm.distillation import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError, TrainingDiverged
 from penstock.trainer.learner import adapter
-from penstock.trainer.learner.attention.models import pair_cost
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
-from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of, pass_cost
+from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.health.step_watch import LayerFigures
 from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
@@ -76,7 +75,7 @@ class Policy:
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims
-        self._cost = pass_cost(scorer.language_model)
+        self._cost = scorer.pass_cost
         self._work = NO_WORK  # of this rank since `take_work`
         self.steps_done = 0  # batches, whatever number of optimizer steps each had
         self.device = trainable.device
@@ -108,7 +107,7 @@ class Policy:
     @property
     def pair_cost(self) -> float:
         """Computation of one token attending to one, relative to a token's other computation."""
-        return pair_cost(self._scorer.language_model)
+        return self._scorer.pair_cost
 
     @property
     def pads_rows(self) -> bool:
@@ -204,7 +203,7 @@ class Policy:
         specs = []
         for name, tensor, _ in self._published():
             rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # a sharded parameter looks empty
+            shape = self._trainable.whole_shape(tensor)
             specs.append(TensorSpec(name, str(rounded).removeprefix("torch."), shape))
         return build_layout(specs, bucket_bytes=bucket_bytes)
 
@@ -264,9 +263,9 @@ class Policy:
     def _visit(self, wanted: Callable[[str], bool], take: Callable[[str, Tensor], None], *, merge: bool = True) -> None:
         """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
         for name, tensor, low_rank in self._published(merge=merge):
-            with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())):
+            with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())) as (whole, *_):
                 if wanted(name):
-                    take(name, adapter.merged(tensor, *low_rank) if low_rank else tensor)
+                    take(name, adapter.merged(whole, *low_rank) if low_rank else whole)
 
     def capture(self) -> CapturedPart:
         """Copy this rank's part of model, optimizer, schedule and random state, to be written while training goes on."""

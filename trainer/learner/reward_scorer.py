@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.attention.models import WHOLE, read_rows, use_packed_rows
+from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
+from penstock.trainer.learner.health.flops import pass_cost
 from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.load_model import attach_adapters, from_folder, prepare, warn_if_padded
 from penstock.trainer.learner.loaded_model_check import check_loaded
@@ -31,6 +33,7 @@ class RewardScorer(nn.Module):
         """Wrap a `transformers` sequence classifier."""
         super().__init__()
         self._shares = shares
+        self.pair_cost, self.pass_cost = pair_cost(classifier), pass_cost(classifier)  # of the whole model
         self.language_model = classifier
         self.padding_reason = use_packed_rows(classifier)  # why rows are padded; None: they are one stream
 
@@ -66,7 +69,13 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
 
     Raises:
         UnsupportedModel: The folder is no usable model, transformers has no classifier of its kind, or adapters match no layer.
+        ConfigError: The model cannot be computed in the layout of the ranks.
     """
+    if dims.layout.tensor_parallel > 1:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {dims.layout.tensor_parallel}: a reward model whose weights ranks share was never compared "
+            "with one process; set it to 1, and trainer.zero_stage = 3 where the model does not fit"
+        )
     model, report = from_folder(
         "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how.dtype, dims, num_labels=1
     )
@@ -93,4 +102,4 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
         "label2id": {"LABEL_0": 0},
     }
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
-    return Policy(Trainable(scorer, how, dims, layers), cast(Any, scorer), dims), changed
+    return Policy(Trainable(scorer, how, dims, layers, model=model), cast(Any, scorer), dims), changed

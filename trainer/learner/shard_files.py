@@ -5,6 +5,9 @@ optimizer's moments of these elements, each a one-dimensional tensor ``NAME#KIND
 nothing is unpickled when it is read; its metadata gives where each fragment starts. Together the shards hold every element of
 every parameter once. A fragment that a rank needs is cut out of those of all files, so the ranks and stages that wrote
 them do not matter.
+
+Ranks that share the weights (tensor parallelism) each have a part of some parameters, cut along a dimension. Their fragments are runs of
+their part; another layout puts the parts together when it reads them.
 """
 
 from __future__ import annotations
@@ -27,13 +30,36 @@ from penstock.trainer.errors import CheckpointError
 
 WEIGHT = "weight"  # the kind of a fragment that holds float32 master weights; other kinds are the optimizer's
 _FORMAT = "penstock_shard.v1"
+_FORMAT_OF_PARTS = (
+    "penstock_shard.v2"  # with parameters that are cut; releases before it would read parts as whole parameters
+)
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _PATTERN = "rank*.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A parameter in ``count`` equal parts along a dimension."""
+
+    dim: int
+    count: int
+
+    def part_of(self, whole: Tensor, index: int) -> Tensor:
+        """Return one of the parts."""
+        return whole.chunk(self.count, self.dim)[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a parameter that is cut."""
+
+    cut: Cut
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements ``start`` and following of a flattened parameter."""
+    """Elements ``start`` and following of a flattened parameter, or of its part."""
 
     name: str
     start: int
@@ -46,9 +72,10 @@ class Shard:
 
     rank: int
     num_ranks: int
-    shapes: Mapping[str, Sequence[int]]  # of every parameter, also of those that other ranks write
+    shapes: Mapping[str, Sequence[int]]  # of every parameter, whole, also of those that other ranks write
     fragments: Sequence[Fragment]
     state: Mapping[str, Any]  # JSON types; the same on every rank
+    parts: Mapping[str, Part] = field(default_factory=dict)  # of the parameters that are cut
 
     @property
     def size_bytes(self) -> int:
@@ -60,13 +87,15 @@ class Shard:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"{one.name}#{kind}": t for one in self.fragments for kind, t in one.tensors.items()}
         document = {
-            "format": _FORMAT,
+            "format": _FORMAT if not self.parts else _FORMAT_OF_PARTS,
             "rank": self.rank,
             "num_ranks": self.num_ranks,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "starts": {one.name: one.start for one in self.fragments},
             "state": dict(self.state),
         }
+        if self.parts:
+            document["parts"] = {name: [one.cut.dim, one.cut.count, one.index] for name, one in self.parts.items()}
         header: dict[str, Any] = {"__metadata__": {"shard": json.dumps(document)}}
         end = 0
         for key, tensor in tensors.items():
@@ -87,6 +116,7 @@ class _Piece:
     start: int
     num: int
     file: Any  # of safetensors, open
+    key: str  # in the file
 
 
 @dataclass(slots=True)
@@ -97,7 +127,8 @@ class ShardFiles:
     state: dict[str, Any] = field(default_factory=dict)
     shapes: dict[str, list[int]] = field(default_factory=dict)
     num_ranks: int = 0
-    _pieces: dict[str, list[_Piece]] = field(default_factory=dict)
+    _cuts: dict[str, Cut] = field(default_factory=dict)
+    _pieces: dict[str, list[_Piece]] = field(default_factory=dict)  # by parameter and kind, and by part where it is cut
     _opened: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> ShardFiles:
@@ -118,14 +149,34 @@ class ShardFiles:
 
     def kinds(self, name: str) -> list[str]:
         """Return the kinds that are stored of a parameter."""
+        first = name if name not in self._cuts else _of_part(name, 0)
         keys = self._pieces.keys()
-        return [key.rpartition("#")[2] for key in keys if key.rpartition("#")[0] == name]
+        return [key.rpartition("#")[2] for key in keys if key.rpartition("#")[0] == first]
 
-    def read(self, name: str, kind: str, start: int, num: int) -> Tensor:
-        """Return elements ``start`` to ``start + num`` of a flattened parameter, [num] float32."""
-        key = f"{name}#{kind}"
+    def read(self, name: str, kind: str, start: int, num: int, part: Part | None = None) -> Tensor:
+        """Return elements ``start`` to ``start + num`` of a flattened parameter, or of a part of it, [num] float32."""
+        stored = self._cuts.get(name)
+        if stored == (part.cut if part else None):
+            return self._read(f"{_of_part(name, part.index) if part else name}#{kind}", start, num)
+        whole = self._whole(name, kind, stored)
+        wanted = part.cut.part_of(whole, part.index) if part else whole
+        return wanted.flatten()[start : start + num]
+
+    def _whole(self, name: str, kind: str, cut: Cut | None) -> Tensor:
+        """Return a parameter [...], put together where it is stored in parts."""
+        shape = self.shapes[name]
+        if cut is None:
+            return self._read(f"{name}#{kind}", 0, math.prod(shape)).view(shape)
+        own = list(shape)
+        own[cut.dim] //= cut.count
+        found = [
+            self._read(f"{_of_part(name, number)}#{kind}", 0, math.prod(own)).view(own) for number in range(cut.count)
+        ]
+        return torch.cat(found, dim=cut.dim)
+
+    def _read(self, key: str, start: int, num: int) -> Tensor:
         parts = [
-            piece.file.get_slice(key)[max(start, piece.start) - piece.start : start + num - piece.start]
+            piece.file.get_slice(piece.key)[max(start, piece.start) - piece.start : start + num - piece.start]
             for piece in self._pieces[key]
             if piece.start < start + num and start < piece.start + piece.num
         ]
@@ -136,18 +187,30 @@ class ShardFiles:
         for path in paths:
             file = self._opened.enter_context(safe_open(path, framework="pt"))
             document = json.loads(file.metadata()["shard"])
-            if document["format"] != _FORMAT:
-                raise ValueError(f"{path.name}: expected format {_FORMAT}, got {document['format']}")
+            if document["format"] not in (_FORMAT, _FORMAT_OF_PARTS):
+                raise ValueError(f"{path.name}: expected format {_FORMAT_OF_PARTS}, got {document['format']}")
             self.state, self.shapes, self.num_ranks = document["state"], document["shapes"], document["num_ranks"]
+            parts = {
+                name: Part(Cut(dim, count), index) for name, (dim, count, index) in document.get("parts", {}).items()
+            }
+            cuts = {name: part.cut for name, part in parts.items()}
+            if path != paths[0] and cuts != self._cuts:
+                raise ValueError(f"{path.name}: its parameters are not cut as those of {paths[0].name}")
+            self._cuts = cuts
             for key in file.keys():  # noqa: SIM118  not a mapping
-                start = document["starts"][key.rpartition("#")[0]]
+                name, _, kind = key.rpartition("#")
+                start = document["starts"][name]
                 (num,) = file.get_slice(key).get_shape()
-                self._pieces.setdefault(key, []).append(_Piece(start, num, file))
+                owner = _of_part(name, parts[name].index) if name in parts else name
+                self._pieces.setdefault(f"{owner}#{kind}", []).append(_Piece(start, num, file, key))
         if len(paths) != self.num_ranks:
             raise ValueError(f"expected {self.num_ranks} shard(s), found {len(paths)}")
         for name, shape in self.shapes.items():
-            for kind in {WEIGHT, *self.kinds(name)}:
-                self._check_whole(f"{name}#{kind}", math.prod(shape))
+            cut = self._cuts.get(name)
+            owners = [name] if cut is None else [_of_part(name, number) for number in range(cut.count)]
+            for owner in owners:
+                for kind in {WEIGHT, *self.kinds(name)}:
+                    self._check_whole(f"{owner}#{kind}", math.prod(shape) // len(owners))
 
     def _check_whole(self, key: str, num: int) -> None:
         position = 0
@@ -157,6 +220,10 @@ class ShardFiles:
             position += piece.num
         if position != num or sum(piece.num for piece in self._pieces.get(key, [])) != num:
             raise ValueError(f"{key}: the shards do not hold each of its {num} elements once")
+
+
+def _of_part(name: str, index: int) -> str:
+    return f"{name}@{index}"
 
 
 def has_shards(folder: Path) -> bool:

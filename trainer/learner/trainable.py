@@ -33,6 +33,7 @@ from penstock.trainer.learner.health.step_watch import LayerFigures, StepWatch
 from penstock.trainer.learner.learning_rate import lr_factor
 from penstock.trainer.learner.optimizer_state import OptimizerState
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
+from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.parallel_dims import ParallelDims
 
 _DISABLE = "TORCHDYNAMO_DISABLE"
@@ -104,13 +105,25 @@ class Trainable:
         how: Optimisation,
         dims: ParallelDims,
         layers: Mapping[str, Sequence[str]] | None = None,
+        *,
+        model: Any = None,
     ) -> None:
-        """Put a module under DeepSpeed; raises ConfigError if the dtype does not work with the ZeRO stage.
+        """Put a module under DeepSpeed.
 
-        With ``layers``, the groups of layers of each parameter that learns, every step is measured by group, and outliers can be
-        left out.
+        Args:
+            module: What is called.
+            how: How it learns.
+            dims: How the ranks share the work.
+            layers: The groups of layers of each parameter that learns: every step is measured by group, and outliers can be left out.
+            model: The `transformers` model in it, whose weights are divided where ranks share them.
+
+        Raises:
+            ConfigError: The dtype does not work with the ZeRO stage.
+            UnsupportedModel: DeepSpeed did not divide the weights as planned.
         """
-        config = deepspeed_config(
+        self._weights = WeightShares(dims.weight_group)
+        self._weights.expose_plan(module, model)
+        config = self._weights.config() | deepspeed_config(
             zero_stage=how.zero_stage,
             dtype=how.dtype,
             max_grad_norm=how.max_grad_norm,
@@ -135,6 +148,7 @@ class Trainable:
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: _Schedule(wrapped, factor), config=config
         )
+        self._weights.check(self._engine, module)
         self._engine.train()
         self._dims = dims
         self._has_frozen = any(not p.requires_grad for p in module.parameters())
@@ -195,11 +209,18 @@ class Trainable:
         """Advance the schedule to the next batch."""
         self._engine.lr_scheduler.step()
 
-    def whole(self, *parameters: Tensor) -> Any:
-        """Return a context in which parameters are whole on every rank; collective under ZeRO-3."""
+    @contextlib.contextmanager
+    def whole(self, *parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Make parameters whole on every rank inside the block, and return them; collective where ranks share them."""
         import deepspeed  # noqa: PLC0415
 
-        return deepspeed.zero.GatheredParameters(list(parameters), enabled=any(hasattr(p, "ds_id") for p in parameters))
+        is_partitioned = any(hasattr(p, "ds_id") for p in parameters)
+        with deepspeed.zero.GatheredParameters(list(parameters), enabled=is_partitioned):
+            yield tuple(map(self._weights.whole, parameters))
+
+    def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Return the shape that a parameter has inside of `whole`."""
+        return self._weights.whole_shape(parameter)
 
     @contextlib.contextmanager
     def without_dropout(self) -> Iterator[None]:
@@ -242,7 +263,7 @@ class Trainable:
         return state
 
     def _optimizer_state(self) -> OptimizerState:
-        return OptimizerState(self._engine, self._dims.states)
+        return OptimizerState(self._engine, self._dims.states, file=self._dims.files, weights=self._weights)
 
     def _to_change(self, parameter: Tensor) -> Any:
         import deepspeed  # noqa: PLC0415
@@ -260,8 +281,7 @@ class Trainable:
 
     def _plain_grad_norm(self) -> float:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""
-        norms = [p.grad.norm() for p in self.module.parameters() if p.grad is not None]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        return self._weights.norm([(p, p.grad) for p in self.module.parameters() if p.grad is not None])
 
 
 def _diverged(norm: float, optimizer_step: int) -> TrainingDiverged:

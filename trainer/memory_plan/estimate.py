@@ -77,8 +77,8 @@ def checkpoint_copy(shape: ModelShape, method: Method) -> int:
     At stage 0, where ranks take whole parameters in turn, at least the largest one.
     """
     trained = _trained(shape, method)
-    part = trained // method.num_ranks
-    if method.zero_stage == 0 and method.num_ranks > 1:
+    part = trained // method.zero_ranks
+    if method.zero_stage == 0 and method.zero_ranks > 1:
         part = max(part, _largest_tensor(shape, method))
     return 3 * FLOAT32 * part
 

@@ -48,7 +48,7 @@ class MemoryPlan:
 
     @cached_property
     def _policy(self) -> Network:
-        return network(self.inputs.shape, self.inputs.method, self.inputs.largest)
+        return network(self.inputs.rank_shape, self.inputs.method, self.inputs.largest)
 
     @cached_property
     def _critic(self) -> Network | None:
@@ -61,7 +61,7 @@ class MemoryPlan:
         """The critic's body, and how it is trained: whole. Its head is one number for each token."""
         assert self.inputs.critic is not None
         method = replace(self.inputs.method, lora_rank=0, lora_targets=(), with_entropy=False)
-        return replace(self.inputs.critic, tied=True), method
+        return replace(self.inputs.critic.of_rank(method.tensor_parallel), tied=True), method
 
     @cached_property
     def held(self) -> Needs:
@@ -73,7 +73,7 @@ class MemoryPlan:
         (host if self.inputs.reference_on_host else device)["reference"] = self._reference
         copies = 1 if self.inputs.publishes_adapter else _COPIES  # of the adapters' base, which is never copied again
         host["copies of the weights"] = copies * self._copy
-        host[CHECKPOINT] = checkpoint_copy(self.inputs.shape, self.inputs.method)
+        host[CHECKPOINT] = checkpoint_copy(self.inputs.rank_shape, self.inputs.method)
         if self.inputs.critic is not None:
             host[CHECKPOINT] += checkpoint_copy(*self._critics)
         return Needs(_present(device), _present(host), {"compiled kernels": self._kernels})

@@ -28,6 +28,7 @@ class Method:
     zero_stage: int
     num_ranks: int = 1
     sequence_parallel: int = 1  # ranks that share the tokens of a micro-batch
+    tensor_parallel: int = 1  # ranks that share the weights
     checkpointing: bool = False
     activation_offload: bool = False  # of what checkpointing keeps
     gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums
@@ -35,6 +36,11 @@ class Method:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
     with_entropy: bool = False  # of every distribution, in the loss, or the KL from a teacher over its likeliest tokens
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks with the same part of the weights, over which ZeRO shards."""
+        return self.num_ranks // self.tensor_parallel
 
     @property
     def width(self) -> int:
@@ -53,4 +59,4 @@ class Method:
 
     def shares(self, stage: int) -> int:
         """Return over how many ranks something is split that ZeRO shards from this stage on."""
-        return self.num_ranks if self.zero_stage >= stage else 1
+        return self.zero_ranks if self.zero_stage >= stage else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,16 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool  # embedding and output head are one tensor
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What of its config.json decides which layouts of the ranks it allows."""
+        return {
+            "model_type": self.family,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+        }
 
     @property
     def query(self) -> int:
@@ -78,6 +88,13 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters; a tied head counts once."""
         return self.body + self.table * (1 if self.tied else 2)
+
+    def of_rank(self, tensor_parallel: int) -> ModelShape:
+        """Return what one of the ranks has that share the weights: a part of each linear layer, and embedding, head and norms whole."""
+        ranks = tensor_parallel
+        return replace(
+            self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks, intermediate=self.intermediate // ranks
+        )
 
     def adapted(self, targets: Collection[str]) -> Collection[tuple[int, int]]:
         """Return the sizes of the linear layers of a block that get adapters; ``targets`` are endings of names, none: all."""

@@ -47,6 +47,11 @@ class PlanInputs:
         return FLOAT32 if dtype == "float32" else BFLOAT16
 
     @property
+    def rank_shape(self) -> ModelShape:
+        """What one rank has of the policy, before ZeRO shards it."""
+        return self.shape.of_rank(self.method.tensor_parallel)
+
+    @property
     def row_tokens(self) -> int:
         """Tokens of the longest row."""
         return self.batch.prompt_tokens + self.batch.completion_tokens
@@ -59,7 +64,7 @@ class PlanInputs:
         shared = [0 if row % batch.group_size == 0 else batch.prompt_tokens for row in range(num_rows)]
         prefixes = Prefixes(list(range(num_rows)), shared)
         units = units_of([self.row_tokens] * num_rows, prefixes, _pair_cost(self.shape))
-        plan = balanced(units, self.budget_tokens, self.method.num_ranks // self.method.sequence_parallel)
+        plan = balanced(units, self.budget_tokens, self.method.zero_ranks // self.method.sequence_parallel)
         return [[(held.num_tokens, len(held.rows) * batch.completion_tokens) for held in bins] for bins in plan]
 
     @property
@@ -76,7 +81,7 @@ class PlanInputs:
         For each parameter of a block and token 2 in the forward pass, 4 in the backward pass (2 where it is frozen) and 2 where
         layers are recomputed; for each pair of a query and a key 4 · width in the forward pass and twice that in the backward.
         """
-        method, shape = self.method, self.shape
+        method, shape = self.method, self.rank_shape
         passes = (2 if method.lora_rank else 4) + (4 if method.checkpointing else 2)
         pair_passes = 4 if method.checkpointing else 3
         of_head = (4 if method.lora_rank else 6) * shape.table
@@ -107,7 +112,7 @@ def plan_inputs(
     lora, algorithm = settings.model.lora, settings.algorithm
     for one, where in ((shape, "model.path"), (reference, "algorithm.reference_path"), (critic, "critic.path")):
         if one is not None:
-            settings.trainer.layout.check_heads(one.heads, one.kv_heads, where)
+            settings.trainer.layout.check(one.config, where)
     for key in ("kl_form", "reward_kl_form"):
         if algorithm.needs_reference and getattr(algorithm, key) == "full":
             raise NotEstimated(
@@ -122,6 +127,7 @@ def plan_inputs(
             zero_stage=settings.trainer.zero_stage,
             num_ranks=settings.trainer.num_ranks,
             sequence_parallel=settings.trainer.sequence_parallel,
+            tensor_parallel=settings.trainer.tensor_parallel,
             checkpointing=settings.model.gradient_checkpointing,
             activation_offload=settings.model.activation_offload,
             gradient_dtype=settings.trainer.gradient_dtype,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock.trainer.memory_plan.memory_plan import MemoryPlan
 from penstock.trainer.memory_plan.plan_inputs import PlanInputs
+from penstock.trainer.parallel_layout import ParallelLayout
 
 _LORA_RANK = 16
 _MOST_RANKS = 64
@@ -70,6 +71,7 @@ def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
         budgets.append(_Change((f"trainer.micro_batch_tokens={budget}",), replace(inputs, budget_tokens=budget)))
     yield budgets
     yield list(_with_shared_tokens(inputs))
+    yield list(_with_shared_weights(inputs))
     yield list(_with_checkpointing(inputs, on_gpu=on_gpu))
     yield [
         _Change((f"trainer.zero_stage={stage}",), replace(inputs, method=replace(method, zero_stage=stage)))
@@ -85,12 +87,27 @@ def _changes(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[list[_Change]]:
 
 def _with_shared_tokens(inputs: PlanInputs) -> Iterator[_Change]:
     """Yield more ranks for each micro-batch, of those that the run has."""
-    method, shape = inputs.method, inputs.shape
-    for ranks in range(method.sequence_parallel + 1, method.num_ranks + 1):
-        if method.num_ranks % ranks or shape.heads % ranks or shape.kv_heads % ranks:
+    method = inputs.method
+    for ranks in range(method.sequence_parallel + 1, method.zero_ranks + 1):
+        layout = ParallelLayout(ranks, method.tensor_parallel)
+        repeats = inputs.rank_shape.kv_heads % ranks  # key heads: allowed, and seldom worth it
+        if method.zero_ranks % ranks or repeats or not layout.allows(inputs.shape.config):
             continue
         shared = replace(method, sequence_parallel=ranks)
         yield _Change((f"trainer.sequence_parallel={ranks}",), replace(inputs, method=shared))
+
+
+def _with_shared_weights(inputs: PlanInputs) -> Iterator[_Change]:
+    """Yield more ranks for each weight, of those that the run has, where the models allow it."""
+    method = inputs.method
+    if method.lora_rank:
+        return
+    for ranks in range(method.tensor_parallel + 1, method.num_ranks // method.sequence_parallel + 1):
+        layout = ParallelLayout(method.sequence_parallel, ranks)
+        shapes = [shape for shape in (inputs.shape, inputs.reference, inputs.critic) if shape is not None]
+        if method.num_ranks % layout.ranks_of_rows == 0 and all(layout.allows(shape.config) for shape in shapes):
+            shared = replace(method, tensor_parallel=ranks)
+            yield _Change((f"trainer.tensor_parallel={ranks}",), replace(inputs, method=shared))
 
 
 def _with_checkpointing(inputs: PlanInputs, *, on_gpu: bool) -> Iterator[_Change]:
@@ -130,7 +147,7 @@ def _with_bfloat16(inputs: PlanInputs) -> _Change:
 
 
 def _with_adapters(inputs: PlanInputs) -> Iterator[_Change]:
-    if inputs.method.lora_rank:
+    if inputs.method.lora_rank or inputs.method.tensor_parallel > 1:
         return
     method, settings = replace(inputs.method, lora_rank=_LORA_RANK), [f"model.lora.rank={_LORA_RANK}"]
     changed = replace(inputs, method=method, publishes_adapter=True)

@@ -51,7 +51,7 @@ def zero_states(trained: int, largest: int, method: Method, *, several: bool) ->
 
 def _with_whole_sums(trained: int, method: Method) -> ZeroStates:
     """BF16_Optimizer: every rank holds the sums of all gradients, and a gradient is added as soon as it is there."""
-    master = FLOAT32 * trained // method.num_ranks
+    master = FLOAT32 * trained // method.zero_ranks
     return ZeroStates(
         held=Needs({**_optimizer(master), "gradients": FLOAT32 * trained}),
         later_passes=Needs(),
@@ -64,9 +64,9 @@ def _with_whole_sums(trained: int, method: Method) -> ZeroStates:
 def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: bool) -> ZeroStates:
     """Gradients move into a bucket, of which the reduction makes a copy, and the own share out of it."""
     is_offloaded = method.offload != "none"
-    master, width = FLOAT32 * trained // method.num_ranks, method.width
+    master, width = FLOAT32 * trained // method.zero_ranks, method.width
     bucket = min(trained, REDUCE_BUCKET)
-    own = method.gradient_width * trained // method.num_ranks
+    own = method.gradient_width * trained // method.zero_ranks
     accumulated: Mapping[str, int] = {}  # on the host, where it is offloaded
     if method.zero_stage == 1:
         passes = backward = {"gradients": method.gradient_width * trained}
@@ -82,8 +82,8 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
         reduction = {**passes, **backward, "copies for the reduction": copies * bucket}
     if is_offloaded:
         # Stage 1 keeps the gradients of other ranks' parameters, which are views of the whole bucket, until the step has ended.
-        left = backward if method.zero_stage == 1 and method.num_ranks > 1 else {}
-        sent = {"gradients in float32": master, "parameters on their way": width * trained // method.num_ranks}
+        left = backward if method.zero_stage == 1 and method.zero_ranks > 1 else {}
+        sent = {"gradients in float32": master, "parameters on their way": width * trained // method.zero_ranks}
         return ZeroStates(
             held=Needs({"largest gradient": width * largest}, {**_optimizer(master), **sent, **accumulated}),
             later_passes=Needs(passes),
@@ -102,9 +102,9 @@ def _of_stages_1_and_2(trained: int, largest: int, method: Method, *, several: b
 
 def _of_stage_3(trained: int, method: Method) -> ZeroStates:
     """The bucket and the own share of the gradients are never freed."""
-    master = FLOAT32 * trained // method.num_ranks
+    master = FLOAT32 * trained // method.zero_ranks
     bucket = {"reduction bucket": method.gradient_width * min(trained, REDUCE_BUCKET)}
-    own = {"gradients": method.gradient_width * trained // method.num_ranks}
+    own = {"gradients": method.gradient_width * trained // method.zero_ranks}
     copied = bucket["reduction bucket"]
     reduction = Needs({"copy for the reduction": copied}, cpu={"copy that gloo makes": copied})
     in_float32 = {"gradients in float32": master}

@@ -61,7 +61,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "sglang.max_running_requests": ("64",), "sglang.mem_fraction_static": ("0.7",), "sglang.tp_size": ("2",),
     "trainer.betas": ("[0.8, 0.9]",), "trainer.checkpoint_every": ("20",), "trainer.keep_checkpoints": ("3",), "trainer.lr": ("0.5",),
     "trainer.max_grad_norm": ("2.0",), "trainer.min_lr_ratio": ("0.2",), "trainer.schedule": ("cosine",), "trainer.steps": ("55",), "trainer.epochs": ("2.5",),
-    "trainer.sequence_parallel": ("2", "trainer.num_ranks=2"), "trainer.warmup_steps": ("4",), "trainer.weight_decay": ("0.1",), "trainer.zero_stage": ("3",),
+    "trainer.sequence_parallel": ("2", "trainer.num_ranks=2"), "trainer.tensor_parallel": ("2", "trainer.num_ranks=2"), "trainer.warmup_steps": ("4",), "trainer.weight_decay": ("0.1",), "trainer.zero_stage": ("3",),
     "tracker": ("[]",), "tracking.entity": ("x",), "tracking.folder": ("x",), "tracking.group": ("x",),
     "tracking.name": ("x",), "tracking.project": ("x",), "tracking.tags": ('["x"]',),
 }  # fmt: skip

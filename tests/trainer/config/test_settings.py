@@ -122,6 +122,18 @@ def test_foreign_names_lead_to_settings_that_exist():
             "the reference is the policy with its adapters switched off",
         ),
         (["trainer.sequence_parallel=2"], "trainer.num_ranks = 1 is not a multiple of trainer.sequence_parallel = 2"),
+        (
+            ["trainer.num_ranks=6", "trainer.tensor_parallel=2", "trainer.sequence_parallel=2"],
+            "is not a multiple of trainer.sequence_parallel = 2 x trainer.tensor_parallel = 2",
+        ),
+        (
+            ["trainer.num_ranks=2", "trainer.tensor_parallel=2", "algorithm.name=ppo"],
+            "a critic whose weights ranks share was never compared",
+        ),
+        (
+            ["trainer.num_ranks=2", "trainer.tensor_parallel=2", "model.lora.rank=8"],
+            "does not divide layers that have adapters",
+        ),
         (["trainer.num_ranks=6", "trainer.sequence_parallel=4"], "it counts all processes: set it to a multiple"),
         (
             [

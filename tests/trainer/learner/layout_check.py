@@ -1,13 +1,13 @@
 """Trains the same batch in every layout of the ranks and of memory, and prints losses, norms and weights.
 
-Arguments: MODEL FOLDER; checkpoints go below FOLDER.
+Arguments: MODEL FOLDER [[SEQUENCE_PARALLEL,TENSOR_PARALLEL]]; checkpoints go below FOLDER.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from tests.servers import wait_for
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
@@ -53,7 +54,14 @@ SEQUENCE: dict[str, dict[str, Any]] = {  # both ranks compute the same rows
     "sequence-2": {"zero_stage": 2, "gradient_checkpointing": True},
     "sequence-3": {"zero_stage": 3},
 }
-MEASURED_SEQUENCE = "measured-sequence"
+MEASURED_SEQUENCE, MEASURED_DIVIDED = "measured-sequence", "measured-divided"
+TENSOR: dict[str, dict[str, Any]] = {  # both ranks have a part of the weights
+    "tensor-0": {"zero_stage": 0},
+    "tensor-1": {},
+    "tensor-2": {"zero_stage": 2, "gradient_checkpointing": True},
+    "tensor-3": {"zero_stage": 3},
+}
+FROM_DIVIDED, DIVIDED_SAVED = "from-tensor-1", "divided.saved"
 ONE_KEY_HEAD = "one key head"  # fewer than ranks
 MEASURED: dict[str, dict[str, Any]] = {
     "measured-0": {"zero_stage": 0},
@@ -85,7 +93,7 @@ def micro_batches(dims: ParallelDims) -> list[MicroBatch]:
         list(map(len, tokens)), budget_tokens=40, num_ranks=dims.rows.count, prefixes=prefixes_of(tokens, masks)
     )
     found = [build([chosen[number] for number in piece]) for piece in plan[dims.rows.index]]
-    assert len(found) > 1, "a rank adds up the gradients of several micro-batches"
+    assert len(found) > 1 or dims.rows.count > 2, "a rank adds up the gradients of several micro-batches"
     return found
 
 
@@ -234,41 +242,80 @@ def by_hand(model: Path, how: Optimisation, objective: Any) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
-def main(arguments: Sequence[str]) -> int:
-    model, folder = map(Path, arguments)
-    ranks = Ranks()
-    dims = ParallelDims(ranks)
-    results: dict[str, Any] = {}
-    for name, changes in {PLAIN: {}, **(OFFLOADS if ranks.num_ranks > 1 else {})}.items():
-        own = folder / f"{name}-{ranks.num_ranks}"
+class Cases:
+    """Trains one model in layouts that this number of ranks allows."""
+
+    def __init__(self, model: Path, folder: Path, ranks: Ranks) -> None:
+        self.model, self.folder, self.ranks = model, folder, ranks
+        self.dims = ParallelDims(ranks)
+        self.results: dict[str, Any] = {}
+
+    def add(self, name: str, dims: ParallelDims, changes: Mapping[str, Any], *, model: Path | None = None) -> None:
+        """Train a case, and also from the checkpoint of the plain one, unless it has a model of its own."""
+        own = self.folder / f"{name}-{self.ranks.num_ranks}"
         own.mkdir(exist_ok=True)
-        results[name] = trained(model, own, folder / f"{PLAIN}-{ranks.num_ranks}", replace(HOW, **changes), dims)
-    one_key_head = with_one_key_head(model, folder / f"one-key-head-{ranks.num_ranks}-{ranks.rank}")
-    own = folder / f"{ONE_KEY_HEAD}-{ranks.num_ranks}"
-    own.mkdir(exist_ok=True)
-    dims_of_one = ParallelDims(ranks, ParallelLayout(sequence_parallel=ranks.num_ranks))
-    results[ONE_KEY_HEAD] = trained(one_key_head, own, own, HOW, dims_of_one)
-    if ranks.num_ranks > 1:
-        together = ParallelDims(ranks, ParallelLayout(sequence_parallel=2))
-        own = folder / MEASURED_SEQUENCE
+        plain = own if model else self.folder / f"{PLAIN}-{self.ranks.num_ranks}"
+        self.results[name] = trained(model or self.model, own, plain, replace(HOW, **changes), dims)
+
+    def measure(self, name: str, dims: ParallelDims, changes: Mapping[str, Any]) -> None:
+        """Add what `measured` returns."""
+        own = self.folder / f"{name}-{self.ranks.num_ranks}"
         own.mkdir(exist_ok=True)
-        results[MEASURED_SEQUENCE] = measured(model, own, HOW, together)
-        for name, changes in SEQUENCE.items():
-            own = folder / f"{name}-{ranks.num_ranks}"
-            own.mkdir(exist_ok=True)
-            how = replace(HOW, **changes)
-            results[name] = trained(model, own, folder / f"{PLAIN}-{ranks.num_ranks}", how, together)
-    for name, changes in MEASURED.items():
-        own = folder / f"{name}-{ranks.num_ranks}"
-        own.mkdir(exist_ok=True)
-        results[name] = measured(model, own, replace(HOW, **changes), dims)
-    if ranks.num_ranks > 1:
+        self.results[name] = measured(self.model, own, replace(HOW, **changes), dims)
+
+    def add_sums(self) -> None:
+        """Add how far sums of bfloat16 gradients are from those in float32."""
         for stage in (1, 2, 3):
             how = replace(HOW, dtype="bfloat16", zero_stage=stage)
-            results[f"sum-{stage}"] = error_of_sum(how, dims)
-            results[f"offloaded-sum-{stage}"] = error_of_sum(replace(how, offload="optimizer"), dims)
-            results[f"rounded-sum-{stage}"] = error_of_sum(replace(how, gradient_dtype="as-trained"), dims)
+            self.results[f"sum-{stage}"] = error_of_sum(how, self.dims)
+            self.results[f"offloaded-sum-{stage}"] = error_of_sum(replace(how, offload="optimizer"), self.dims)
+            self.results[f"rounded-sum-{stage}"] = error_of_sum(replace(how, gradient_dtype="as-trained"), self.dims)
+
+
+def weights_after(model: Path, checkpoint: Path, dims: ParallelDims) -> dict[str, float]:
+    """Return the norms of the weights one step after a checkpoint of another layout."""
+    policy = load_policy(model, HOW, dims, temperature=1.0)
+    policy.load(checkpoint)
+    policy.train_step(micro_batches(dims), build_objective(AlgorithmSettings(entropy_coefficient=0.01)))
+    return {name: float(tensor.double().norm()) for name, tensor in policy.snapshot().items()}
+
+
+def main(arguments: Sequence[str]) -> int:
+    model, folder = map(Path, arguments[:2])
+    ranks = Ranks()
+    num, cases = ranks.num_ranks, Cases(model, folder, ranks)
+    cases.add(PLAIN, cases.dims, {})
+    if len(arguments) > 2:  # of `make proof-layouts`
+        sequence, tensor = json.loads(arguments[2])
+        dims = ParallelDims(ranks, ParallelLayout(sequence, tensor))
+        for stage in (0, 1, 2, 3):
+            cases.add(f"{stage}", dims, {"zero_stage": stage, "gradient_checkpointing": stage == 2})
+    elif num == 1:
+        cases.add(ONE_KEY_HEAD, cases.dims, {}, model=with_one_key_head(model, folder / "one-key-head"))
+        for name, changes in MEASURED.items():
+            cases.measure(name, cases.dims, changes)
+        wait_for((folder / DIVIDED_SAVED).exists, "a checkpoint of ranks that share the weights", 300.0)
+        cases.results[FROM_DIVIDED] = weights_after(model, folder / "tensor-1-2", cases.dims)
+    else:
+        for name, changes in OFFLOADS.items():
+            cases.add(name, cases.dims, changes)
+        together = ParallelDims(ranks, ParallelLayout(sequence_parallel=2))
+        one_key_head = with_one_key_head(model, folder / f"one-key-head-of-{ranks.rank}")
+        cases.add(ONE_KEY_HEAD, together, {}, model=one_key_head)
+        cases.measure(MEASURED_SEQUENCE, together, {})
+        for name, changes in SEQUENCE.items():
+            cases.add(name, together, changes)
+        for name, changes in MEASURED.items():
+            cases.measure(name, cases.dims, changes)
+        cases.add_sums()
+        # Last: DeepSpeed makes its groups of the ranks that share weights once in a process, for all engines after.
+        divided = ParallelDims(ranks, ParallelLayout(tensor_parallel=2))
+        for name, changes in TENSOR.items():
+            cases.add(name, divided, changes)
+        cases.measure(MEASURED_DIVIDED, divided, {})
+        ranks.barrier()
+        (folder / DIVIDED_SAVED).touch()
     if ranks.is_leader:
-        print(json.dumps(results))
+        print(json.dumps(cases.results))
     ranks.leave(0)
     return 0

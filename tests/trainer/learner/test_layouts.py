@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 from tests.trainer.learner.forks import Fork
-from tests.trainer.learner.layout_check import MEASURED, MEASURED_SEQUENCE, OFFLOADS, ONE_KEY_HEAD, PLAIN, SEQUENCE
+from tests.trainer.learner.layout_check import (
+    FROM_DIVIDED,
+    MEASURED,
+    MEASURED_DIVIDED,
+    MEASURED_SEQUENCE,
+    OFFLOADS,
+    ONE_KEY_HEAD,
+    PLAIN,
+    SEQUENCE,
+    TENSOR,
+)
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.learner.health.layer_groups import KINDS
@@ -31,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", [PLAIN, *OFFLOADS, *SEQUENCE, ONE_KEY_HEAD])
+@pytest.mark.parametrize("case", [PLAIN, *OFFLOADS, *SEQUENCE, *TENSOR, ONE_KEY_HEAD])
 def test_two_ranks_in_every_layout_train_what_one_process_trains(results: dict[int, dict[str, Any]], case: str) -> None:
     """The loss agrees to 2e-6, the norm to 5e-5, figures and published weights too, with entropy in the loss."""
     alone, together = results[1][case if case == ONE_KEY_HEAD else PLAIN], results[2][case]
@@ -63,9 +73,10 @@ def test_norms_and_updates_by_layers_are_those_of_one_process(results: dict[int,
         assert alone["first_layers"] == pytest.approx(alone["by_hand"], rel=NORM)
 
 
-def test_ranks_that_compute_the_same_rows_count_once(results: dict[int, dict[str, Any]]) -> None:
-    """Two ranks that share the tokens of a row measure and leave out what one process does."""
-    alone, together = results[1]["measured-0"], results[2][MEASURED_SEQUENCE]
+@pytest.mark.parametrize("case", [MEASURED_SEQUENCE, MEASURED_DIVIDED])
+def test_ranks_that_compute_the_same_rows_count_once(results: dict[int, dict[str, Any]], case: str) -> None:
+    """Two ranks that share the tokens of a row, or the weights, measure and leave out what one process does."""
+    alone, together = results[1]["measured-0"], results[2][case]
     assert together["layers"] == pytest.approx(alone["layers"], rel=NORM)
     assert together["ratios"] == pytest.approx(alone["ratios"], rel=1e-3)
     assert together["work"] == alone["work"]
@@ -84,6 +95,13 @@ def test_an_outlier_step_is_left_out(results: dict[int, dict[str, Any]], case: s
         assert found["norm"][2] > 20 * found["norm"][1]
         assert found["outlier_layers"]["all"] == pytest.approx(found["norm"][2], rel=1e-9)
         assert set(found["outlier_ratios"]) == {None}
+
+
+@pytest.mark.timeout(400)
+def test_one_process_continues_from_weights_that_ranks_shared(results: dict[int, dict[str, Any]]) -> None:
+    """The parts of each weight are put together; its next step is that of the ranks."""
+    alone = results[1]
+    assert alone[FROM_DIVIDED] == pytest.approx(alone[PLAIN]["weights"], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

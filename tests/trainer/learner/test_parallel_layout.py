@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
+from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.model_folder_check import check_layout
+from penstock.trainer.learner.reward_scorer import load_reward_model
 from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims, Share
 from penstock.trainer.parallel_layout import ParallelLayout
@@ -26,16 +31,16 @@ HOW = Optimisation(
 )  # fmt: skip
 
 
-def dims(rank: int, num_ranks: int, sequence_parallel: int) -> ParallelDims:
+def dims(rank: int, num_ranks: int, sequence_parallel: int, tensor_parallel: int = 1) -> ParallelDims:
     """The part of a rank, without processes."""
     ranks: Any = SimpleNamespace(
         rank=rank,
         num_ranks=num_ranks,
-        subgroup=lambda size: None,
+        subgroup=lambda size, stride=1: None,
         sum=list,
         gather=lambda data: [b"%d" % one for one in range(num_ranks)],
     )
-    return ParallelDims(ranks, ParallelLayout(sequence_parallel))
+    return ParallelDims(ranks, ParallelLayout(sequence_parallel, tensor_parallel))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +85,12 @@ def test_a_model_whose_rows_are_padded_is_refused_before_its_weights_are_read(tm
         load_policy(tmp_path / "model", HOW, dims(0, 3, 3), temperature=1.0)
 
 
+def test_a_reward_model_is_not_divided(tmp_path: Path) -> None:
+    """Refused before its folder is read."""
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 2: a reward model"):
+        load_reward_model(tmp_path / "missing", HOW, dims(0, 2, 1, 2))
+
+
 def test_ranks_that_compute_the_same_rows_count_once() -> None:
     """Six ranks in threes: two shares of the rows, six of the optimizer's states, and sums over the first of each three."""
     found = [dims(rank, 6, 3) for rank in range(6)]
@@ -88,6 +99,91 @@ def test_ranks_that_compute_the_same_rows_count_once() -> None:
     assert [one.states for one in found] == [Share(rank, 6) for rank in range(6)]
     assert [one.sum([1.0, 2.0]) for one in found] == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]] * 2
     assert found[0].gather(b"") == [b"0", b"3"]
+
+
+def test_ranks_that_share_weights_are_next_to_each_other() -> None:
+    """Eight ranks: two shares of the rows, of two ranges of the tokens, of two parts of the weights; states are those of a part."""
+    found = [dims(rank, 8, 2, 2) for rank in range(8)]
+    assert [one.weights.index for one in found] == [0, 1] * 4
+    assert [one.tokens.index for one in found] == [0, 0, 1, 1] * 2
+    assert [one.rows for one in found] == [Share(0, 2)] * 4 + [Share(1, 2)] * 4
+    assert [one.states for one in found] == [Share(rank // 2, 4) for rank in range(8)]
+    assert [one.files for one in found] == [Share(rank, 8) for rank in range(8)]
+    assert [one.sum([1.0]) for one in found] == [[1.0], [0.0], [0.0], [0.0]] * 2
+
+
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 12}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "says"),
+    [
+        (LLAMA, (1, 3), r"tensor_parallel = 3 does not divide the 4 attention heads of m.*set it to 2 or 4"),
+        (LLAMA, (1, 4), r"tensor_parallel = 4 does not divide the 2 key heads of m"),
+        (LLAMA | {"intermediate_size": 13}, (1, 2), r"does not divide intermediate_size = 13 of m"),
+        (LLAMA, (4, 2), r"sequence_parallel = 4 does not divide the 2 attention heads that a rank has of m"),
+        (
+            LLAMA | {"model_type": "qwen3_moe"},
+            (1, 2),
+            r"m is a qwen3_moe model: only the weights of llama, qwen2, qwen3",
+        ),
+        ({"text_config": LLAMA | {"model_type": "gemma"}}, (1, 2), r"m is a gemma model"),
+    ],
+)
+def test_weights_that_cannot_be_divided_are_refused(config: dict[str, Any], layout: tuple[int, int], says: str) -> None:
+    """Experts, families that were not compared, heads and widths that do not divide; products with sequence parallelism too."""
+    with pytest.raises(ConfigError, match=says):
+        ParallelLayout(*layout).check(config, "m")
+    assert not ParallelLayout(*layout).allows(config)
+    for possible in ((1, 2), (2, 2), (4, 1), (1, 1)):
+        ParallelLayout(*possible).check(LLAMA, "m")
+
+
+class Cutting:
+    """What a test says that DeepSpeed did with a parameter."""
+
+    def __init__(self, *, cut: Collection[str], summed: Collection[str]) -> None:
+        self.cut, self.summed = cut, summed
+
+    def module(self) -> Any:
+        config = Qwen3Config(
+            vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=4, layer_types=["full_attention"],
+        )  # fmt: skip
+        module: Any = torch.nn.Module()
+        module.language_model = Qwen3ForCausalLM(config)
+        for name, parameter in module.named_parameters():
+            kind = name.split(".")[-2]
+            if kind in self.cut:
+                parameter.tensor_model_parallel = True
+                parameter.ds_autotp_universal_checkpoint_meta = {"partition_dim": 0, "partition_sizes": (4, 4)}
+            if kind in self.summed:
+                parameter._ds_grad_allreduce_registered = True
+        return module
+
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_what_deepspeed_made_of_the_plan_is_checked() -> None:
+    """Its silent fallback cuts by names and does not add up the gradients of the norms of heads: refused by the parameter's name."""
+    group: Any = SimpleNamespace(index=0, size=2)
+    removed: list[bool] = []
+    engine = SimpleNamespace(first_dataloader_check=SimpleNamespace(remove=lambda: removed.append(True)))
+    for cutting, says in (
+        (Cutting(cut=LINEARS, summed=["q_norm", "k_norm"]), ""),
+        (Cutting(cut=LINEARS, summed=[]), r"self_attn.q_norm.weight: the plan says replicated_with_grad_allreduce, and DeepSpeed"),
+        (Cutting(cut=LINEARS[:-1], summed=["q_norm", "k_norm"]), r"down_proj.weight: the plan says rowwise.* made it whole"),
+        (Cutting(cut=[*LINEARS, "lm_head"], summed=["q_norm", "k_norm"]), r"lm_head.weight: the plan says whole"),
+    ):  # fmt: skip
+        shares, module = WeightShares(group), cutting.module()
+        shares.expose_plan(module, module.language_model)
+        if says:
+            with pytest.raises(UnsupportedModel, match=says):
+                shares.check(engine, module)
+        else:
+            shares.check(engine, module)
+    assert removed == [True] * 4
 
 
 class OneOfMany:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.learner.shard_files import WEIGHT, Fragment, Shard, ShardFiles
+from penstock.trainer.learner.shard_files import WEIGHT, Cut, Fragment, Part, Shard, ShardFiles
 
 SHAPES = {"a": (3, 4), "b": (5,)}
 VALUES = {"a": torch.arange(12.0), "b": torch.arange(5.0) + 100.0}
@@ -38,6 +38,38 @@ def test_any_part_is_read_across_shards(tmp_path: Path) -> None:
             [3, 4],
             {WEIGHT, "exp_avg"},
         )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_a_cut_parameter_are_read_by_every_layout(tmp_path: Path, dim: int) -> None:
+    """Written by ranks that each have half of it, in fragments; read as a whole, as the same part, as other parts."""
+    whole = torch.arange(24.0).view(4, 6)
+    cut = Cut(dim, 2)
+    for rank in range(4):
+        index, half = rank % 2, rank // 2
+        part = cut.part_of(whole, index).flatten()
+        own = part[6 * half : 6 * half + 6]
+        b = [Fragment("b", 0, {WEIGHT: VALUES["b"]})] if rank == 0 else []
+        fragments = [Fragment("a", 6 * half, {WEIGHT: own, "exp_avg": own * 2}), *b]
+        shapes = {"a": (4, 6), "b": (5,)}
+        Shard(rank, 4, shapes, fragments, {}, {"a": Part(cut, index)}).write(tmp_path)
+    with ShardFiles(tmp_path) as files:
+        assert set(files.kinds("a")) == {WEIGHT, "exp_avg"}
+        assert files.read("a", WEIGHT, 0, 24).tolist() == whole.flatten().tolist()
+        assert files.read("a", "exp_avg", 5, 3).tolist() == (2 * whole.flatten()[5:8]).tolist()
+        assert files.read("b", WEIGHT, 1, 2).tolist() == VALUES["b"][1:3].tolist()
+        for other in (cut, Cut(1 - dim, 2), Cut(1, 3)):
+            for index in range(other.count):
+                expected = other.part_of(whole, index).flatten()
+                found = files.read("a", WEIGHT, 1, 4, Part(other, index))
+                assert found.tolist() == expected[1:5].tolist()
+    (tmp_path / "rank00003.safetensors").unlink()
+    Shard(3, 4, {"a": (4, 6), "b": (5,)}, [], {}, {"a": Part(cut, 1)}).write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"a@1#.*: the shards do not hold each of its 12 elements once"), ShardFiles(tmp_path):  # fmt: skip
+        pass
+    Shard(3, 4, {"a": (4, 6), "b": (5,)}, [], {}, {"a": Part(Cut(dim, 3), 1)}).write(tmp_path)
+    with pytest.raises(CheckpointError, match="its parameters are not cut as those of rank00000"), ShardFiles(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,24 @@ def test_ranks_that_share_tokens_need_half_of_the_activations_each() -> None:
     assert all("sequence_parallel" not in " ".join(one.settings) for one in found)
 
 
+def test_ranks_that_share_weights_need_a_part_of_the_layers_each() -> None:
+    """And embedding and norms whole; states as with half of the ranks to shard over. Suggested where the model allows it."""
+    apart, together = (_inputs("standard", num_ranks=2, tensor_parallel=ranks) for ranks in (1, 2))
+    shape = apart.shape
+    linears = sum(inputs * outputs for inputs, outputs in shape.linears.values()) * shape.layers
+    assert together.rank_shape.parameters == shape.parameters - linears // 2
+    held = MemoryPlan(together).held.device
+    assert held["parameters"] == 4 * together.rank_shape.parameters
+    assert held["master weights"] == 4 * together.rank_shape.parameters
+    unsharded = replace(apart, method=replace(apart.method, zero_stage=0))
+    limit = MemoryPlan(replace(unsharded, method=replace(unsharded.method, tensor_parallel=2))).peak(on_gpu=True)
+    assert limit < 0.9 * MemoryPlan(unsharded).peak(on_gpu=True)
+    assert ("trainer.tensor_parallel=2",) in [one.settings for one in suggestions(unsharded, limit, on_gpu=True)]
+    adapted = replace(apart, method=replace(apart.method, lora_rank=8))
+    found = suggestions(adapted, int(0.9 * MemoryPlan(adapted).peak(on_gpu=True)), on_gpu=True)
+    assert all("tensor_parallel" not in " ".join(one.settings) for one in found)
+
+
 def test_a_layout_that_the_heads_do_not_allow_is_not_planned() -> None:
     """With the reason of the trainer, before anything is loaded."""
     settings = load(
