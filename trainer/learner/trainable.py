@@ -321,6 +321,7 @@ def import_deepspeed() -> Any:
 
     with _without_compiler(), contextlib.suppress(ImportError):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: PLC0415  else `initialize` imports it
+    from deepspeed.module_inject import auto_tp  # noqa: PLC0415
     from deepspeed.runtime import bf16_optimizer  # noqa: PLC0415
     from deepspeed.utils import logger  # noqa: PLC0415
 
@@ -330,5 +331,6 @@ def import_deepspeed() -> Any:
     # Used by tensor-parallel inference only; DeepSpeed would compile it with g++ for minutes at the
     # first start, and wait without a deadline for the lock of a build that was killed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    auto_tp.print_dist = _say_nothing  # on stdout, where a replay writes its JSON
     bf16_optimizer.see_memory_usage = _say_nothing  # else it prints at every start, whatever is configured
     return deepspeed
