@@ -132,15 +132,20 @@ class CompletionScorer(nn.Module):
             start = end
         return torch.cat(chunks, dim=-1)
 
-    def collisions(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return log-probabilities and logs of the sum of squared probabilities, [2, N] float32, without a gradient."""
+    def collisions(self, hidden: Tensor, predictors: Tensor, targets: Tensor, num_tokens: int) -> Tensor:
+        """Return log-probabilities and logs of the sum of squared probabilities, [2, N] float32, without a gradient.
+
+        ``hidden`` is what `forward` returns with ``hidden_only`` for a stream of ``num_tokens``.
+        """
+        _, places = self._shares.own_predictors(predictors, num_tokens)
+        own_targets = targets if places is None else targets[places]
         found = []
         with torch.no_grad():
-            for some_hidden, some_targets in self._pieces(hidden, targets):
+            for some_hidden, some_targets in self._pieces(hidden, own_targets):
                 logprobs = F.log_softmax(self.logits(some_hidden), dim=-1)
                 chosen = logprobs.gather(1, some_targets[:, None])[:, 0]
                 found.append(torch.stack([chosen, torch.logsumexp(2.0 * logprobs, dim=-1)]))
-        return torch.cat(found, dim=1)
+        return self._shares.whole(torch.cat(found, dim=1), places, len(targets))
 
     def _pieces(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return what goes through the output head together: as many pieces on every rank, the last ones empty."""

@@ -304,7 +304,8 @@ class Policy:
         """Return, without a gradient, [2, N] float32: log-probabilities, and logs of the sum of squared probabilities."""
         moved = batch.to(self.device)
         with torch.no_grad():
-            return self._scorer.collisions(self._read(moved, hidden_only=True), moved.targets)
+            hidden = self._read(moved, hidden_only=True)
+            return self._scorer.collisions(hidden, moved.predictors, moved.targets, moved.input_ids.shape[1])
 
     def full_kl(self, batch: MicroBatch, reference: ReferencePolicy) -> Tensor:
         """Return the exact KL to a reference where each sampled token was chosen, without a gradient; [N] float32."""

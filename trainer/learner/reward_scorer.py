@@ -47,9 +47,10 @@ class RewardScorer(nn.Module):
         layout: Layout | None = None,
         with_entropy: bool = False,
         kl_to: None = None,
+        kl_from: None = None,
     ) -> Tensor:
         """Return the reward [N] float32 at each of ``predictors``; the other arguments are those of `CompletionScorer`."""
-        del targets, with_entropy, kl_to
+        del targets, with_entropy, kl_to, kl_from
         packed = self.padding_reason is None
         hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, self._shares)
         own, places = self._shares.own_predictors(predictors, input_ids.shape[1])

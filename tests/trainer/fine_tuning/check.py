@@ -207,6 +207,7 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train in the ways whose losses need the whole batch, at each ZeRO stage."""
     found = {}
     held_out = folder / "held_out_pairs.jsonl"
+    shared = {"num_ranks": ranks.num_ranks, "sequence_parallel": ranks.num_ranks}
     ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         ("sft-0", "sft", {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl"}, {"trainer": {"zero_stage": 0}}),
         ("sft-3", "sft", {"lr": SFT_LR}, {"trainer": {"zero_stage": 3}}),
@@ -217,6 +218,8 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
         ("lora-dpo-3", "dpo", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
         ("live-1", "dpo", {"lr": DPO_LR, "reference": "live"}, {}),
         ("rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}}),
+        ("wpo-shared-tokens", "dpo", {"lr": DPO_LR, "weighting": "wpo"}, {"trainer": shared}),
+        ("rm-shared-tokens", "rm", {"lr": DPO_LR}, {"trainer": shared}),
         ("lora-rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
         ("lora-rm-0", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 0}, "model": {"lora": {"rank": 4}}}),
         ("precomputed-1", "dpo", {"lr": DPO_LR, "reference": "precomputed"}, {}),
