@@ -95,7 +95,7 @@ class Proof:
         train = self._type("train", "--local", "run.toml", *overrides)
         self.check(f"a run on {layout}", train.returncode == 0)
         replay = self._type("replay", run_id, "run.toml", "--json")
-        same = json.loads(replay.stdout)["same"] if replay.returncode == 0 else replay.stderr[-300:]
+        same = json.loads(replay.stdout.splitlines()[-1])["same"] if replay.returncode == 0 else replay.stderr[-300:]
         self.check(f"its replay: {same}", same == list(range(7)))
 
     def _type(self, *arguments: str) -> subprocess.CompletedProcess[str]:

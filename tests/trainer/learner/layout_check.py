@@ -294,7 +294,7 @@ def main(arguments: Sequence[str]) -> int:
         cases.add(ONE_KEY_HEAD, cases.dims, {}, model=with_one_key_head(model, folder / "one-key-head"))
         for name, changes in MEASURED.items():
             cases.measure(name, cases.dims, changes)
-        wait_for((folder / DIVIDED_SAVED).exists, "a checkpoint of ranks that share the weights", 300.0)
+        wait_for((folder / DIVIDED_SAVED).exists, "a checkpoint of ranks that share the weights", 700.0)
         cases.results[FROM_DIVIDED] = weights_after(model, folder / "tensor-1-2", cases.dims)
     else:
         for name, changes in OFFLOADS.items():

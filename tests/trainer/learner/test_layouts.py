@@ -34,13 +34,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
         for num in (1, 2)
     }
     try:
-        return {num: json.loads(one.wait(deadline_s=300.0).splitlines()[-1]) for num, one in started.items()}
+        return {num: json.loads(one.wait(deadline_s=800.0).splitlines()[-1]) for num, one in started.items()}
     finally:
         for one in started.values():
             one.kill()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [PLAIN, *OFFLOADS, *SEQUENCE, *TENSOR, ONE_KEY_HEAD])
 def test_two_ranks_in_every_layout_train_what_one_process_trains(results: dict[int, dict[str, Any]], case: str) -> None:
     """The loss agrees to 2e-6, the norm to 5e-5, figures and published weights too, with entropy in the loss."""
@@ -97,7 +97,7 @@ def test_an_outlier_step_is_left_out(results: dict[int, dict[str, Any]], case: s
         assert set(found["outlier_ratios"]) == {None}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_one_process_continues_from_weights_that_ranks_shared(results: dict[int, dict[str, Any]]) -> None:
     """The parts of each weight are put together; its next step is that of the ranks."""
     alone = results[1]
