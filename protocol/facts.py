@@ -41,6 +41,7 @@ from pydantic import (
 )
 
 from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
+from penstock.protocol.seeds import MAX_SEED
 
 MAX_FACT_BYTES = 63 * 1024  # the streams refuse 64 KiB including headers
 MAX_LETTER_BYTES = 192 * 1024  # the stream of dead letters takes 256 KiB: a letter holds a whole message
@@ -154,6 +155,7 @@ class Task(Wire):
     teacher_top_k: TopK | None = (
         None  # likeliest tokens that the teacher is to name, 0: none but those sampled; None: no teacher
     )
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None  # of its samples and episodes; None: random
 
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -161,6 +163,8 @@ class Task(Wire):
         document = without_empty(fields(self), "messages", "redundant_completions", "redundant_wait")
         if self.teacher_top_k is None:
             document.pop("teacher_top_k", None)  # not there where defaults are left out
+        if self.seed is None:
+            document.pop("seed", None)
         return document
 
 

@@ -457,6 +457,7 @@ def _evaluator(
             publisher.never_published,
         ),
         settings_before=settings_before,
+        seed=settings.run.seed,
     )
 
 

@@ -23,6 +23,12 @@ class LoraSettings(Section):
         default=[], description='Layers by the end of their name ("q_proj"); none: every linear layer but the head.'
     )
 
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed of the adapters' first values, and of dropout; none: run.seed.",
+    )
+
     publish: Literal["adapter", "merged"] = Field(
         default="adapter",
         description="What a version is published as: 'adapter': the adapters alone, on a base model that is published once; "

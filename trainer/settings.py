@@ -711,6 +711,11 @@ class TrainerSettings(Section):
             )
 
     @property
+    def first_seed(self) -> int:
+        """The seed of the first values of what is made new, and of dropout."""
+        return self.run.seed if self.model.lora.seed is None else self.model.lora.seed
+
+    @property
     def publishes_adapters(self) -> bool:
         """Whether versions are published as adapters on a base model, not as whole models."""
         return self.model.lora.rank > 0 and self.model.lora.publish == "adapter"

@@ -29,8 +29,8 @@ class RunSettings(Section):
     seed: int = Field(
         default=0,
         ge=0,
-        description="Seed of the order of the prompts and examples, and of a batch's mini-batches. Nothing else follows from it: engines sample with random "
-        "seeds, and adapters and critics start from the same values in every run.",
+        description="Seed of the order of the prompts and examples, of a batch's mini-batches, of adapters' first values, of dropout, and of every sampled "
+        "completion and episode: a run is repeated bit for bit where its engine is deterministic (docs/hyperparameters.md#seeds).",
     )
 
     @field_validator("id")

@@ -85,11 +85,16 @@ class CompletionSampler:
         n: int,
         adapter: PolicyVersion | None,
         limits: ModelLimits,
+        seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Return ``n`` whole completions of every prompt; see `Generates.generate`. One deadline covers all parts."""
         for prompt in prompts:
             check_request(prompt, sampling, limits)
-        sequences = [Resumption(prompt, sampling.max_new_tokens) for prompt in prompts for _ in range(n)]
+        sequences = [
+            Resumption(prompt, sampling.max_new_tokens, None if seeds is None else seeds[at], number)
+            for at, prompt in enumerate(prompts)
+            for number in range(n)
+        ]
         await self._complete(sequences, SampleRequest(sampling, n, adapter))
         completions = [await self.whole(sequence, sampling.stop) for sequence in sequences]
         return [completions[i : i + n] for i in range(0, len(completions), n)]

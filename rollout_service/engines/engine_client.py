@@ -24,9 +24,16 @@ class Generates(Protocol):
     """Samples completions: the client of one engine, or the router over several."""
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt, with the adapter of a version where one is named.
+
+        ``seeds`` has one for each prompt; an engine that is deterministic then samples the same again.
 
         Returns one list of ``n`` for each prompt, in order. A completion that a weight update interrupts is continued
         until it is whole. Raises EngineError of the kind that fits: a reply is used as a whole or not at all. Raises

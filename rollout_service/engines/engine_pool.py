@@ -127,14 +127,20 @@ class _Router:
         self._pending_tokens = [0] * len(engines)  # upper bound for each engine
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt; see `Generates.generate`."""
 
-        async def ask(client: Generates, wanted: Sequence[Sequence[int]]) -> list[list[Completion]]:
-            return await client.generate(wanted, sampling, n, adapter)
+        async def ask(client: Generates, wanted: Sequence[int]) -> list[list[Completion]]:
+            own = None if seeds is None else [seeds[index] for index in wanted]
+            return await client.generate([prompts[index] for index in wanted], sampling, n, adapter, own)
 
-        return await self._spread(prompts, n * sampling.max_new_tokens, ask)
+        return await self._spread(len(prompts), n * sampling.max_new_tokens, ask)
 
     async def generate_redundantly(
         self,
@@ -145,23 +151,24 @@ class _Router:
     ) -> list[KeptCompletions]:
         """Sample more completions of every prompt than are kept; see `GeneratesRedundantly`."""
 
-        async def ask(client: Generates, wanted: Sequence[Sequence[int]]) -> list[KeptCompletions]:
-            return await able_to_abandon(client).generate_redundantly(wanted, sampling, redundancy, adapter)
+        async def ask(client: Generates, wanted: Sequence[int]) -> list[KeptCompletions]:
+            own = [prompts[index] for index in wanted]
+            return await able_to_abandon(client).generate_redundantly(own, sampling, redundancy, adapter)
 
-        return await self._spread(prompts, redundancy.started * sampling.max_new_tokens, ask)
+        return await self._spread(len(prompts), redundancy.started * sampling.max_new_tokens, ask)
 
     async def _spread(
         self,
-        prompts: Sequence[Sequence[int]],
+        num_prompts: int,
         cost: int,
-        ask: Callable[[Generates, Sequence[Sequence[int]]], Awaitable[list[T]]],
+        ask: Callable[[Generates, Sequence[int]], Awaitable[list[T]]],
     ) -> list[T]:
-        """Ask the engines for groups of ``cost`` tokens each; return the replies in the order of the prompts."""
-        assigned = self._assign(len(prompts), cost)
+        """Ask the engines for groups of ``cost`` tokens each; return the replies in the order of the prompts, whose places ``ask`` gets."""
+        assigned = self._assign(num_prompts, cost)
         found: dict[int, T] = {}
 
         async def ask_one(number: int, wanted: Sequence[int]) -> None:
-            replies = await ask(self._engines[number].client, [prompts[index] for index in wanted])
+            replies = await ask(self._engines[number].client, wanted)
             found.update(zip(wanted, replies, strict=True))
 
         try:
@@ -173,7 +180,7 @@ class _Router:
         finally:
             for number, wanted in assigned.items():
                 self._pending_tokens[number] -= cost * len(wanted)
-        return [found[index] for index in range(len(prompts))]
+        return [found[index] for index in range(num_prompts)]
 
     def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
         """Assign each prompt to the engine with the fewest pending tokens: engine number → prompt numbers."""

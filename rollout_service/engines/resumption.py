@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 
@@ -20,6 +21,8 @@ class Resumption:
 
     prompt: Sequence[int]
     max_new_tokens: int
+    seed: int | None = None  # of all samples of its prompt; None: random
+    number: int = 0  # among these
     parts: list[Completion] = field(default_factory=list)
 
     @property
@@ -31,6 +34,13 @@ class Resumption:
     def num_left(self) -> int:
         """The number of tokens that may still be sampled."""
         return self.max_new_tokens - sum(len(part.token_ids) for part in self.parts)
+
+    @property
+    def next_seed(self) -> int | None:
+        """The seed of its next part: the first part's is that of the prompt, from which an engine derives those of n samples."""
+        if self.seed is None or not self.parts:
+            return self.seed
+        return derived_seed(self.seed, self.number, self.max_new_tokens - self.num_left)
 
     @property
     def is_cut(self) -> bool:

@@ -28,8 +28,13 @@ from penstock.rollout_service.errors import TaskRefused
 class Sampler(Protocol):
     """Samples from the policy version that was chosen for these tasks."""
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; raises EngineError."""
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt; raises EngineError.
+
+        ``seeds`` has one for each prompt, from which those of its ``n`` samples follow; None: they are random.
+        """
         ...
 
 

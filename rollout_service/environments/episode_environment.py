@@ -24,6 +24,7 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import Task
+from penstock.protocol.seeds import derived_seed
 from penstock.rollout_service.environments.environment import Environment, Sampler
 from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition, EpisodeSettings
 from penstock.rollout_service.environments.play_episode import Played
@@ -63,6 +64,11 @@ class Begun:
     task: Task
     attempt: int
     seed: int
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """The seed of this attempt's answers; None: they are random."""
+        return None if self.task.seed is None else derived_seed(self.task.seed, self.name, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +215,8 @@ class EpisodeEnvironment(Environment):
 
 def group_seed(task: Task) -> int:
     """Return the seed of a task's episodes: equal in the group, and in every attempt at it; 63 bits."""
+    if task.seed is not None:
+        return task.seed
     digest = hashlib.sha256(f"{task.split}\0{task.group_id}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
 

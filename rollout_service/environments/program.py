@@ -94,7 +94,7 @@ class Program(EpisodeEnvironment):
             raise RowUnfit(str(err)) from None
         url = await served.url()
         timed, proxy = _TimedSampler(sampler), served.proxy
-        session = proxy.begin(begun.name, site.model, timed, begun.task.sampling)
+        session = proxy.begin(begun.name, site.model, timed, begun.task.sampling, begun.sampling_seed)
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(site.executor, _write_task, begun)
         started = time.monotonic()
@@ -181,13 +181,16 @@ class _TimedSampler:
         self._since = 0.0
         self._seconds = 0.0
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
         """Sample as the sampler does."""
         if not self._running:
             self._since = time.monotonic()
         self._running += 1
         try:
-            return await self._sampler.generate(prompts, sampling, n)
+            given = {} if seeds is None else {"seeds": seeds}
+            return await self._sampler.generate(prompts, sampling, n, **given)
         finally:
             self._running -= 1
             if not self._running:

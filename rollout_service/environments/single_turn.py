@@ -36,7 +36,7 @@ class SingleTurn(Environment):
         try:
             async with asyncio.TaskGroup() as requests:
                 replies = [
-                    (indices, requests.create_task(_sample([tasks[i].prompt_ids for i in indices], *kind, sampler)))
+                    (indices, requests.create_task(_sample([tasks[i] for i in indices], *kind, sampler)))
                     for kind, indices in equal.items()
                 ]
         except* (EngineError, TaskRefused) as failures:
@@ -51,14 +51,19 @@ class SingleTurn(Environment):
 
 
 async def _sample(
-    prompts: Sequence[Sequence[int]], sampling: Sampling, redundancy: Redundancy, sampler: Sampler
+    tasks: Sequence[Task], sampling: Sampling, redundancy: Redundancy, sampler: Sampler
 ) -> list[KeptCompletions]:
-    if redundancy.extra:
+    prompts = [task.prompt_ids for task in tasks]
+    if redundancy.extra:  # which completions are kept depends on when they end: no seed would repeat them
         assert isinstance(
             sampler, SamplesRedundantly
         )  # tasks with redundant completions come from a worker's queue only
         return await sampler.generate_redundantly(prompts, sampling, redundancy)
-    completions = await sampler.generate(prompts, sampling, redundancy.enough)
+    seeds = [task.seed for task in tasks if task.seed is not None]
+    if len(seeds) < len(tasks):  # of a trainer that sets none
+        completions = await sampler.generate(prompts, sampling, redundancy.enough)
+    else:
+        completions = await sampler.generate(prompts, sampling, redundancy.enough, seeds=seeds)
     return [KeptCompletions(of_prompt, ()) for of_prompt in completions]
 
 

@@ -33,7 +33,9 @@ class TurnEnvironment(EpisodeEnvironment):
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         """Play one episode; raises EngineError, or RowUnfit."""
-        session = EpisodeSession(begun.name, site.model, sampler, begun.task.sampling, self.limits())
+        session = EpisodeSession(
+            begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed
+        )
         try:
             play = self.play(begun.seed, Row.of(begun.task), self.chosen or self.options())
         except Exception as err:  # noqa: BLE001 - an author's code, which gets rows of any kind

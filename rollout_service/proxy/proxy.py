@@ -23,9 +23,11 @@ class AgentProxy:
         self._open: dict[str, EpisodeSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
 
-    def begin(self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling) -> EpisodeSession:
-        """Begin an episode; `path` is what its agent needs."""
-        episode = EpisodeSession(episode_id, model, sampler, sampling, self.limits)
+    def begin(
+        self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, seed: int | None = None
+    ) -> EpisodeSession:
+        """Begin an episode; `path` is what its agent needs. Without a ``seed`` answers are random."""
+        episode = EpisodeSession(episode_id, model, sampler, sampling, self.limits, seed)
         self._open[episode.secret] = episode
         return episode
 

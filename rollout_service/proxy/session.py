@@ -13,6 +13,7 @@ import structlog
 
 from penstock.protocol.errors import MalformedData
 from penstock.protocol.facts import Sampling
+from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
@@ -35,8 +36,10 @@ _MAX_STOP_STRINGS = 16
 class Samples(Protocol):
     """Samples from the policy version that was chosen for the episode's task."""
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; raises EngineError."""
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt, with a seed for each where they are given; raises EngineError."""
         ...
 
 
@@ -53,9 +56,15 @@ class EpisodeSession:
     """The record of one episode. For one event loop."""
 
     def __init__(
-        self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, limits: EpisodeLimits
+        self,
+        episode_id: str,
+        model: AgentModel,
+        sampler: Samples,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        seed: int | None = None,
     ) -> None:
-        """Begin without a turn; ``sampling`` is the task's, which overrules the agent's."""
+        """Begin without a turn; ``sampling`` is the task's, which overrules the agent's. Without a ``seed`` answers are random."""
         self.id = episode_id
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree(limits.history_match)
@@ -71,6 +80,8 @@ class EpisodeSession:
         self._roots = SeenRoots()
         self.calls = Calls(grace_s=limits.retry_grace_s, kept=limits.kept_answers, kept_s=limits.kept_answers_s)
         self._num_running = 0
+        self._seed = seed
+        self._num_sampled = 0  # answers begun, each with a seed of its own
 
     @property
     def orphaned_tokens(self) -> Counter[str]:
@@ -196,7 +207,13 @@ class EpisodeSession:
     async def _completion(self, plan: PromptPlan, sampling: Sampling) -> Completion:
         try:
             async with asyncio.timeout(self._limits.answer_deadline_s):
-                ((completion,),) = await self._sampler.generate([plan.prompt_ids.tolist()], sampling, 1)
+                prompts = [plan.prompt_ids.tolist()]
+                self._num_sampled += 1
+                if self._seed is None:
+                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1)
+                else:
+                    seeds = [derived_seed(self._seed, self._num_sampled)]
+                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1, seeds=seeds)
         except (TimeoutError, EngineTimeout):
             self.counts["engine_errors"] += 1
             raise RequestRefused(

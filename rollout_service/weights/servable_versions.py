@@ -118,11 +118,13 @@ class VersionSampler:
     engine: Engine
     pin: PolicyVersion | None
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
         adapter = self.servable.adapter_of(self.pin)
         with self.servable.using(adapter):
-            return await self.engine.client.generate(prompts, sampling, n, adapter)
+            return await self.engine.client.generate(prompts, sampling, n, adapter, seeds)
 
     async def generate_redundantly(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, redundancy: Redundancy

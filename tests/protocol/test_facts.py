@@ -170,6 +170,8 @@ def test_a_flipped_byte_never_escapes_the_error_tree(fact: facts.Fact, data: st.
 def test_a_task_of_one_turn_is_written_as_before_episodes():
     """Workers of earlier releases read it: ``messages`` is left out where it is empty."""
     assert "messages" not in _task().model_dump()
+    assert "seed" not in _task().model_dump()
+    assert _task().model_copy(update={"seed": 0}).model_dump()["seed"] == 0
     chat = _task().model_copy(update={"environment": "lookup", "messages": '[{"role": "user", "content": "get 3"}]'})
     both = facts.TaskList(tasks=(_task(), chat))
     assert facts.decode(facts.encode(both), facts.TaskList) == both

@@ -36,7 +36,7 @@ from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.pack_reader import PackReader
-from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks
+from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
 
 log = structlog.get_logger("trainer.evaluation.evaluate")
@@ -108,6 +108,7 @@ class Evaluator:
         reader: PackReader | None = None,
         silent_s: float = 5.0,
         settings_before: Sequence[TaskSettings] = (),
+        seed: int | None = None,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -122,6 +123,7 @@ class Evaluator:
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
             silent_s: Seconds without an arrival after which dead-lettered groups are no longer waited for.
             settings_before: Under which earlier sessions issued evaluations; empty: not known.
+            seed: ``run.seed``, from which those of the samples follow; None: they are random.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._traced = connections.traced
@@ -135,6 +137,7 @@ class Evaluator:
         self._reader = reader or PackReader(connections.blobs.get)
         self._success = success
         self._settings_before = settings_before
+        self._seed = seed
         self._evaluations: dict[tuple[PolicyVersion, str], _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
@@ -336,7 +339,8 @@ class Evaluator:
             issued_version=evaluation.version,
             pinned_version=evaluation.version,
         )
-        return in_environment(task, prompt, source.settings.environment or SINGLE_TURN)
+        placed = in_environment(task, prompt, source.settings.environment or SINGLE_TURN)
+        return placed if self._seed is None else seeded(placed, self._seed)
 
     def _prompt(self, source: EvaluatedSource, number: int) -> Prompt:
         return source.prompts[number - self._numbers[source.name].start]

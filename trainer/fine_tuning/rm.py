@@ -23,7 +23,7 @@ from penstock.trainer.data.pairs import Ids, Pair, PairSet
 from penstock.trainer.fine_tuning.loop import Made, Training
 from penstock.trainer.fine_tuning.pair_batches import plan_pairs
 from penstock.trainer.fine_tuning.result import Result
-from penstock.trainer.fine_tuning.session import open_folder, optimisation, plan_of
+from penstock.trainer.fine_tuning.session import open_folder, optimisation, plan_of, seed_random_numbers
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reward_scorer import load_reward_model
 from penstock.trainer.parallel_dims import ParallelDims
@@ -156,7 +156,7 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
         held_out = _open_pairs(settings, settings.rm.eval_files, dims) if settings.rm.eval_files else None
         data = {"rm.data": pairs.fingerprint} | ({"rm.eval_data": held_out.fingerprint} if held_out else {})
         plan = plan_of(settings, "rm", dims, num_rows=len(pairs), data=data)
-        torch.manual_seed(dims.ranks.rank)
+        seed_random_numbers(settings, dims)
         policy, changed = load_reward_model(settings.model.path, optimisation(settings, settings.rm, plan.length), dims)
         task = RewardTask(policy, pairs, held_out, settings, dims)
         return Training(replace(plan, changed_config=changed), task, folder, stop).run()

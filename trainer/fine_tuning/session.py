@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.protocol.config.run_file import values_of
+from penstock.protocol.seeds import derived_seed
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.fine_tuning.length import Length, check_warmup
 from penstock.trainer.fine_tuning.loop import Plan
@@ -73,10 +74,16 @@ def plan_of(settings: TrainerSettings, name: str, dims: ParallelDims, *, num_row
 def load_trained(settings: TrainerSettings, section: FineTuningSettings, length: Length, dims: ParallelDims) -> Policy:
     """Load ``model.path`` under DeepSpeed, with adapters if the run file asks for them.
 
-    The random numbers of dropout begin at the same place in every training, another one on each rank.
+    The random numbers of dropout begin at a place that follows from ``run.seed``, another one on each rank.
     """
-    torch.manual_seed(dims.ranks.rank)
+    seed_random_numbers(settings, dims)
     return load_policy(settings.model.path, optimisation(settings, section, length), dims, temperature=1.0)
+
+
+def seed_random_numbers(settings: TrainerSettings, dims: ParallelDims) -> None:
+    """Begin the random numbers of first values and dropout at a place that follows from ``run.seed``, another one on each rank."""
+    seed, rank = settings.first_seed, dims.ranks.rank
+    torch.manual_seed(derived_seed(seed, "dropout", rank) if seed else rank)  # 0 begins as in earlier releases
 
 
 def optimisation(settings: TrainerSettings, section: FineTuningSettings, length: Length) -> Optimisation:
@@ -97,7 +104,7 @@ def optimisation(settings: TrainerSettings, section: FineTuningSettings, length:
         activation_offload=settings.model.activation_offload,
         offload=settings.trainer.offload,
         gradient_dtype=settings.trainer.gradient_dtype,
-        lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets)) if lora.rank else None,
+        lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets), settings.first_seed) if lora.rank else None,
     )
 
 

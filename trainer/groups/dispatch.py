@@ -34,6 +34,7 @@ from penstock.trainer.groups.task_packs import (
     in_environment,
     make_task,
     pack_tasks,
+    seeded,
     task_bytes,
     training_sampling,
 )
@@ -545,4 +546,4 @@ class Dispatch:
             issued_version=version,
             attempt=key.attempt,
         ).model_copy(update=self._further)
-        return in_environment(task, prompt, self._rollout.environment)
+        return seeded(in_environment(task, prompt, self._rollout.environment), self.order.seed)

@@ -22,6 +22,7 @@ from penstock.protocol.facts import (
     TaskList,
     encode_unbounded,
 )
+from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.eval_settings import EvalSettings
@@ -108,6 +109,11 @@ def make_task(
         issued_version=issued_version,
         pinned_version=pinned_version,
     )
+
+
+def seeded(task: Task, seed: int) -> Task:
+    """Return a task whose samples and episodes follow from ``run.seed`` and the group's id."""
+    return task.model_copy(update={"seed": derived_seed(seed, task.split, task.group_id)})
 
 
 def in_environment(task: Task, prompt: Prompt, environment: str) -> Task:

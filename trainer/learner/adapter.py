@@ -18,7 +18,6 @@ from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.trainer.errors import UnsupportedModel
 
 _NAME = "default"  # peft's name of an adapter without a name
-_SEED = 0  # of A: the same on every rank and after a restart
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
 
 
@@ -30,6 +29,7 @@ class Lora:
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()  # endings of module names; none: every linear layer but the output head
+    seed: int = 0  # of A: the same on every rank and after a restart
 
 
 def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
@@ -58,7 +58,7 @@ def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
     )
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
+        torch.manual_seed(lora.seed)
         try:
             inject_adapter_in_model(config, model)
         except ValueError as err:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from penstock.protocol.seeds import derived_seed
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.estimators.gae import gae
@@ -39,6 +42,10 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
         skip_above=settings.trainer.skip_step_above_grad_norm,
         skip_after=settings.trainer.skip_step_after,
     )
+    if (
+        how.lora is not None and how.lora.dropout and settings.first_seed
+    ):  # 0 leaves torch's own start, with which the records of earlier releases are replayed
+        torch.manual_seed(derived_seed(settings.first_seed, "dropout", dims.ranks.rank))
     policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)
     algorithm, reference = settings.algorithm, None
     if algorithm.needs_reference and algorithm.reference_device == "remote":
@@ -60,7 +67,8 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
 
 def _lora(settings: TrainerSettings) -> Lora | None:
     chosen = settings.model.lora
-    return Lora(chosen.rank, chosen.alpha, chosen.dropout, tuple(chosen.targets)) if chosen.rank else None
+    targets = tuple(chosen.targets)
+    return Lora(chosen.rank, chosen.alpha, chosen.dropout, targets, settings.first_seed) if chosen.rank else None
 
 
 def _critic(settings: TrainerSettings, policy: Optimisation, dims: ParallelDims) -> Critic:

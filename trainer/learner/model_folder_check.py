@@ -31,6 +31,13 @@ def check_folder(folder: Path) -> None:
             f"model.path = {folder} is an adapter (adapter_config.json); merge it into its base model"
         )
     config = _read_object(folder / "config.json", _MAX_INDEX_BYTES)
+    if (method := _quantisation(config)) is not None:
+        raise UnsupportedModel(
+            f"{folder / 'config.json'}: quantization_config ({method}): a quantised model is not trained, nor is it the base of adapters "
+            "(QLoRA), with or without a GPU: engines would serve another base than the one that the trainer computes with. Set "
+            "model.path to the plain weights, and save memory with model.lora.rank, model.dtype = bfloat16, trainer.zero_stage and "
+            "trainer.offload (docs/memory.md)"
+        )
     for key, value in _leaves(config):
         if isinstance(value, int | float) and abs(value) > _MAX_NUMBER and value == int(value):
             raise UnsupportedModel(
@@ -51,6 +58,15 @@ def check_folder(folder: Path) -> None:
 def check_layout(folder: Path, layout: ParallelLayout) -> None:
     """Raise ConfigError if the model of a folder cannot be computed in a layout of the ranks, by its config.json."""
     layout.check(_read_object(folder / "config.json", _MAX_INDEX_BYTES), str(folder))
+
+
+def _quantisation(config: dict[str, Any]) -> str | None:
+    """Return how a model is quantised; None for one that is not, and for MXFP4, which transformers turns into plain weights."""
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    method = str(found.get("quant_method", "unknown"))[:80] if isinstance(found, dict) else "unknown"
+    return None if method == "mxfp4" else method
 
 
 def _files(folder: Path) -> list[Path]:

@@ -37,8 +37,12 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
     """
     try:
         values = json.loads(document)["settings"]
+        lora = values["model"].get("lora", {})
+        if lora.get("rank") and "seed" not in lora:  # of a release whose adapters began with 0
+            lora = {**lora, "seed": 0}
+        read = {**values, "model": {**values["model"], "lora": lora}}
         settings = TrainerSettings.model_validate(
-            {k: v for k, v in values.items() if k not in _CONNECTIONS}, context=RECORDED
+            {k: v for k, v in read.items() if k not in _CONNECTIONS}, context=RECORDED
         )
     except ValidationError as err:
         first = err.errors()[0]

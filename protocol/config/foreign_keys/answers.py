@@ -34,7 +34,10 @@ PROFILER = "not offered; every step's times are in metrics.jsonl, and `penstock 
 TEXT_ONLY = "text only: images and videos are not read"
 REMOTE_CODE = "code in a model folder is never run: model.path must be a model that transformers knows"
 TRACKER = 'tracker = ["wandb"] in the run file, or a table [[tracker]]; the library reads its credentials from the environment'
-QUANTISED = "no quantised training; model.lora.rank saves most of the optimizer's memory"
+QUANTISED = (
+    "no quantised base (QLoRA): engines would serve another base than the one that the trainer computes with; use model.lora.rank with "
+    "model.dtype = bfloat16, trainer.zero_stage and trainer.offload (docs/memory.md)"
+)
 HUB = "nothing is uploaded; `penstock weights export` writes a model folder"
 SHAPE = "the shape of the model is that of config.json at model.path"
 

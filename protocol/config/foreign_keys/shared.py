@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.config.foreign_keys.answers import ESTIMATOR, KL, TRACKER, TRACKERS, Alias, taken
+from penstock.protocol.config.foreign_keys.answers import ESTIMATOR, KL, QUANTISED, TRACKER, TRACKERS, Alias, taken
 
 TAKEN: dict[str, Alias] = {
     "adv_estimator": ESTIMATOR,
@@ -70,6 +70,11 @@ RENAMED: dict[str, str] = {
 }
 
 ABSENT: dict[str, str] = {
+    "model.load_in_4bit": QUANTISED,
+    "model.load_in_8bit": QUANTISED,
+    "model.quantization": QUANTISED,
+    "model.quantization_config": QUANTISED,
+    "use_qlora": QUANTISED,
     "use_mlflow": TRACKER,
     "use_tensorboard": TRACKER,
     "use_wandb": TRACKER,

@@ -74,10 +74,15 @@ class SglangClient:
         await self._http.close()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt in one request; see `Generates.generate`."""
-        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits)
+        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits, seeds)
 
     async def generate_redundantly(
         self,
@@ -97,7 +102,7 @@ class SglangClient:
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         n, num_aborts = request.n, self._num_aborts
         prompts = [[*one.prompt, *one.sampled] for one in sequences[::n]]
-        params = [_sampling_params(request.sampling, n, one.num_left) for one in sequences[::n]]
+        params = [_sampling_params(request.sampling, n, one) for one in sequences[::n]]
         body: dict[str, Any] = {
             "rid": [uuid.uuid4().hex for _ in prompts] if request.single is None else [request.single.name],
             "input_ids": prompts,
@@ -285,10 +290,12 @@ def _fix(refusal: str) -> str:
     )
 
 
-def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[str, Any]:
+def _sampling_params(sampling: Sampling, n: int, sequence: Resumption) -> dict[str, Any]:
+    seed = sequence.next_seed
     return {
         "n": n,
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": sequence.num_left,
+        **({} if seed is None else {"sampling_seed": seed}),  # SGLang reads it under deterministic inference only
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

@@ -69,10 +69,15 @@ class VllmClient:
         await self._http.close()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt, in one request for each prompt; see `Generates.generate`."""
-        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits)
+        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits, seeds)
 
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         n = request.n if request.sampling.temperature > 0 else 1  # vLLM refuses several greedy samples in a request

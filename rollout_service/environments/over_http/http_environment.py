@@ -158,7 +158,9 @@ class Http(EpisodeEnvironment):
             row = Row.of(begun.task)
         except ValueError as err:
             raise RowUnfit(str(err)) from None
-        session = EpisodeSession(begun.name, site.model, sampler, begun.task.sampling, self.limits())
+        session = EpisodeSession(
+            begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed
+        )
         version = ""
         try:
             play = await self.start(begun.name, begun.attempt, begun.seed, row)

@@ -41,7 +41,9 @@ class _Engine:
         self._fail()
         self.calls.append(("unload_adapter", version))
 
-    async def generate(self, prompts: Sequence[object], sampling: Sampling, n: int, adapter: int | None = None) -> list:
+    async def generate(
+        self, prompts: Sequence[object], sampling: Sampling, n: int, adapter: int | None = None, seeds: object = None
+    ) -> list:
         self.calls.append(("generate", adapter))
         return []
 
