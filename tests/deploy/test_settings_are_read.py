@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -46,18 +47,28 @@ def test_a_validator_is_no_reader() -> None:
     assert set(names_read(ast.parse(checked.replace("model_validator(mode='after')", "property")))) == {"steps"}
 
 
-def test_the_seed_is_that_of_the_order_alone() -> None:
-    """As its description says, with the order of mini-batches; another reader has to be named there."""
+def test_the_seed_has_the_readers_that_its_description_names() -> None:
+    """Order, mini-batches, samples and episodes, first values and dropout; another reader has to be named there."""
     readers = {
         str(file.relative_to(ROOT))
         for package in _PACKAGES
         for file in (ROOT / package).rglob("*.py")
-        if "settings.run.seed" in file.read_text(encoding="utf-8")
+        if re.search(r"\b(settings\.run\.seed|self\.run\.seed|first_seed)\b", file.read_text(encoding="utf-8"))
     }
     assert readers == {
+        "trainer/assemble.py",  # of evaluations
         "trainer/groups/group_source.py",
+        "trainer/learner/build_rank_group.py",
+        "trainer/settings.py",
         "trainer/learner/planning.py",
         "trainer/fine_tuning/session.py",
     }
     described = reference.load().settings["run.seed"].description
-    assert "order of the prompts and examples, and of a batch's mini-batches" in described
+    for what in (
+        "order of the prompts and examples",
+        "mini-batches",
+        "adapters' first values",
+        "dropout",
+        "completion and episode",
+    ):
+        assert what in described

@@ -122,7 +122,7 @@ INTERFACE: dict[str, list[str]] = {
         "close(self) -> 'None'",
         "drop_adapters(self) -> 'None'",
         "forget_lost_adapters(self) -> 'None'",
-        "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int', adapter: 'PolicyVersion | None' = None) -> 'list[list[Completion]]'",
+        "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int', adapter: 'PolicyVersion | None' = None, seeds: 'Sequence[int] | None' = None) -> 'list[list[Completion]]'",
         "health(self) -> 'None'",
         "inspect(self) -> 'ServerReport'",
         "load_adapter(self, folder: 'Path', version: 'PolicyVersion') -> 'None'",
@@ -307,7 +307,7 @@ INTERFACE: dict[str, list[str]] = {
     ],
     "Sampler": [
         "class(Protocol) (*args, **kwargs)",
-        "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int') -> 'list[list[Completion]]'",
+        "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int', *, seeds: 'Sequence[int] | None' = None) -> 'list[list[Completion]]'",
     ],
     "Sampling": [
         "class(Wire) (*, max_new_tokens: typing.Annotated[int, Ge(ge=1), Le(le=1000000)], temperature: typing.Annotated[float, Ge(ge=0), Le(le=100), AllowInfNan(allow_inf_nan=False)] = 1.0, top_p: typing.Annotated[float, Gt(gt=0), Le(le=1)] = 1.0, top_k: typing.Annotated[int, Ge(ge=-1)] = -1, stop_token_ids: tuple[int, ...] = (), stop: typing.Annotated[tuple[typing.Annotated[str, FieldInfo(annotation=NoneType, required=True, metadata=[MinLen(min_length=1), MaxLen(max_length=200)])], ...], MaxLen(max_length=16)] = ()) -> None",
@@ -347,7 +347,7 @@ INTERFACE: dict[str, list[str]] = {
         "model_config",
     ],
     "Task": [
-        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, redundant_completions: typing.Annotated[int, Ge(ge=0), Lt(lt=4096)] = 0, redundant_wait: typing.Annotated[float, Ge(ge=0), Le(le=1000), AllowInfNan(allow_inf_nan=False)] = 0.0, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, messages: str = '', teacher_top_k: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=256)])]] = None) -> None",
+        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, redundant_completions: typing.Annotated[int, Ge(ge=0), Lt(lt=4096)] = 0, redundant_wait: typing.Annotated[float, Ge(ge=0), Le(le=1000), AllowInfNan(allow_inf_nan=False)] = 0.0, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, messages: str = '', teacher_top_k: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=256)])]] = None, seed: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9223372036854775807)])]] = None) -> None",
         "model_config",
     ],
     "Tokens": [
