@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from tests.trainer.learner.pass_check import HOW
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.deploy.quickstart_task import write_model
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
+from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.collapse_check import PATIENCE, CollapseCheck
-from penstock.trainer.errors import PolicyCollapsed
+from penstock.trainer.errors import PolicyCollapsed, TrainingDiverged
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.health.flops import Load, Work, load_of, pass_cost
 from penstock.trainer.learner.health.layer_groups import KINDS, layer_groups
@@ -22,6 +25,7 @@ from penstock.trainer.learner.health.outliers import WINDOW, Outliers
 from penstock.trainer.learner.health.peak_flops import peak_of
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.telemetry.speed import speed_fields
 
@@ -140,6 +144,36 @@ def test_speed_is_of_the_step_without_its_wait() -> None:
     fields = speed_fields(Work(6e9, 300.0), num_tokens=100, step_s=2.0, peak=6e9)
     assert fields == {"computed_tokens": 300, "train_tokens_per_s": 50.0, "flops_per_s": 3e9, "mfu": 0.5}
     assert "mfu" not in speed_fields(Work(6e9, 300.0), num_tokens=100, step_s=2.0, peak=None)
+
+
+class _Stub:
+    """A network under an optimizer that must not step."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, scorer: CompletionScorer) -> None:
+        self._scorer = scorer
+
+    def __call__(self, *given: Any, **named: Any) -> torch.Tensor:
+        return self._scorer(*given, **named)
+
+    def begin(self, *, is_last: bool) -> None:
+        assert is_last
+
+    def backward(self, loss: torch.Tensor) -> None:
+        assert not loss.isfinite()
+
+
+def test_a_loss_that_is_not_finite_makes_no_step(folder: Path) -> None:
+    """The error names the step; the optimizer is not asked."""
+    scorer = CompletionScorer(load_language_model(folder, HOW, ALONE), 1.0)
+    alone: Any = SimpleNamespace(sum=list, maximum=list)
+    policy = Policy(_Stub(scorer), scorer, alone)  # type: ignore[arg-type]
+    tokens = np.arange(3, 9, dtype=np.int32)
+    row = Row(tokens, np.arange(6) > 2, np.zeros(6, np.float32), 1.0, float("nan"))
+    with pytest.raises(TrainingDiverged, match=r"the loss of step 1 is nan, not a finite number"):
+        policy.train_step([build([row])], build_objective(AlgorithmSettings()))
+    assert policy.steps_done == 0
 
 
 def test_an_entropy_below_the_limit_ends_the_run_after_three_steps() -> None:
