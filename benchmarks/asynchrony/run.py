@@ -93,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--redundant", type=int, default=0, help="completions that are started besides those of a group"
     )
     parser.add_argument("--wait", type=float, default=0.0, help="rollout.redundant_wait")
+    parser.add_argument(
+        "--packs-in-flight", type=int, default=8, help="worker.packs_in_flight; 0: as many as the engine makes use of"
+    )
     parser.add_argument("--json", type=Path, help="append every row to this file")
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     options = parser.parse_args(arguments)
@@ -100,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="asynchrony-") as scratch:
         for num_workers in options.workers:
-            job = Job(num_workers, SimulatedOptions(), measured=options.steps)
+            job = Job(num_workers, SimulatedOptions(), packs_in_flight=options.packs_in_flight, measured=options.steps)
             for mode in MODES:
                 if options.modes and mode.name not in options.modes:
                     continue

@@ -111,6 +111,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: all")
     parser.add_argument("--groups-per-worker", type=int, default=6, help="of a step")
+    parser.add_argument(
+        "--packs-in-flight", type=int, default=8, help="worker.packs_in_flight; 0: as many as the engine makes use of"
+    )
     parser.add_argument("--steps", type=int, default=10, help="that are measured of each mode")
     parser.add_argument(
         "--redundant",
@@ -134,7 +137,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for num_workers in given.workers:
-        job = Job(num_workers, SimulatedOptions(), measured=given.steps)
+        job = Job(num_workers, SimulatedOptions(), packs_in_flight=given.packs_in_flight, measured=given.steps)
         job = replace(job, groups_per_worker=given.groups_per_worker)
         chosen = [mode for mode in MODES if not given.modes or mode.name in given.modes]
         for mode in _with_redundancy(chosen, given.redundant, given.wait):
