@@ -20,7 +20,7 @@ reward = {{ name = "exact_match" }}
 [data]
 train = "{folder}/data/train.jsonl"
 max_prompt_tokens = 32
-
+{evaluation}
 [rollout]
 groups_per_step = {groups_per_step}
 group_size = {group_size}
@@ -47,6 +47,17 @@ engine = "benchmarks.asynchrony.simulated_engine:SIMULATED"
 engine_options = {{ {options} }}
 packs_in_flight = {packs_in_flight}
 update_mode = "{update_mode}"
+"""
+
+
+_EVALUATION = """\
+eval = "{folder}/data/eval.jsonl"
+
+[eval]
+every = {every}
+at_start = false
+at_end = false
+temperature = 1.0
 """
 
 
@@ -93,6 +104,8 @@ class Job:
     step_s: float = 0.1  # of a step besides its tokens
     measured: int = 8  # steps
     first: int = 4  # step from which is measured: the ones before fill the queues
+    eval_every: int = 0  # steps; 0: no evaluation
+    eval_prompts: int = 64
     last: int = 0  # steps after that: near its end a run issues less
 
     @property
@@ -130,7 +143,7 @@ class Job:
 def write_inputs(folder: Path, job: Job, mode: Mode) -> None:
     """Write model and data."""
     num_prompts = (job.steps + mode.max_staleness + 2) * job.groups_per_step
-    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=1)
+    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=job.eval_prompts)
     quickstart_task.write_model(folder / "model", seed=0)
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": _CONTEXT}))
@@ -157,6 +170,7 @@ def write_run(folder: Path, job: Job, mode: Mode) -> Path:
             packs_in_flight=job.packs_in_flight,
             keep_versions=mode.max_staleness + 8,
             update_mode=mode.update_mode,
+            evaluation=_EVALUATION.format(folder=folder, every=job.eval_every) if job.eval_every else "",
         )
     )
     return run_file

@@ -17,7 +17,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.asynchrony import measure, simulated_trainer
@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--packs-in-flight", type=int, default=8, help="worker.packs_in_flight; 0: as many as the engine makes use of"
     )
+    parser.add_argument("--eval-every", type=int, default=0, help="steps between evaluations of 64 prompts; 0: none")
     parser.add_argument("--json", type=Path, help="append every row to this file")
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     options = parser.parse_args(arguments)
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="asynchrony-") as scratch:
         for num_workers in options.workers:
             job = Job(num_workers, SimulatedOptions(), packs_in_flight=options.packs_in_flight, measured=options.steps)
+            job = replace(job, eval_every=options.eval_every)
             for mode in MODES:
                 if options.modes and mode.name not in options.modes:
                     continue

@@ -63,9 +63,10 @@ def simulate(job: Job, mode: Mode, *, patience: float, delays: Mapping[str, floa
         load_s=job.engine.load_s,
         deliver_s=DELIVER_S,
     )
-    durations = replace(durations, **(delays or {}))
+    measured = dict(delays or {})
     if fleet.drains:  # what a worker measures is mostly the drain
-        durations = replace(durations, load_s=job.engine.load_s)
+        measured = {"between_s": measured["between_s"]} if measured else {}
+    durations = replace(durations, **measured)
     with contextlib.ExitStack() as stack:
         # a fleet that no machine here carries has nothing to be compared with: its prompts have no text
         prompts = _prompts(stack, job, mode) if job.num_workers <= _MOST_COMPARED else None
