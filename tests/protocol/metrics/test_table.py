@@ -24,6 +24,7 @@ FIXED_LABELS = {
     "stream",
     "consumer",
     "folder",
+    "layers",
 }
 HOSTILE = [
     "a\nb 1",
