@@ -86,7 +86,8 @@ def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how
         text=True,
     ) as run:
         try:
-            wait_for(lambda: processes_of(tmp_path, word="embedded_engine"), "the engine", 120.0)
+            wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")), "the first step", 120.0)
+            assert processes_of(tmp_path, word="embedded_engine")
             run.send_signal(how)
             assert run.wait(60.0) == (130 if how == signal.SIGTERM else -how)
             wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes", 30.0)

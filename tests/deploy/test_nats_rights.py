@@ -240,11 +240,13 @@ class _RunOfRoles(LocalRun):
         super().__init__(arguments, environ={**os.environ, **connection_environment(roles.settings("admin"), s3)})
         self._roles = roles
 
-    def _service(self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL) -> Child:
+    def _service(
+        self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL, waits: bool = False
+    ) -> Child:
         admin = self.nats
         self.nats = self._roles.settings("rollout" if name in WORKERS else name)
         try:
-            return super()._service(name, command, death_signal=death_signal)
+            return super()._service(name, command, death_signal=death_signal, waits=waits)
         finally:
             self.nats = admin
 

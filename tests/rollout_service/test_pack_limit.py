@@ -71,7 +71,9 @@ class _Source:
     """Packs without end, until it is told to stop."""
 
     stopped: bool = False
-    fact: Any = field(default_factory=lambda: SimpleNamespace(tasks=(SimpleNamespace(group_size=PER_PACK),)))
+    fact: Any = field(
+        default_factory=lambda: SimpleNamespace(tasks=(SimpleNamespace(group_size=PER_PACK, redundant_completions=0),))
+    )
 
     async def take(self) -> Any:
         await asyncio.sleep(0)

@@ -39,7 +39,8 @@ from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, m
 LONGEST = 10
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
-ALGORITHMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in PRESETS} | {
+TAUGHT = {"gkd", "on_policy_distillation"}  # they learn from a teacher's log-probabilities: test_distillation.py
+ALGORITHMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in PRESETS if name not in TAUGHT} | {
     "groups used again": {"max_trained_count": 3, "retrained_interval": 1},
     "ppo with whitened rewards": {"name": "ppo", "whiten_rewards": True},
     "remax by group": {"name": "remax", "reward_norm": "group", "asym_clip": True},

@@ -14,7 +14,7 @@ from penstock.trainer.settings import TrainerSettings
 ONE = ["model.path=m", "rollout.group_size=1"]
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS.built_in))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS.built_in) - {"zero"}))  # which reads no reward
 def test_exactly_the_group_relative_estimators_give_a_group_of_one_nothing(name: str) -> None:
     """Four prompts with one completion each and different rewards: all advantages are 0, or not."""
     rewards = torch.tensor([1.0, 0.0, 0.5, 2.0], dtype=torch.float64)

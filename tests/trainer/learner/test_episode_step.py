@@ -145,7 +145,7 @@ class Sgd:
             for parameter in self._module.parameters():
                 parameter -= LR * lr_scale * parameter.grad
                 parameter.grad = None
-        return SimpleNamespace(grad_norm=0.0, lr=LR)
+        return SimpleNamespace(grad_norm=0.0, lr=LR, layers={}, is_left_out=False)
 
 
 class Issued:
