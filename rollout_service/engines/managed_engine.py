@@ -285,16 +285,20 @@ class ManagedEngine:
     async def _start(self) -> None:
         assert self._wanted is not None
         folder, version = self._wanted
-        prepared, self._prepared = self._prepared, None
-        process, url = await EngineProcess.start(
-            self._command,
-            folder,
-            version,
-            log=self._log_file,
-            deadline_s=self._start_deadline_s,
-            environ=self._environ,
-            prepared=prepared,
-        )
+        try:
+            process, url = await EngineProcess.start(
+                self._command,
+                folder,
+                version,
+                log=self._log_file,
+                deadline_s=self._start_deadline_s,
+                environ=self._environ,
+                prepared=self._prepared,
+            )
+        finally:
+            self._prepared = (
+                None  # only now: its CPU seconds count at every moment, else the worker seems to have restarted
+            )
         self._process, self._discarded = process, False
         self.client = self._connect(url)
         try:
