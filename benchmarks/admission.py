@@ -14,22 +14,21 @@ import itertools
 import random
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.deploy.plan.simulated_groups import SimulatedIssuer
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, GeneratedGroup, ScoredGroup
-from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import Drop
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.task_packs import TaskPack
@@ -72,38 +71,6 @@ class Outcome:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-class _Issued:
-    """Replaces the issuer, without accounting, counters and threads."""
-
-    def __init__(self, dispatch: Dispatch, dropped: Counter[str]) -> None:
-        self._dispatch, self._dropped = dispatch, dropped
-
-    def outstanding(self) -> Collection[str]:
-        return [str(key) for key in self._dispatch.state.outstanding]
-
-    def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        return self._dispatch.accept(group_id, holds)
-
-    def promise(self, group_id: str) -> TaskPromise:
-        return self._dispatch.promise(group_id)
-
-    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
-        return self._dispatch.is_late(version, holds)
-
-    def drop(self, drop: Drop) -> None:
-        self._dropped[str(drop.reason)] += 1
-        self._dispatch.send_back([drop.group_id])
-
-    def refuse(self, drop: Drop) -> None:
-        raise AssertionError(drop)
-
-    def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
-        raise AssertionError(drops)
-
-    def pause(self, is_paused: bool) -> None:
-        assert not is_paused
-
-
 class SimulatedRun:
     """One run on a simulated clock."""
 
@@ -114,7 +81,7 @@ class SimulatedRun:
         self.outcome = Outcome()
         self._dispatch = Dispatch(prompts, order=DataOrder(len(prompts), seed=0), rollout=ROLLOUT, stop_token_ids=(2,))
         batcher = Batcher(groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=Ledger())
-        self._tracker = DeliveryTracker(batcher, _Issued(self._dispatch, self.outcome.dropped))
+        self._tracker = DeliveryTracker(batcher, SimulatedIssuer(self._dispatch, self.outcome.dropped))
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()

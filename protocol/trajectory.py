@@ -133,8 +133,7 @@ class Group:
         return cls(
             group_id=episodes[0].group_id, split=split, attempt=attempt, issued_version=issued_version,
             prompt_text=prompt_text, num_prompt_tokens=episodes[0].rows[0].turns[0].start, reward=reward,
-            trajectories=tuple(row.trajectory for episode in episodes for row in episode.rows),  # pyright: ignore[reportArgumentType]
-            episodes=episodes,
+            trajectories=tuple(row.trajectory for episode in episodes for row in episode.rows), episodes=episodes,
         )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -11,11 +11,8 @@ from typing import Any
 
 from penstock.protocol.errors import ConfigError
 
-DIVIDED = (
-    "llama",
-    "qwen2",
-    "qwen3",
-)  # model_type of models whose weights are divided; compared with one process in tests
+# The model_type of models whose weights are divided: tests compare each of them with one process.
+DIVIDED = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,9 +53,8 @@ class Blobs:
         self._deadline_s = deadline_s
         is_encrypted = settings.endpoint.startswith("https://")
         self._tls = client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None
-        self._fast_path = S3FastPath(
-            settings, self._tls, timeout_s=min(60.0, deadline_s) / 2
-        )  # the requests need time too
+        half_s = min(60.0, deadline_s) / 2  # the requests need time too
+        self._fast_path = S3FastPath(settings, self._tls, timeout_s=half_s)
 
     @functools.cached_property
     def _requests(self) -> S3Requests:

@@ -38,14 +38,27 @@ class _Mailbox:
     def post(self, callback: Callable[[], object]) -> None:
         """Run a callback on the loop; raises RuntimeError when the loop is closed."""
         self._callbacks.append(callback)  # before the flag is read: `_run` clears the flag before it takes callbacks
-        if not self._is_woken and (loop := self._loop()) is not None:
-            self._is_woken = True
+        if not self._is_woken:
+            self._wake()
+
+    def _wake(self) -> None:
+        if (loop := self._loop()) is None:
+            return
+        self._is_woken = True
+        try:
             loop.call_soon_threadsafe(self._run)
+        except RuntimeError:  # closed; the next callback is to fail in the same way, not to be waited for
+            self._is_woken = False
+            raise
 
     def _run(self) -> None:
         self._is_woken = False
-        while self._callbacks:
-            self._callbacks.popleft()()
+        try:
+            while self._callbacks:
+                self._callbacks.popleft()()
+        finally:
+            if self._callbacks:  # one has raised, which the loop reports; the others still run
+                self._wake()
 
 
 _MAILBOXES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = weakref.WeakKeyDictionary()

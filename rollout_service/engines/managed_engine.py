@@ -296,9 +296,8 @@ class ManagedEngine:
                 prepared=self._prepared,
             )
         finally:
-            self._prepared = (
-                None  # only now: its CPU seconds count at every moment, else the worker seems to have restarted
-            )
+            # Only now: its CPU seconds count at every moment, or the worker would seem to have restarted.
+            self._prepared = None
         self._process, self._discarded = process, False
         self.client = self._connect(url)
         try:

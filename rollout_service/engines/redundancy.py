@@ -18,9 +18,8 @@ class Redundancy:
 
     enough: int  # a group is complete with so many
     extra: int = 0  # started besides
-    wait: float = (
-        0.0  # how much longer the rest may take, as a share of the time in which ``enough`` ended; 0: none is kept
-    )
+    # How much longer the rest may take, as a share of the time in which ``enough`` ended; 0: none of it is kept.
+    wait: float = 0.0
 
     @property
     def started(self) -> int:

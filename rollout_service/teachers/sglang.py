@@ -44,9 +44,7 @@ class SglangTeacher:
 
     async def score(self, questions: Sequence[Question], top_k: int, deadline_s: float) -> list[Answer]:
         """Return an answer for each row; one request for all of them."""
-        start = (
-            min(question.first for question in questions) - 1
-        )  # the first token from there on has no log-probability
+        start = min(question.first for question in questions) - 1  # this token itself gets no log-probability
         body: dict[str, Any] = {
             "input_ids": [list(question.token_ids) for question in questions],
             "sampling_params": _SCORE_ONLY,
@@ -73,9 +71,7 @@ def read_answer(url: str, question: Question, reply: Any, start: int, top_k: int
         version = str(meta["weight_version"])
         triples = meta["input_token_logprobs"]
         echoed = [triple[1] for triple in triples]
-        skipped = (
-            question.first - start
-        )  # tokens of the answer that were not asked for, the first one of them without a value
+        skipped = question.first - start  # tokens that were not asked about; the first has no value
         logprobs = np.array([triple[0] for triple in triples[skipped:]], dtype=np.float32)
         places = meta["input_top_logprobs"][skipped:] if top_k else [[] for _ in logprobs]
         tops = [[(float(pair[0]), int(pair[1])) for pair in place] for place in places]

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.protocol.errors import BusUnreachable
-from penstock.protocol.transport.pending import LoopThread
+from penstock.protocol.transport.pending import LoopThread, _Mailbox
 
 
 async def _nothing() -> None:
@@ -105,3 +105,33 @@ def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: LoopThrea
         running.wait()
     with pytest.raises(BusUnreachable, match="a late call: the bus is closed"):
         thread.call(_nothing(), "a late call", 30.0)
+
+
+def test_a_callback_that_raises_keeps_no_other_one_waiting() -> None:
+    """The loop reports the error, and what was posted behind it still runs."""
+    reported: list[object] = []
+
+    async def run() -> None:
+        loop, ran = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+        mailbox = _Mailbox(loop)
+        mailbox.post(_raise)
+        mailbox.post(ran.set)
+        await asyncio.wait_for(ran.wait(), 30.0)
+
+    asyncio.run(run())
+    assert [str(one) for one in reported] == ["no"]
+
+
+def test_every_callback_to_a_closed_loop_is_an_error() -> None:
+    """Not the first one only, or the second caller would wait until its deadline."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    mailbox = _Mailbox(loop)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            mailbox.post(_raise)
+
+
+def _raise() -> None:
+    raise ValueError("no")

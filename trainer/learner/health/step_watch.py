@@ -31,9 +31,8 @@ class LayerFigures:
     """What a step did to the parameters of a group of layers."""
 
     grad_norm: float  # before clipping
-    update_ratio: (
-        float | None
-    )  # norm of the change over the norm of the weights before; None: they are 0, or it was left out
+    # Norm of the change over that of the weights before; None: these are 0, or the step was left out.
+    update_ratio: float | None
 
 
 class StepWatch:
