@@ -22,6 +22,7 @@ from tests.trainer.learner.test_shared_prompts import SCORER, VOCABULARY
 from torch import Tensor
 
 from penstock.protocol.facts import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
+from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
@@ -29,8 +30,9 @@ from penstock.trainer.algorithm.batch import MicroBatch, Row, build, first_sampl
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.credit import credit_rule
+from penstock.trainer.algorithm.distillation import of_teacher, top_of_teacher
 from penstock.trainer.algorithm.estimators.gae import gae
-from penstock.trainer.algorithm.objective import Outcome
+from penstock.trainer.algorithm.objective import Objective, Outcome
 from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.token_credit import TokenCredit
@@ -39,8 +41,7 @@ from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, m
 LONGEST = 10
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
-TAUGHT = {"gkd", "on_policy_distillation"}  # they learn from a teacher's log-probabilities: test_distillation.py
-ALGORITHMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in PRESETS if name not in TAUGHT} | {
+ALGORITHMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in PRESETS} | {
     "groups used again": {"max_trained_count": 3, "retrained_interval": 1},
     "ppo with whitened rewards": {"name": "ppo", "whiten_rewards": True},
     "remax by group": {"name": "remax", "reward_norm": "group", "asym_clip": True},
@@ -52,7 +53,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in PRESET
     "weights by length and difficulty": {"length_weight": True, "difficulty_weight": True, "mask_truncated": True},
     "cross-entropy mixed in": {"sft_coefficient": 0.3},
 }
-ON_POLICY = [name for name in ALGORITHMS if name != "cross-entropy mixed in"]
+ON_POLICY = [name for name in ALGORITHMS if name not in ("cross-entropy mixed in", "gkd")]
+TOP = np.log([0.5, 0.3, 0.1]).astype(np.float32)  # of a teacher's likeliest tokens
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ full_trajectory = st.builds(
 full_batch = st.lists(st.lists(full_trajectory, min_size=2, max_size=4), min_size=1, max_size=3)
 
 
-def group_of(number: int, members: Sequence[Sampled], *, with_baseline: bool, names: Sequence[int]) -> ReadyGroup:
+def group_of(number: int, members: Sequence[Sampled], section: AlgorithmSettings, names: Sequence[int]) -> ReadyGroup:
     """A group whose tokens follow from its number and its members' names, so that a permuted batch has the same."""
     prompt = np.arange(3 + number % 3, dtype=np.int32) + number
-    trajectories = []
-    greedy = [Sampled((True, True), 0.25, False)] if with_baseline else []
+    trajectories, taught = [], []
+    greedy = [Sampled((True, True), 0.25, False)] if section.needs_baseline else []
     for place, (name, one) in enumerate(zip([*names, 99], [*members, *greedy], strict=False)):
         rng = np.random.default_rng([number, name])
         mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), np.array(one.mask)])
@@ -96,25 +98,25 @@ def group_of(number: int, members: Sequence[Sampled], *, with_baseline: bool, na
         reason = "length" if one.cut else "stop"
         is_baseline = place == len(members)
         trajectories.append(Trajectory(tokens, mask, logprobs, runs, reason, "", is_baseline=is_baseline))
+        num = 0 if is_baseline else int(mask.sum())
+        top_ids = rng.permuted(np.tile(np.arange(VOCABULARY, dtype=np.int32), (num, 1)), axis=1)[:, : len(TOP)]
+        taught.append(TeacherRow((-rng.exponential(1.0, num)).astype(np.float32), top_ids, np.tile(TOP, (num, 1))))
     group = Group(
         f"e0.p{number}.a0", "train", 0, 0, "", len(prompt), RewardRequest(name="r", ground_truth="1"),
-        tuple(trajectories),
+        tuple(trajectories), teacher=TeacherScores("teacher", len(TOP), tuple(taught)) if section.needs_teacher else None,
     )  # fmt: skip
     generated = GeneratedGroup(
         group_id=group.group_id, row_group=number, split="train", attempt=0, reward_name="r", issued_version=0,
         oldest_version=0, newest_version=1, prompt_tokens=len(prompt),
         completion_tokens=tuple(t.num_completion_tokens for t in trajectories),
-        finish_reasons=tuple(t.finish_reason for t in trajectories), has_baseline=with_baseline,
+        finish_reasons=tuple(t.finish_reason for t in trajectories), has_baseline=section.needs_baseline,
     )  # fmt: skip
     rewards = tuple(one.reward for one in [*members, *greedy])
     return ReadyGroup(ScoredGroup(generated=generated, rewards=rewards, scorer="test"), PACK, group)
 
 
 def groups_of(batch: Sequence[Sequence[Sampled]], section: AlgorithmSettings) -> list[ReadyGroup]:
-    return [
-        group_of(n, members, with_baseline=section.needs_baseline, names=range(len(members)))
-        for n, members in enumerate(batch)
-    ]
+    return [group_of(n, members, section, range(len(members))) for n, members in enumerate(batch)]
 
 
 @cache
@@ -140,6 +142,13 @@ class Policy:
                 self.leaves[key] = moved.requires_grad_()
             found.append(self.leaves[key])
         return torch.cat(found)
+
+
+def outcome_of(rule: Objective, logprobs: Tensor, batch: MicroBatch, teacher_kl: Tensor | None = None) -> Outcome:
+    """Compute a loss; where no model gives its KL from the teacher, another function of the same log-probabilities is it."""
+    if rule.needs_teacher_kl and teacher_kl is None:
+        teacher_kl = (logprobs - of_teacher(batch)).square()
+    return rule(logprobs, batch, teacher_kl=teacher_kl)
 
 
 @dataclass
@@ -191,7 +200,7 @@ def train(
     logprobs = [policy.logprobs(some) for some in rows]
     built = prepared(section, rows, logprobs)
     rule = build_objective(section)
-    outcomes: list[Outcome] = [rule(some, batch) for some, batch in zip(logprobs, built, strict=True)]
+    outcomes = [outcome_of(rule, some, batch) for some, batch in zip(logprobs, built, strict=True)]
     total = torch.stack([outcome.loss for outcome in outcomes]).sum()
     if total.requires_grad:
         total.backward()
@@ -250,7 +259,7 @@ def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: 
     for number, members in enumerate(batch):
         names = order.sample(range(len(members)), len(members))
         some = [members[place] for place in names]
-        shuffled.append(group_of(number, some, with_baseline=section.needs_baseline, names=names))
+        shuffled.append(group_of(number, some, section, names))
     order.shuffle(shuffled)
     assert_same(train(name, groups_of(batch, section)), train(name, shuffled))
 
@@ -260,14 +269,18 @@ def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: 
 @given(batch=some_batch)
 def test_on_fresh_samples_it_is_the_plain_policy_gradient(name: str, batch: list[list[Sampled]]) -> None:
     """The gradient of each token is minus its weight times its advantage, for every loss."""
-    found = train(name, groups_of(batch, section_of(name)), spread=0.0, version=0)
+    found, rule = (
+        train(name, groups_of(batch, section_of(name)), spread=0.0, version=0),
+        build_objective(section_of(name)),
+    )
     for rows, micro_batch in zip(found.rows, found.batches, strict=True):
-        expected = (-micro_batch.weights * micro_batch.advantages).split([int(row.loss_mask.sum()) for row in rows])
+        taught = rule.taught(micro_batch.advantages, micro_batch.behaviour_logprobs, micro_batch)
+        expected = (-micro_batch.weights * taught).split([int(row.loss_mask.sum()) for row in rows])
         for row, wanted in zip(rows, expected, strict=True):
             gradient = found.gradients[row.token_ids.tobytes(), row.behaviour_logprobs.tobytes()]
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
     assert found.sums["clipped"] == found.sums["dual_clipped"] == found.sums["rejected"] == 0
-    assert build_objective(section_of(name)).lr_factor(found.sums) == pytest.approx(1.0)
+    assert rule.lr_factor(found.sums) == pytest.approx(1.0)
 
 
 TEACHING = [
@@ -296,11 +309,13 @@ def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
     first = build(fresh)
     logprobs = table.log_softmax(-1)[first.predictors].gather(1, first.targets[:, None])[:, 0]
     [batch] = prepared(section, [fresh], [logprobs])
-    build_objective(section)(logprobs, batch).loss.backward()
+    rule = build_objective(section)
+    outcome_of(rule, logprobs, batch).loss.backward()
     assert table.grad is not None
     moved = table.grad.abs().sum(1) > 0
     assert not (moved & ~predicts).any()
-    teaches = batch.advantages.abs() > 1e-6
+    teaches = rule.taught(batch.advantages, logprobs.detach(), batch).abs() > 1e-6
+    teaches |= torch.tensor(rule.needs_teacher_kl)  # at every sampled token
     assert teaches.any()
     assert moved[first.predictors[teaches]].all()
 
@@ -315,15 +330,25 @@ def test_rows_of_a_micro_batch_change_no_parameters_gradient(name: str, batch: l
     plan = plan_of(groups, section, budget=10_000, num_ranks=1, version=2)
     rows = rows_of(plan, plan.micro_batches[0][0], {(0, g.scored.generated.row_group): g.group for g in groups})
 
+    rule = build_objective(section)
+
     def gradients(pieces: list[list[Row]]) -> list[Tensor]:
         SCORER.zero_grad()
-        logprobs = [
-            SCORER(b.input_ids, b.predictors, b.targets, position_ids=b.position_ids, layout=b.layout)
+        scores = [
+            torch.atleast_2d(
+                SCORER(
+                    b.input_ids, b.predictors, b.targets, position_ids=b.position_ids, layout=b.layout,
+                    kl_from=top_of_teacher(b) if rule.needs_teacher_kl else None,
+                )
+            )
             for b in map(build, pieces)
+        ]  # fmt: skip
+        built = prepared(section, pieces, [some[0] for some in scores])
+        losses = [
+            outcome_of(rule, some[0], b, some[1] if rule.needs_teacher_kl else None).loss
+            for some, b in zip(scores, built, strict=True)
         ]
-        built = prepared(section, pieces, logprobs)
-        rule = build_objective(section)
-        torch.stack([rule(some, b).loss for some, b in zip(logprobs, built, strict=True)]).sum().backward()
+        torch.stack(losses).sum().backward()
         return [p.grad.clone() for p in SCORER.parameters() if p.grad is not None]
 
     packed = gradients([rows])
