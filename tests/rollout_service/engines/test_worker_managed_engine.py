@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.servers import wait_for
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
@@ -100,6 +101,12 @@ def child_of(engine: ManagedEngine) -> int:
     """The engine's process id."""
     assert engine._process is not None
     return engine._process.pid
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has reached every thread of a process."""
+    threads = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(threads) == {"T"}
 
 
 async def test_an_engine_starts_with_its_version_and_follows(tmp_path: Path, model: Path):
@@ -242,6 +249,7 @@ async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: P
         await engine.check_health()
         assert engine.ready.is_set(), "an engine that answers is left alone"
         os.kill(first, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(first), "SIGSTOP", 30.0)  # until then a thread may answer
         with monkeypatch.context() as patch:
             patch.setattr(client, "_PROBE_S", 0.2)
             await engine.check_health()
