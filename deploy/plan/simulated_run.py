@@ -2,12 +2,11 @@
 
     issue ──▶ queue ──▶ worker ──▶ engine (slots) ──▶ score ──▶ collect ──▶ step ──▶ publish ──▶ issue, and swap on every worker
 
-`Dispatch`, `DeliveryTracker`, `Batcher`, `Ledger` and `OvertakeBackoff` are those that a trainer runs, `RedundantGroup` is that of
-a worker. A worker takes packs
-as `rollout_service.loop` does: one request at a time, up to its packs in flight; it keeps a pack until its engine serves
-the version that the pack was issued for. The version of a swap is chosen when the swap begins, and one that takes long needs
-a permit (`swap_semaphore`). So what this module decides is only when
-things happen: an engine's decode step takes longer the more sequences run (`EnginePace`), and lengths are those of a mix.
+`Dispatch`, `DeliveryTracker`, `Batcher`, `Ledger` and `OvertakeBackoff` are those that a trainer runs, `RedundantGroup` and
+`PackLimit` those of a worker. A worker takes packs as `rollout_service.loop` does: one request at a time, up to its packs
+in flight; it keeps a pack until its engine serves the version that the pack was issued for. The version of a swap is chosen when
+the swap begins, and one that takes long needs a permit (`swap_semaphore`). So what this module decides is only when things
+happen: an engine's decode step takes longer the more sequences run (`EnginePace`), and lengths are those of a mix.
 """
 
 from __future__ import annotations
