@@ -75,7 +75,14 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
         events.write("weights", {"version": 8, "kind": "patch", "sent_bytes": 500, "publish_s": 0.4})
         metrics.checkpoint_written(3.5)
         bus.publish(subjects.tasks(run_streams, "train"), make_task_issued(run_streams, "p0"), msg_id="p0").wait()
-        QueueReader(bus, run_streams, metrics).read()
+        queues = QueueReader(bus, run_streams, metrics)
+        tasks = streams.tasks_consumer(run_streams, "train")
+
+        def task_is_pending() -> bool:  # the server counts a message for a consumer some time after it acknowledged it
+            queues.read()
+            return metrics.queues[tasks.stream, tasks.durable]["pending"] == 1
+
+        wait_for(task_is_pending, "the task in its queue")
         with gpus:
             wait_for(gpus.figures, "the GPUs")
             heartbeat.publish()
