@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.groups import make_task_issued
-from tests.servers import secret_file
+from tests.servers import secret_file, wait_for
 
 from penstock.deploy import bootstrap as command
 from penstock.deploy.bootstrap import bootstrap, delete_run
@@ -48,7 +48,8 @@ def test_a_work_queue_takes_only_subjects_that_are_read(bus: Bus, blobs: Blobs, 
         bus.publish(subjects.tasks(run_id, split), make_task_issued(run_id), msg_id=split).wait()
     bootstrap(bus, blobs, run_id)
     assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
-    assert bus.consumer_state(streams.tasks_consumer(run_id, "train")).wait().num_pending == 1
+    tasks = streams.tasks_consumer(run_id, "train")
+    wait_for(lambda: bus.consumer_state(tasks).wait().num_pending == 1, "the task that is kept")
     refused = [
         bus.publish(subject(run_id, split), make_task_issued(run_id), msg_id="n", deadline_s=5.0)
         for subject in (subjects.tasks, subjects.generated, subjects.scored)

@@ -119,7 +119,7 @@ def test_packs_in_flight_are_generated_together(
     start_worker("w0", *attached(faulty_engine), "worker.packs_in_flight=2")
     faulty_engine.wait_for_requests(2)
     consumer = streams.tasks_consumer(trainer_side.run_id, "train")
-    assert trainer_side.bus.consumer_state(consumer).wait().num_pending == 2
+    wait_for(lambda: trainer_side.bus.consumer_state(consumer).wait().num_pending == 2, "two waiting packs")
     assert len(faulty_engine.requests) == 2
     faulty_engine.flow.set()
     trainer_side.collect(4)

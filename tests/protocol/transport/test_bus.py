@@ -530,8 +530,12 @@ def test_messages_in_flight_are_read_from_the_broker(bus: Bus, run_streams: str)
     for number in range(5):
         issue(bus, run_streams, number)
     held = task_inbox(bus, run_streams).fetch(2, 5.0).wait()
-    state = bus.consumer_state(streams.tasks_consumer(run_streams, "train")).wait()
-    assert (state.num_pending, state.num_ack_pending) == (3, 2)
+
+    def three_wait_and_two_are_held() -> bool:
+        state = bus.consumer_state(streams.tasks_consumer(run_streams, "train")).wait()
+        return (state.num_pending, state.num_ack_pending) == (3, 2)
+
+    wait_for(three_wait_and_two_are_held, "the broker's figures")
     held[0].ack().wait()
     assert bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 4
 
