@@ -35,6 +35,7 @@ from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import CHECKPOINTS, Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.eval_settings import DATA_EVAL
 from penstock.trainer.evaluation.early_stop import EarlyStop, stored_scores
@@ -48,6 +49,7 @@ from penstock.trainer.groups.group_source import GroupHistory, open_generated, o
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.checkpoint_writer import CheckpointWriter, serve_writes
+from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.parallel_dims import ParallelDims
@@ -117,7 +119,7 @@ def train(
 def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     blobs = Blobs(settings.s3)
     dims = ParallelDims(ranks, settings.trainer.layout)
-    rank_group = build_rank_group(settings, dims, blobs)
+    rank_group = build_rank_group(settings, dims, blobs, open_mixed_pairs(settings))
     publisher = RankPublisher(blobs, settings.run.id, dims.buckets)
     serve_requests(publisher, PublishChannels(ranks.channel(), ranks.channel()))
     serve_writes(rank_group.captured, ranks.channel())
@@ -199,7 +201,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
         log.warning("settings changed since the last session", changed=changed)
     config_file.write_bytes(session.config)
     dims = ParallelDims(ranks, settings.trainer.layout)
-    rank_group = build_rank_group(settings, dims, connections.blobs)
+    rank_group = build_rank_group(settings, dims, connections.blobs, session.data.pairs)
     publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets)
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     coordinator = PublishCoordinator(publisher, channels)
@@ -248,6 +250,7 @@ class _Data:
     train: PromptSet | None  # None: groups come from a stored run
     eval: tuple[EvaluatedSource, ...]
     tokenizer: ChatTokenizer
+    pairs: PairSet | None = None  # that are trained on beside the groups
 
     @property
     def sets(self) -> list[PromptSet]:
@@ -269,9 +272,21 @@ def _open_data(settings: TrainerSettings) -> _Data:
         return _Data(None, (), tokenizer)
 
     def opened(
-        files: Sequence[Path], data: DataSettings, max_new_tokens: int, reward: RewardSettings = settings.reward
+        files: Sequence[Path],
+        data: DataSettings,
+        max_new_tokens: int,
+        reward: RewardSettings = settings.reward,
+        *,
+        skips_pairs: bool = False,
     ) -> PromptSet:
-        prompts = PromptSet.open(files, data=data, reward=reward, tokenizer=tokenizer, max_new_tokens=max_new_tokens)
+        prompts = PromptSet.open(
+            files,
+            data=data,
+            reward=reward,
+            tokenizer=tokenizer,
+            max_new_tokens=max_new_tokens,
+            skips_pairs=skips_pairs,
+        )
         for notes in prompts.notes:
             log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
         if prompts.dropped:
@@ -289,8 +304,13 @@ def _open_data(settings: TrainerSettings) -> _Data:
 
     all_rows = settings.data.model_copy(update={"max_samples": None})
     evaluated = tuple(source(name) for name in settings.evaluated)
-    train = opened(settings.data.train_files, settings.data, settings.rollout.max_new_tokens)
-    return _Data(train, evaluated, tokenizer)
+    train = opened(
+        settings.data.train_files,
+        settings.data,
+        settings.rollout.max_new_tokens,
+        skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
+    )
+    return _Data(train, evaluated, tokenizer, open_mixed_pairs(settings))
 
 
 @contextlib.contextmanager

@@ -92,6 +92,12 @@ class DpoSettings(_AllSettings):
         )
 
     @property
+    def extension_digests(self) -> dict[str, str]:
+        """Digest of the source of every loss that is user code, by name; a run that trains on pairs records it."""
+        found = [PREFERENCE_LOSSES.find(name) for name in _names(self.loss)]
+        return {f"extension {PREFERENCE_LOSSES.kind} {one.name}": one.digest for one in found if one.digest}
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a loss compares with the reference policy."""
         return any(one.loss.needs_reference for one in self.losses)

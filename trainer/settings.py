@@ -16,9 +16,10 @@ from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.teacher_settings import TeacherSettings
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import MAX_COMPLETIONS, SINGLE_TURN, Identifier, StopStrings
+from penstock.protocol.facts import MAX_COMPLETIONS, SINGLE_TURN, Identifier, RewardName, StopStrings
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
+from penstock.trainer.algorithm.corrections.m2po import m2po
 from penstock.trainer.critic_settings import CriticSettings
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.eval_settings import ENVIRONMENT, EvalSettings
@@ -144,6 +145,11 @@ class DataSettings(Section):
         default=False,
         description="The answer in a row without a ground truth (last assistant message, completion, response, output) is its "
         "ground truth; false: only SFT uses it.",
+    )
+    self_play_reward: RewardName | None = Field(
+        default=None,
+        description="Reward of rows with self_play = true, which compares the completions of a group with one another, such as a "
+        "judge with mode = pairwise; none: such rows are refused.",
     )
     roles: dict[str, str] = Field(
         default={}, description='Other roles of messages, as found = "meant": data.roles.bot = "assistant".'
@@ -575,6 +581,7 @@ class TrainerSettings(Section):
         self._check_critic()
         self._check_lora()
         self._check_teacher()
+        self._check_pairs()
         self._check_warmup()
         if self.trainer.epochs is None and (problem := self.problem_of_length()):
             raise ValueError(problem)
@@ -711,6 +718,77 @@ class TrainerSettings(Section):
             )
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether a run has a reference policy: for a KL, or for pairs that are trained on beside the groups."""
+        mixed = self.algorithm.dpo_coefficient > 0.0 and self.dpo.needs_reference
+        return self.algorithm.needs_reference or mixed
+
+    @property
+    def extension_digests(self) -> dict[str, str]:
+        """Digest of the source of every part that is user code, by kind and name; a run records it."""
+        mixed = self.dpo.extension_digests if self.algorithm.dpo_coefficient else {}
+        return {**self.algorithm.extension_digests, **mixed}
+
+    def _check_pairs(self) -> None:
+        """Raise ValueError for pairs beside groups where that is not exact, or where a setting of theirs does nothing."""
+        chosen, named = self.algorithm, "algorithm.dpo_coefficient"
+        if not chosen.dpo_coefficient:
+            return
+        if self.data.from_run is not None:
+            raise ValueError(
+                f"{named} trains on pairs of data.train, which is not read with data.from_run; leave one out"
+            )
+        if self.rollout.temperature != 1.0:
+            raise ValueError(
+                f"{named} with rollout.temperature = {self.rollout.temperature:g}: the trainer divides all its logits by it, and a "
+                "preference loss compares log-probabilities at temperature 1; set rollout.temperature = 1"
+            )
+        if chosen.many_updates:
+            key, value = ("epochs", chosen.epochs) if chosen.epochs > 1 else ("minibatches", chosen.minibatches)
+            raise ValueError(
+                f"{named} with algorithm.{key} = {value}: a step's pairs belong to one optimizer step, and a batch would have several; "
+                f"set algorithm.{key} = 1"
+            )
+        if chosen.has_critic:
+            raise ValueError(
+                f"{named} with algorithm.advantage = {chosen.advantage}: while the critic learns alone no step is made on pairs, and "
+                "it gives no values to them; choose an algorithm without a critic"
+            )
+        if chosen.options_of(m2po).m2po_budget is not None:
+            raise ValueError(
+                f"{named} with algorithm.m2po_budget: its limit is found over all micro-batches of a step against the policy that "
+                "sampled them, and pairs were sampled by none; leave one out"
+            )
+        if chosen.distill_coefficient and chosen.distill_form == "forward":
+            raise ValueError(
+                f"{named} with algorithm.distill_form = forward, which reads a teacher's likeliest tokens of every micro-batch, and "
+                'pairs have none; set algorithm.distill_form = "reverse"'
+            )
+        self._check_reference_of_pairs()
+
+    def _check_reference_of_pairs(self) -> None:
+        chosen, named = self.algorithm, "algorithm.dpo_coefficient"
+        if self.dpo.reference_path is not None:
+            raise ValueError(
+                f"dpo.reference_path with {named}: a run has one reference; set algorithm.reference_path instead"
+            )
+        if self.dpo.reference == "precomputed":
+            raise ValueError(
+                f"dpo.reference = precomputed with {named}: a resumed run could not compute it again; leave it out, the reference is "
+                "held beside the policy"
+            )
+        if chosen.reference_device == "remote" and self.dpo.needs_reference:
+            raise ValueError(
+                f"algorithm.reference_device = remote with {named}: the model of [teacher] is asked about groups that workers "
+                'generate, and not about pairs; set algorithm.reference_device = "same" or "parked"'
+            )
+        if not self.needs_reference and (chosen.reference_path is not None or chosen.reference_device != "same"):
+            raise ValueError(
+                f"algorithm.reference_path and algorithm.reference_device do nothing: there is no KL, and dpo.loss = {self.dpo.loss} "
+                "has no reference; leave them out"
+            )
+
+    @property
     def first_seed(self) -> int:
         """The seed of the first values of what is made new, and of dropout."""
         return self.run.seed if self.model.lora.seed is None else self.model.lora.seed
@@ -728,7 +806,7 @@ class TrainerSettings(Section):
                 "does not fit"
             )
         chosen = self.algorithm
-        is_frozen_copy = chosen.reference_path is not None or not chosen.needs_reference
+        is_frozen_copy = chosen.reference_path is not None or not self.needs_reference
         if self.model.lora.rank and not is_frozen_copy and chosen.reference_device == "parked":
             raise ValueError(
                 'algorithm.reference_device = "parked" does nothing with model.lora: the reference is the policy with '

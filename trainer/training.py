@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 import structlog
 
 from penstock.protocol.activity import Activity
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.step_digest import STEP_DIGEST, group_digest, step_digest
@@ -39,7 +40,7 @@ from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
-from penstock.trainer.recovery.stopped_batch import save_batch
+from penstock.trainer.recovery.stopped_batch import Stop, save_batch
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
 from penstock.trainer.telemetry.event_writer import EventWriter
@@ -51,6 +52,8 @@ from penstock.trainer.telemetry.step_reporter import StepReporter
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
 log = structlog.get_logger("trainer.training")
+
+_STOP_PUBLISH_S = 20.0  # longest wait for the newest version where a run stops by itself
 
 
 @dataclass(slots=True)
@@ -136,7 +139,7 @@ class Training:
             version=self.version,
             parent=parent,
             config=self.config,
-            extensions=self.settings.algorithm.extension_digests,
+            extensions={**self.settings.extension_digests, **self.rank_group.data_digests},
         )
         self.heartbeat.version = self.version
         at_start = self.evaluations.is_due_at_start(self.num_steps_done)
@@ -171,6 +174,7 @@ class Training:
         event, and saves the batch.
         """
         started = time.monotonic()
+        algorithm = self.planner.document()
         try:
             with self.activity.working("training"):
                 keep_groups = self.settings.trainer.store_logprobs
@@ -180,7 +184,7 @@ class Training:
             self.engine_check.check(compare_fresh_tokens(sums, learned.figures.maxima), self.version)
             self.collapse_check.check(sums["surprise"] / max(1.0, sums["tokens"]), self.num_steps_done)
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
-            saved = self._save_batch(batch, err)
+            saved = self._save_batch(batch, err, algorithm)
             self.events.write("alarm", {"text": str(saved)})
             raise saved from err
         self._step_s = time.monotonic() - started
@@ -341,17 +345,25 @@ class Training:
         self.schedule.written(started=started, now=finished)
         self._checkpoint_s += finished - started
 
-    def _save_batch(self, batch: list[ReadyGroup], err: TrainerError) -> TrainerError:
-        """Save the batch of a step that stops the run; return the error with where it is."""
+    def _save_batch(self, batch: list[ReadyGroup], err: TrainerError, algorithm: Mapping[str, object]) -> TrainerError:
+        """Save the batch of a step that stops the run; return the error with where it is.
+
+        The weights before it are on their way to the object store, from where a replay of the batch takes them.
+        """
         step, folder = self.num_steps_done + (1 if isinstance(err, TrainingDiverged) else 0), self.settings.run.folder
         try:
-            saved = save_batch(
-                folder, batch, run_id=self.settings.run.id, step=step, version=self.version, reason=str(err)
-            )
+            run_id, epoch = self.settings.run.id, self.lease.epoch
+            stop = Stop(run_id, step, self.version, err, epoch, algorithm)
+            saved = save_batch(folder, batch, stop, config=self.config)
         except OSError as problem:
             return type(err)(f"{err}. The batch of step {step} could not be saved below {folder}: {problem}")
+        try:
+            self.publisher.wait_until_published(self.version, _STOP_PUBLISH_S)
+        except PenstockError as problem:  # the run stops for its own reason
+            log.warning("the version before the saved batch was not published", error=str(problem))
         return type(err)(
-            f"{err}. The batch of step {step} is saved in {saved}: `penstock runs stopped {self.settings.run.id}` shows it"
+            f"{err}. The batch of step {step} is saved in {saved}: `penstock runs stopped {self.settings.run.id}` shows it, and "
+            f"`penstock replay {self.settings.run.id} --batch {step}` trains on it again"
         )
 
     def _peak_flops(self) -> float | None:

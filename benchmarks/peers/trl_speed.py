@@ -40,8 +40,8 @@ from penstock.trainer.algorithm.batch import Row, build, plan_micro_batches
 from penstock.trainer.algorithm.objective import CrossEntropy
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.dpo_settings import DpoSettings
-from penstock.trainer.fine_tuning.pair_batches import answer_sums, build_pairs, plan_pairs
-from penstock.trainer.fine_tuning.preference_objective import Preference, PreferenceObjective
+from penstock.trainer.learner.pairs.pair_batches import answer_sums, build_pairs, plan_pairs
+from penstock.trainer.learner.pairs.preference_objective import Preference, PreferenceObjective
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims

@@ -213,6 +213,7 @@ def replay(
     *arguments: Raw,
     first: Annotated[int | None, Parameter(name="--from")] = None,
     last: Annotated[int | None, Parameter(name="--to")] = None,
+    batch: str | None = None,
     model: Path | None = None,
     user_code: Flag = False,
     json: Flag = False,
@@ -224,8 +225,12 @@ def replay(
     is 0. Otherwise it is 1, and the first version that differs is printed with every difference in packs, settings,
     libraries and machine.
 
+    With --batch it trains once on the batch at which the run stopped by itself, from the weights before it, and prints the
+    figures of the step and of each group: exit code 0 if the batch alone fails again as the run did, else 1.
+
     Example:  penstock replay quickstart
               penstock replay my-run run.toml --from 40 --to 60
+              penstock replay my-run --batch 41
     Then:     penstock lineage RUN --version V
 
     Parameters
@@ -236,6 +241,8 @@ def replay(
         Start from the newest stored checkpoint at or before this version instead of the initial model.
     last
         Last version to train.
+    batch
+        Step, or folder, of a batch that the run saved when it stopped by itself (`penstock runs stopped RUN`).
     model
         Folder of the initial model, if it has moved since the run.
     user_code
@@ -246,7 +253,7 @@ def replay(
     """
     from penstock.console.record import stored_run
 
-    given = {"--from": first, "--to": last, "--model": model}
+    given = {"--from": first, "--to": last, "--batch": batch, "--model": model}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     options += ["--user-code"] if user_code else []
     stored_run.replace_process(

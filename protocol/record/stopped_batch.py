@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -14,7 +14,7 @@ from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.trajectory import Group
 
 FOLDER = "stopped"  # in the run's folder; below it one folder for each step
-BATCH, GROUPS = "batch.json", "groups.parquet"
+BATCH, GROUPS, SETTINGS = "batch.json", "groups.parquet", "config.json"
 
 
 class StoppedBatch(Wire):
@@ -24,6 +24,11 @@ class StoppedBatch(Wire):
     step: Count  # number of the step that was to be made
     version: Count  # of the weights before it
     reason: str
+    error: str = ""  # the kind of the error; empty: written by an earlier release, as are the next two
+    epoch: Count = 0  # of the trainer's lease
+    algorithm: dict[str, Any] = Field(
+        default_factory=dict
+    )  # the state before the step: `trainer/algorithm/algorithm_state.py`
     groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]  # in the order of their use
 
 

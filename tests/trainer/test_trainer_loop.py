@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -166,6 +167,16 @@ def test_an_engine_with_other_log_probabilities_stops_the_run(
     assert "penstock runs stopped" in trainers[0].err
     batch, groups = read_batch(run_folder / "runs" / run_streams / "stopped" / "step00000001")
     assert (batch.step, batch.version, len(groups)) == (1, 0, 4)
+    replay = Command(run_folder, "replay", run_streams, str(run_file), "--json", "--batch", "1")
+    found = json.loads(replay.wait())
+    assert (found["is_reproduced"], found["error"], found["weights_from"]) == (
+        True,
+        "EngineMismatch",
+        "the initial model",
+    )
+    for one in found["groups"]:
+        assert one["engine_mean"] == pytest.approx(one["logprob_mean"] / 2, rel=1e-4)
+    assert found["figures"]["grad_norm"] > 0.0
 
 
 def test_a_bad_step_saves_its_batch_keeps_the_checkpoint_and_can_be_left_out(
@@ -208,6 +219,19 @@ def test_a_bad_step_saves_its_batch_keeps_the_checkpoint_and_can_be_left_out(
             assert (batch.run_id, batch.step, batch.version) == (run_streams, 3, 2)
             assert [scored.rewards[0] for scored in batch.groups] == [1e25] * 4
             assert [group.group_id for group in groups] == [scored.generated.group_id for scored in batch.groups]
+            if stage == 0:  # then the published version is the only one before the step
+                (home / "checkpoints").rename(home / "hidden")
+            replay = Command(run_folder, "replay", run_streams, str(run_file), "--json", "--batch", "3").wait()
+            found = json.loads(replay)
+            assert (found["is_reproduced"], found["error"]) == (True, "TrainingDiverged")
+            assert found["weights_from"] == (
+                "version 2 as it was published" if stage == 0 else "the checkpoint step00000002"
+            )
+            assert re.search(r"gradient norm is (inf|nan)", found["failure"])
+            assert [one["rewards"][0] for one in found["groups"]] == [1e25] * 4
+            assert math.isfinite(found["figures"]["loss"])
+            if stage == 0:
+                (home / "hidden").rename(home / "checkpoints")
             shutil.rmtree(folder)
         assert "resumed" in stopped.err
         session("algorithm.reward_clip=1000").wait()

@@ -128,6 +128,13 @@ class _GeneralSettings(Section):
         default=0.0, ge=0.0, description="Weight of cross-entropy on the tokens of rewarded trajectories."
     )
 
+    dpo_coefficient: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Weight of a preference loss beside the policy's, on rows of data.train with chosen and rejected: dpo.batch_size "
+        "pairs in each step, with dpo.loss and its options. 0: such rows are refused.",
+    )
+
     # stale and mismatched samples
     corrections: tuple[str, ...] = Field(
         default=(),

@@ -16,7 +16,8 @@ _SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("ess_level",): ("ess_power", "ess_floor"),
     ("kl_coefficient",): ("kl_form", "kl_unbiased"),
     ("reward_kl_coefficient",): ("reward_kl_form",),
-    ("kl_coefficient", "reward_kl_coefficient"): ("kl_target", "reference_path", "reference_device"),
+    ("kl_coefficient", "reward_kl_coefficient"): ("kl_target",),
+    ("kl_coefficient", "reward_kl_coefficient", "dpo_coefficient"): ("reference_path", "reference_device"),
     ("kl_target",): ("kl_horizon",),
     ("distill_coefficient",): ("distill_form", "distill_clip"),
 }

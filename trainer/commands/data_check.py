@@ -22,6 +22,7 @@ from penstock.trainer.commands.row_tests import TestReport
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
+from penstock.trainer.data.pair_rows import holds_pair, pair_row
 from penstock.trainer.data.row_checks import Problems
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
@@ -41,6 +42,9 @@ class FileReport:
     formats: Counter[str] = field(default_factory=Counter)
     num_grpo: int = 0  # rows with a prompt to answer
     num_sft: int = 0  # rows with something to imitate
+    num_pairs: int | None = (
+        None  # rows with two answers, of a run that trains on them beside its groups; None: of no such run
+    )
     data_sources: Counter[str] = field(default_factory=Counter)
     num_ground_truths: Counter[str] = field(default_factory=Counter)  # by data_source
     prompt_lengths: list[int] = field(default_factory=list)
@@ -66,7 +70,11 @@ class FileReport:
             "file": self.file,
             "rows": self.num_rows,
             "formats": dict(self.formats),
-            "can_train": {"grpo": self.num_grpo, "sft": self.num_sft},
+            "can_train": {
+                "grpo": self.num_grpo,
+                "sft": self.num_sft,
+                **({} if self.num_pairs is None else {"pairs": self.num_pairs}),
+            },
             "data_sources": {
                 name: {"rows": count, "with_ground_truth": self.num_ground_truths[name]}
                 for name, count in self.data_sources.most_common()
@@ -134,7 +142,11 @@ def main(arguments: Sequence[str]) -> int:
             needs_template=data.text_prompts == "chat",
         )
     max_new_tokens = settings.rollout.max_new_tokens if options.run else 1
-    reports = [check_file(path, data, tokenizer, max_new_tokens=max_new_tokens, most=options.first) for path in files]
+    has_pairs = settings.algorithm.dpo_coefficient > 0.0
+    reports = [
+        check_file(path, data, tokenizer, max_new_tokens=max_new_tokens, most=options.first, has_pairs=has_pairs)
+        for path in files
+    ]
     if not options.no_tests:
         for report in reports:
             _run_tests(report)
@@ -174,6 +186,7 @@ def check_file(
     *,
     max_new_tokens: int = 1,
     most: int | None = None,
+    has_pairs: bool = False,
 ) -> FileReport:
     """Read every row of a file as training does, and return the report.
 
@@ -183,6 +196,7 @@ def check_file(
         tokenizer: Counts tokens through the chat template; None counts characters.
         max_new_tokens: Tokens of a completion, which have to fit into the model's context after every prompt.
         most: Rows to read; None reads all.
+        has_pairs: Rows with two answers are read as pairs (algorithm.dpo_coefficient).
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
     report.context_tokens = tokenizer.context_tokens if tokenizer else None
@@ -191,13 +205,15 @@ def check_file(
     except MalformedData as err:
         report.problems.add(str(path), str(err).removeprefix(f"{path}: "))
         return report
+    report.num_pairs = 0 if has_pairs else None
     report.notes = [FileNotes(path, "grpo"), FileNotes(path, "sft")]
     limit = None if tokenizer is None else prompt_limit(data, tokenizer, max_new_tokens)
     seen: set[int] = set()
     for number in range(len(rows) if most is None else min(len(rows), most)):
         report.num_rows += 1
         try:
-            _check_row(rows, number, data, tokenizer, report, seen)
+            if not _check_row(rows, number, data, tokenizer, report, seen):
+                continue
             if limit is not None:
                 _check_length(rows.place(number), report, data, tokenizer, limit)
         except MalformedData as err:
@@ -241,8 +257,13 @@ def _check_row(
     tokenizer: ChatTokenizer | None,
     report: FileReport,
     seen: set[int],
-) -> None:
+) -> bool:
+    """Count a row; return False for a pair, which is no prompt."""
     row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
+    if report.num_pairs is not None and holds_pair(row):
+        pair_row(row, data)
+        report.num_pairs += 1
+        return False
     try:
         form = form_of(row, data)
     except MalformedData:
@@ -276,6 +297,7 @@ def _check_row(
         report.num_ground_truths[prompt.data_source] += prompt.ground_truth is not None
         if row_tests.may_hold_tests(prompt.ground_truth, prompt.extra_info):
             report.rows_with_tests.append(as_reward_input(rows.place(number), prompt))
+    return True
 
 
 def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None) -> str:
@@ -342,7 +364,8 @@ def _trainable(report: FileReport) -> str:
     sft = f"sft with {report.num_sft} rows"
     if not report.num_sft:
         sft += " (no messages, response, completion or answer to imitate)"
-    return f"{grpo}, {sft}"
+    pairs = "" if report.num_pairs is None else f", {report.num_pairs} pairs beside the groups"
+    return f"{grpo}, {sft}{pairs}"
 
 
 def _sources(report: FileReport) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.data.pair_rows import holds_pair
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, prompt_row, rename
 from penstock.trainer.errors import MalformedData
@@ -44,22 +45,24 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := sorted(set(mapping) - set(COLUMNS)):
         parser.error(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
     if options.run_file is None:
-        files, data = [options.file], DataSettings(format=options.format, map=mapping)
+        files, data, has_pairs = [options.file], DataSettings(format=options.format, map=mapping), False
     else:
         settings = resolve_inputs(load(TrainerSettings, files=[options.run_file], environ=os.environ).settings)
-        files, data = settings.data.train_files, settings.data
+        files, data, has_pairs = settings.data.train_files, settings.data, settings.algorithm.dpo_coefficient > 0.0
         if not files:
             raise ConfigError(f"{options.run_file}: data.train names no file; set it")
     for file in files:
-        _print_rows(open_rows(file), data, math.ceil(options.number / len(files)))
+        _print_rows(open_rows(file), data, math.ceil(options.number / len(files)), has_pairs=has_pairs)
     return 0
 
 
-def _print_rows(rows: RowFile, data: DataSettings, most: int) -> None:
+def _print_rows(rows: RowFile, data: DataSettings, most: int, *, has_pairs: bool) -> None:
     step = max(1, len(rows) // max(1, most))
     for number in range(0, len(rows), step)[:most]:
         try:
             row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
+            if has_pairs and holds_pair(row):  # it is scored by no reward
+                continue
             prompt = prompt_row(row, data)
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None

@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer replay RUN [run.toml] [section.key=value] [--from A] [--to B]`: one rank of a replay."""
+"""`python -m penstock.trainer replay RUN [run.toml] [section.key=value] [--from A] [--to B] | --batch STEP`: one rank of a replay."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     ranks = Ranks()
     code = 0
     try:
-        code = ranks.broadcast(_lead(options, settings, files, ranks) if ranks.is_leader else _follow(settings, ranks))
+        lead, others = (_lead_batch, _follow_batch) if options.batch else (_lead, _follow)
+        code = ranks.broadcast(lead(options, settings, files, ranks) if ranks.is_leader else others(settings, ranks))
     except (BlobMissing, BlobCorrupt, WireError, RecordBroken) as err:
         sys.stderr.write(f"the record cannot be replayed: {err}\n")
         code = DIFFERS
@@ -69,10 +70,16 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--from", dest="first", type=int, help="start from the newest checkpoint at or before this version"
     )
     parser.add_argument("--to", dest="last", type=int, help="last version to replay")
+    parser.add_argument(
+        "--batch", help="train once on the batch at which the run stopped by itself, alone: its step, or its folder"
+    )
     parser.add_argument("--model", type=Path, help="folder or GGUF file of the initial model (default: as recorded)")
     parser.add_argument("--user-code", action="store_true", help="run the code that the record names by path")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    return parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if options.batch and (options.first is not None or options.last is not None):
+        raise ConfigError("--batch trains on one saved batch alone; leave out --from and --to")
+    return options, rest
 
 
 def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
@@ -114,6 +121,25 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
         sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
         sys.stdout.write(describe(verdict))
     return 0 if verdict.holds else DIFFERS
+
+
+def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
+    from penstock.trainer.replay.batch_verdict import describe as describe_batch  # noqa: PLC0415  as above
+    from penstock.trainer.replay.replay_batch import BatchReplay, find_batch  # noqa: PLC0415
+
+    del files  # they say where the run is
+    folder = find_batch(settings.run.folder, options.batch)
+    model = model_folder(options.model) if options.model else None
+    replay = BatchReplay(settings.run.folder, folder, ranks, model=model, user_code=options.user_code)
+    verdict = replay.run(Blobs(settings.s3, deadline_s=30.0))
+    sys.stdout.write(json.dumps(verdict.to_document()) + "\n" if options.json else describe_batch(verdict))
+    return 0 if verdict.is_reproduced else DIFFERS
+
+
+def _follow_batch(_: RunLocation, ranks: Ranks) -> None:
+    from penstock.trainer.replay.replay_batch import follow  # noqa: PLC0415  as above
+
+    follow(ranks)
 
 
 def _follow(settings: RunLocation, ranks: Ranks) -> None:

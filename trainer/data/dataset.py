@@ -19,6 +19,7 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import RewardRequest
 from penstock.trainer.data.file_notes import FileNotes
 from penstock.trainer.data.messages import Chat
+from penstock.trainer.data.pair_rows import holds_pair
 from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import Row, RowFile, fingerprint, open_rows
 from penstock.trainer.data.row_formats import PromptRow, form_of, prompt_row, rename
@@ -54,12 +55,14 @@ class PromptSet:
         tokenizer: ChatTokenizer,
         *,
         max_new_tokens: int,
+        skips_pairs: bool,
     ):
         """Check every row. Called by `open`."""
         self._files = files
         self._limit = prompt_limit(data, tokenizer, max_new_tokens)
         self._data = data
         self._reward = reward
+        self._skips_pairs = skips_pairs
         self._tokenizer = tokenizer
         self._kept: OrderedDict[int, Prompt] = OrderedDict()  # the least recently used first
         self._num_kept_tokens = 0
@@ -86,12 +89,21 @@ class PromptSet:
         reward: RewardSettings,
         tokenizer: ChatTokenizer,
         max_new_tokens: int = 1,
+        skips_pairs: bool = False,
     ) -> PromptSet:
         """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left.
 
-        ``max_new_tokens`` have to fit into the model's context after every prompt.
+        ``max_new_tokens`` have to fit into the model's context after every prompt. Rows with two answers are refused unless
+        ``skips_pairs``, which counts them.
         """
-        return cls([open_rows(path) for path in files], data, reward, tokenizer, max_new_tokens=max_new_tokens)
+        return cls(
+            [open_rows(path) for path in files],
+            data,
+            reward,
+            tokenizer,
+            max_new_tokens=max_new_tokens,
+            skips_pairs=skips_pairs,
+        )
 
     def __len__(self) -> int:
         return len(self._row_numbers)
@@ -123,12 +135,16 @@ class PromptSet:
                 f"{file.place(number)}: {err}; the file has changed since the start: restore it, or restart the trainer"
             ) from None
         request = RewardRequest(
-            name=reward_name(self._reward, row.data_source),
+            name=self._reward_name(row),
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
         )
         return Prompt(index, tuple(token_ids), text, request, row.chat)
+
+    def _reward_name(self, row: PromptRow) -> str:
+        own = self._data.self_play_reward if row.is_self_play else None
+        return own or reward_name(self._reward, row.data_source)
 
     def _parse(self, file: RowFile, number: int) -> PromptRow:
         return self._read(rename(file.row(number), self._data, nested_texts=file.nested_texts))
@@ -153,8 +169,11 @@ class PromptSet:
                 file = self._files[at.file_number]
                 try:
                     row = rename(file.row(at.row_number), self._data, nested_texts=file.nested_texts)
+                    if self._skips_pairs and holds_pair(row):
+                        self.notes[at.file_number].num_pairs += 1
+                        continue
                     read = self._read(row)
-                    name = reward_name(self._reward, read.data_source)
+                    name = self._reward_name(read)
                     text = prompt_text(read, self._tokenizer)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
@@ -169,7 +188,15 @@ class PromptSet:
                     self._keep(at, name, len(ids))
         problems.raise_if_any()
         if not len(self):
-            raise MalformedData(nothing_left(self._files, self.dropped, self._limit))
+            raise MalformedData(self._nothing_left())
+
+    def _nothing_left(self) -> str:
+        if not self.dropped:
+            return (
+                f"{', '.join(str(file.path) for file in self._files)}: every row is a pair of answers, and none a prompt to answer; "
+                "train on pairs alone with `penstock dpo`"
+            )
+        return nothing_left(self._files, self.dropped, self._limit)
 
     def _keep(self, at: Located, name: str, length: int) -> None:
         self._file_numbers.append(at.file_number)

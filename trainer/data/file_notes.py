@@ -67,6 +67,7 @@ class FileNotes:
     path: Path
     purpose: Purpose
     num_rows: int = 0
+    num_pairs: int = 0  # rows with two answers, which are no prompts
     formats: Counter[str] = field(default_factory=Counter)
     uses: dict[Use, Counter[str]] = field(default_factory=dict)
     answers_unused: int = 0  # rows of messages that end with an answer
@@ -109,6 +110,8 @@ class FileNotes:
 
     def describe(self) -> list[str]:
         """Return the format, the columns by use, and one line for everything that another setting would read."""
+        if not self.formats:
+            return self.hints()
         forms = ", ".join(
             f"{name} ({count})" if len(self.formats) > 1 else name for name, count in self.formats.items()
         )
@@ -151,6 +154,8 @@ class FileNotes:
         return list(self._hints())
 
     def _hints(self) -> Iterator[str]:
+        if self.num_pairs:
+            yield f"{self.num_pairs} further rows are pairs of answers, trained on beside the groups (algorithm.dpo_coefficient)"
         if self.lost:
             shown = " ".join(one for one, _ in self.lost.most_common(12))
             yield (

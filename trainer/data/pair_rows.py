@@ -36,6 +36,18 @@ class PairRow:
     margin: float = 0.0  # how much better chosen is
 
 
+def holds_pair(row: Row) -> bool:
+    """Return True for a renamed row with two answers; raises MalformedData for one of chosen and rejected alone."""
+    given = [name for name in ("chosen", "rejected") if row.get(name) not in (None, "", [])]
+    if len(given) == 1:
+        [other] = {"chosen", "rejected"} - set(given)
+        raise MalformedData(
+            f"column {other}: missing beside {given[0]}; a pair has both, a prompt to answer neither; name it as "
+            f'data.map.{other} = "NAME"'
+        )
+    return bool(given)
+
+
 def pair_row(row: Row, data: DataSettings) -> PairRow:
     """Read a renamed row as a preference; raises MalformedData naming the column."""
     if "completion" in row and not {"chosen", "rejected"} & row.keys():

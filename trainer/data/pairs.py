@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.pair_rows import PairRow, pair_row
+from penstock.trainer.data.pair_rows import PairRow, holds_pair, pair_row
 from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
 from penstock.trainer.data.row_formats import TurnRow, rename
@@ -59,10 +59,12 @@ class PairSet:
         max_tokens: int,
         ends: Ends,
         takes_one_answer: bool,
+        skips_prompts: bool,
     ):
         """Check and tokenise every row. Called by `open`."""
         self._ends_at = ends
         self._takes_one_answer = takes_one_answer
+        self._skips_prompts = skips_prompts
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason."""
         self.num_rows = Counter[Path]()
@@ -84,13 +86,17 @@ class PairSet:
         max_tokens: int,
         ends: Ends = "end token",
         takes_one_answer: bool = False,
+        skips_prompts: bool = False,
     ) -> PairSet:
         """Open and check files; a prompt has with each answer at most ``max_tokens``.
 
         Answers end with their end token, as they are sampled, or with the chat as the template renders it, as a reward model
-        is given it. Rows with one answer and a label are refused unless ``takes_one_answer``. Raises MalformedData listing the malformed rows, or if no row is left.
+        is given it. Rows with one answer and a label are refused unless ``takes_one_answer``, and those without two answers unless
+        ``skips_prompts``. Raises MalformedData listing the malformed rows, or if no row is left.
         """
-        return cls([open_rows(path) for path in files], data, tokenizer, max_tokens, ends, takes_one_answer)
+        return cls(
+            [open_rows(path) for path in files], data, tokenizer, max_tokens, ends, takes_one_answer, skips_prompts
+        )
 
     def __len__(self) -> int:
         return len(self._ends) // 3
@@ -103,8 +109,7 @@ class PairSet:
 
     def _check(self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
         problems = Problems()
-        if tokenizer.context_tokens is not None:
-            max_tokens = min(max_tokens, tokenizer.context_tokens)
+        max_tokens = min(max_tokens, tokenizer.context_tokens or max_tokens)
         for batch in batches(located(files, data.max_samples)):
             places: list[str] = []
             margins: list[float] = []
@@ -113,7 +118,8 @@ class PairSet:
             for at in batch:
                 file = files[at.file_number]
                 try:
-                    pair = pair_row(rename(file.row(at.row_number), data, nested_texts=file.nested_texts), data)
+                    if (pair := self._read(file, at.row_number, data)) is None:
+                        continue
                     turn, prompt, chosen, rejected = self._texts(pair, tokenizer)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
@@ -137,7 +143,20 @@ class PairSet:
                     self._margins.append(margins[number])
         problems.raise_if_any()
         if not len(self):
-            raise MalformedData(nothing_left(files, self.dropped, max_tokens))
+            raise MalformedData(self._nothing_left(files, max_tokens))
+
+    def _read(self, file: RowFile, number: int, data: DataSettings) -> PairRow | None:
+        """Return a row; None for a prompt to answer, among which the pairs are."""
+        row = rename(file.row(number), data, nested_texts=file.nested_texts)
+        return pair_row(row, data) if not self._skips_prompts or holds_pair(row) else None
+
+    def _nothing_left(self, files: Sequence[RowFile], max_tokens: int) -> str:
+        if self._skips_prompts and not self.dropped:
+            return (
+                f"{', '.join(str(file.path) for file in files)}: no row has chosen and rejected, which algorithm.dpo_coefficient "
+                "trains on; set it to 0, or name the columns with data.map"
+            )
+        return nothing_left(files, self.dropped, max_tokens)
 
     def _ended(self, answer: list[int], tokenizer: ChatTokenizer) -> list[int]:
         return until_end(answer, tokenizer.eos_ids) if answer and self._ends_at == "end token" else answer

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.data.suggested_map import as_setting, suggest
-from penstock.trainer.data.unread_columns import refuse_unread
+from penstock.trainer.data.unread_columns import is_self_play, refuse_unread
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -84,6 +84,7 @@ class PromptRow:
     is_plain: bool = False  # the text of the only message is the prompt, without the chat template
     tools: tuple[Any, ...] = ()  # for the chat template
     unused_answer: bool = False  # the chat ended with an answer, which is not its ground truth
+    is_self_play: bool = False  # scored by ``data.self_play_reward``
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
 def prompt_row(row: Row, data: DataSettings) -> PromptRow:
     """Read a row as a prompt with its reward; raises MalformedData naming the column."""
     form = form_of(row, data)
-    refuse_unread(row)
+    refuse_unread(row, reads_self_play=data.self_play_reward is not None)
     column = PROMPT_COLUMN.get(form, "prompt")
     chat = _prompt_chat(row, form, data)
     answer = None
@@ -179,6 +180,7 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
         is_plain=is_plain,
         tools=_tools(row, data),
         unused_answer=answer is not None and not data.answer_is_ground_truth,
+        is_self_play=is_self_play(row),
     )
 
 

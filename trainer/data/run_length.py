@@ -35,6 +35,7 @@ def with_steps(loaded: Loaded[TrainerSettings]) -> Loaded[TrainerSettings]:
         reward=settings.reward,
         tokenizer=tokenizer,
         max_new_tokens=settings.rollout.max_new_tokens,
+        skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
     )
     steps = max(1, math.ceil(round(settings.trainer.epochs * len(prompts)) / settings.rollout.groups_per_step))
     chosen = settings.trainer.model_copy(update={"steps": steps})

@@ -12,11 +12,16 @@ _PAIR = ("chosen", "rejected")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
-def refuse_unread(row: Row) -> None:
+def is_self_play(row: Row) -> bool:
+    """Return True if the completions of the row's group are to be compared with one another."""
+    return row.get("self_play") not in (None, False, "", "false")
+
+
+def refuse_unread(row: Row, *, reads_self_play: bool = False) -> None:
     """Raise MalformedData naming the column, and the settings that read the row without it."""
     if found := [name for name in _PAIR if _is_given(row.get(name))]:
         raise MalformedData(
-            f"column {found[0]}: a preference, which `penstock dpo` trains on; set data.ignore = {json.dumps(found)} to "
+            f"column {found[0]}: a preference, which `penstock dpo` trains on, and `penstock train` with algorithm.dpo_coefficient; set data.ignore = {json.dumps(found)} to "
             "train on the prompt alone; for SFT on the chosen answers set also "
             'data.map.response = "chosen" and ignore only rejected'
         )
@@ -25,11 +30,11 @@ def refuse_unread(row: Row) -> None:
             'column label: tells good completions from bad ones, which `penstock dpo` with dpo.loss = "kto" trains on; keep only '
             'the rows with good ones, or set data.ignore = ["label"]'
         )
-    if row.get("self_play") not in (None, False, "", "false"):
+    if is_self_play(row) and not reads_self_play:
         raise MalformedData(
-            "column self_play: answers of a group are compared with one another by the run's reward, not by a row; serve a judge that "
-            'compares (mode = "pairwise" of `penstock reward serve-judge`), choose it as reward.name, and set data.ignore = '
-            '["self_play"]'
+            "column self_play: the answers of a group are compared with one another; set data.self_play_reward to a reward that "
+            'compares, such as a judge with mode = "pairwise" (`penstock reward serve-judge`), or data.ignore = ["self_play"] to score '
+            "such rows as all others"
         )
     if found := [name for name in _MEDIA if _is_given(row.get(name))]:
         raise MalformedData(

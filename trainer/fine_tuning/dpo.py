@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 import torch
 from torch import Tensor
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.data.pairs import Pair, PairSet
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.fine_tuning.length import Length
 from penstock.trainer.fine_tuning.loop import Made, Plan, Training
-from penstock.trainer.fine_tuning.pair_batches import (
-    PairBatch,
-    answer_sums,
-    answer_weights,
-    build_pairs,
-    mismatched,
-    plan_pairs,
-)
-from penstock.trainer.fine_tuning.preference_objective import (
-    Answers,
-    Preference,
-    PreferenceObjective,
-    answers_of,
-    coupled_loss,
-    mean_figures,
-)
 from penstock.trainer.fine_tuning.result import Result
 from penstock.trainer.fine_tuning.session import load_trained, open_folder, optimisation, plan_of
 from penstock.trainer.learner.load_model import load_reference
+from penstock.trainer.learner.pairs.pair_planner import PairPlanner, Scorer, mean_tokens_of
+from penstock.trainer.learner.pairs.preference_objective import Answers, mean_figures
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.parallel_dims import ParallelDims
@@ -44,16 +27,6 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.dpo")
-
-_SCORED_TOGETHER = 2048  # pairs whose micro-batches are planned together
-
-
-class Scorer(Protocol):
-    """A policy that scores answers: the one that is trained, or its reference."""
-
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch without a gradient; [N] float32."""
-        ...
 
 
 class PreferenceTask:
@@ -69,116 +42,48 @@ class PreferenceTask:
         self.has_validation = held_out is not None
         self._pairs = pairs
         self._held_out = held_out
-        self._dims = dims
-        self._budget = settings.trainer.micro_batch_tokens
         self._batch_size = chosen.batch_size
-        self._couples = any(one.loss.couples_pairs for one in chosen.losses)
-        self._is_weighted = chosen.weighting == "wpo"
-        self._needs_kl = any(one.loss.needs_kl for one in chosen.losses)
-        self._preference = Preference(
-            chosen.losses, chosen.divergence, chosen.alpha, chosen.length_alpha, chosen.reward_scale
-        )
-        self._live: Scorer | None = None
+        self._planner = PairPlanner(policy, dims, chosen, budget_tokens=settings.trainer.micro_batch_tokens)
         self._stored: dict[int, Tensor] = {}  # of pairs that are trained on
         self._stored_held_out: Tensor | None = None
 
     def use_live(self, reference: Scorer) -> None:
         """Compute the reference's log-probabilities in each step."""
-        self._live = reference
+        self._planner.use_live(reference)
 
     def precompute(self, reference: Scorer, rows: Sequence[int]) -> None:
         """Compute the reference's log-probabilities of some rows, and of all held-out rows, now; collective."""
-        found = self._reference_sums([self._pairs[row] for row in rows], reference)
+        found = self._planner.reference_sums([self._pairs[row] for row in rows], reference)
         self._stored = {row: found[2 * number : 2 * number + 2] for number, row in enumerate(rows)}
         if self._held_out is not None:
-            self._stored_held_out = self._reference_sums(self._all_held_out(), reference)
+            self._stored_held_out = self._planner.reference_sums(self._all_held_out(), reference)
 
     def step(self, rows: Sequence[int]) -> Made:
         """Make one optimizer step on pairs, of which this rank computes its share."""
         pairs = [self._pairs[row] for row in rows]
         stored = torch.stack([self._stored[row] for row in rows]).flatten() if self._stored else None
-        own = list(self._own(pairs, stored))
-        mean_tokens = _mean_tokens(pairs)
-        kl = self._kl(pairs) if self._needs_kl else 0.0
-        if self._couples:
-            answers = self._gathered(own, len(pairs))
-            losses, *gradients = coupled_loss(self._preference, answers, mean_chosen_tokens=mean_tokens, kl=kl)
-            own = [(part, _with_gradients(batch, part, losses, torch.stack(gradients))) for part, batch in own]
-        objective = PreferenceObjective(self._preference, len(pairs), mean_tokens, kl)
-        figures = self.policy.train_step([batch for _, batch in own], objective)
-        reported = mean_figures(figures.sums, len(pairs)) | ({"kl": kl} if self._needs_kl else {})
+        batches, objective = self._planner.prepare(pairs, stored)
+        figures = self.policy.train_step(batches, objective)
+        reported = mean_figures(figures.sums, len(pairs)) | ({"kl": objective.kl} if self._planner.needs_kl else {})
         return Made(figures, int(figures.sums["tokens"]), reported)
 
     def validate(self) -> Mapping[str, float]:
         """Return loss and figures of the held-out pairs, in batches of the training's size; the last one may be smaller."""
         pairs = self._all_held_out()
         total, sums = 0.0, dict[str, float]()
+        preference = self._planner.preference
         with self.policy.without_dropout():
-            kl = self._kl(pairs) if self._needs_kl else 0.0
-            answers = self._gathered(self._own(pairs, self._stored_held_out), len(pairs))
+            kl = self._planner.kl(pairs)
+            answers = self._planner.answers(pairs, self._stored_held_out)
         for first in range(0, len(pairs), self._batch_size):
             batch = pairs[first : first + self._batch_size]
             part = _slice(answers, range(2 * first, 2 * (first + len(batch))))
-            total += float(self._preference.per_pair(part, mean_chosen_tokens=_mean_tokens(batch), kl=kl).sum())
-            found = self._preference.figures(part)
+            total += float(preference.per_pair(part, mean_chosen_tokens=mean_tokens_of(batch), kl=kl).sum())
+            found = preference.figures(part)
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in found.items()}
         means = mean_figures(sums, len(pairs))
         shown = {name: means[name] for name in ("rewards/accuracies", "rewards/margins") if name in means}
         return {"loss": total / len(pairs), **shown}
-
-    def _own(self, pairs: Sequence[Pair], stored: Tensor | None) -> Iterator[tuple[list[int], PairBatch]]:
-        """Yield the micro-batches of this rank with the reference's sums, each with the numbers of its pairs."""
-        for part, plain in self._micro_batches(pairs):
-            batch = plain
-            if self._is_weighted:
-                batch = replace(plain, weighting=answer_weights(self.policy.collisions(plain).cpu(), plain))
-            if stored is not None:
-                yield part, replace(batch, references=stored.view(-1, 2)[part].flatten())
-            elif self._live is not None:
-                yield part, replace(batch, references=self._sums(self._live, batch))
-            else:
-                yield part, batch
-
-    def _micro_batches(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], PairBatch]]:
-        for first in range(0, len(pairs), _SCORED_TOGETHER):
-            some = pairs[first : first + _SCORED_TOGETHER]
-            plan = plan_pairs(some, budget_tokens=self._budget, num_shares=self._dims.rows.count)
-            for part in plan[self._dims.rows.index]:
-                yield [first + number for number in part], build_pairs([some[number] for number in part])
-
-    def _sums(self, scorer: Scorer, batch: PairBatch) -> Tensor:
-        """Return each answer's weighed log-probability under a policy, [2 P] on the CPU."""
-        return answer_sums(scorer.logprobs(batch).cpu(), batch, self._preference.length_alpha)[1]
-
-    def _gathered(
-        self, own: Iterator[tuple[list[int], PairBatch]] | list[tuple[list[int], PairBatch]], num_pairs: int
-    ) -> Answers:
-        """Return the answers of all pairs, over all ranks, as the policy scores them now."""
-        found = torch.zeros(5, 2 * num_pairs, dtype=torch.float64)
-        for part, batch in own:
-            answers = answers_of(self.policy.logprobs(batch).cpu(), batch, self._preference.length_alpha)
-            places = _places(part)
-            weights = torch.ones_like(answers.plain) if answers.weights is None else answers.weights
-            values = answers.plain, answers.weighed, answers.reference, answers.lengths, weights
-            for row, value in zip(found, values, strict=True):
-                row[places] = value
-        summed = self._dims.sum(found.flatten().tolist())
-        return Answers(*torch.tensor(summed, dtype=torch.float64).view(5, -1))
-
-    def _reference_sums(self, pairs: Sequence[Pair], reference: Scorer) -> Tensor:
-        found = torch.zeros(2 * len(pairs), dtype=torch.float64)
-        for part, batch in self._micro_batches(pairs):
-            found[_places(part)] = self._sums(reference, batch)
-        return torch.tensor(self._dims.sum(found.tolist()), dtype=torch.float64)
-
-    def _kl(self, pairs: Sequence[Pair]) -> float:
-        """Return the KL of policy and reference, estimated on each prompt with the answers of another one, at least 0."""
-        assert self._live is not None
-        total = 0.0
-        for _, batch in self._micro_batches(mismatched(pairs)):
-            total += float((self._sums(self.policy, batch) - self._sums(self._live, batch)).sum())
-        [summed] = self._dims.sum([total])
-        return max(0.0, summed / sum(pair.num_answers for pair in pairs))
 
     def _all_held_out(self) -> list[Pair]:
         assert self._held_out is not None
@@ -245,23 +150,6 @@ def _rows_used(plan: Plan) -> list[int]:
     length: Length = plan.length
     positions = range(min(length.num_positions, length.num_rows))
     return sorted({plan.order.at(position).prompt for position in positions})
-
-
-def _mean_tokens(pairs: Sequence[Pair]) -> float:
-    """Return the tokens of chosen answers for each pair; at least 1, where rows of one answer have none."""
-    return max(1.0, sum(len(pair.chosen) for pair in pairs) / len(pairs))
-
-
-def _with_gradients(batch: PairBatch, part: list[int], losses: Tensor, gradients: Tensor) -> PairBatch:
-    """Give a micro-batch its part of a coupled loss and of its gradients, [2, 2 P]."""
-    share = float(losses[part].sum()) / len(losses)
-    return replace(batch, gradients=gradients[:, _places(part)], loss_share=share)
-
-
-def _places(part: Sequence[int]) -> Tensor:
-    """Return the places of the answers of pairs: 2 n and 2 n + 1 of pair n."""
-    numbers = torch.tensor(part, dtype=torch.int64)
-    return torch.stack([2 * numbers, 2 * numbers + 1], dim=1).flatten()
 
 
 def _slice(answers: Answers, places: range) -> Answers:

@@ -7,22 +7,31 @@ from dataclasses import replace
 import torch
 
 from penstock.protocol.seeds import derived_seed
-from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.token_credit import TokenCredit
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Critic, Regression, load_critic
 from penstock.trainer.learner.load_model import load_policy, load_reference
-from penstock.trainer.learner.rank_group import RankGroup
-from penstock.trainer.learner.reference import RemoteReference, WithoutAdapter
+from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
+from penstock.trainer.learner.pairs.pair_planner import PairPlanner
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.rank_group import PackStore, RankGroup
+from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference, WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
 
 
-def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs) -> RankGroup:
-    """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings."""
+def build_rank_group(
+    settings: TrainerSettings, dims: ParallelDims, packs: PackStore, pairs: PairSet | None = None
+) -> RankGroup:
+    """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings.
+
+    Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`).
+    """
     how = Optimisation(
         num_steps=settings.trainer.steps - settings.critic.head_start_steps,
         lr=settings.trainer.lr,
@@ -48,11 +57,11 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
         torch.manual_seed(derived_seed(settings.first_seed, "dropout", dims.ranks.rank))
     policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)
     algorithm, reference = settings.algorithm, None
-    if algorithm.needs_reference and algorithm.reference_device == "remote":
+    if settings.needs_reference and algorithm.reference_device == "remote":
         reference = RemoteReference()
-    elif algorithm.needs_reference and how.lora is not None and algorithm.reference_path is None:
+    elif settings.needs_reference and how.lora is not None and algorithm.reference_path is None:
         reference = WithoutAdapter(policy)
-    elif algorithm.needs_reference:
+    elif settings.needs_reference:
         reference = load_reference(
             algorithm.reference_path or settings.model.path,
             how,
@@ -62,7 +71,19 @@ def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs
             parked=algorithm.reference_device == "parked",
         )
     critic = _critic(settings, how, dims) if algorithm.has_critic else None
-    return RankGroup(policy, dims, blobs, build_objective(algorithm), reference, critic)
+    mixed = _mixed(settings, pairs, policy, dims, reference) if pairs is not None else None
+    return RankGroup(policy, dims, packs, build_objective(algorithm), reference, critic, mixed)
+
+
+def _mixed(
+    settings: TrainerSettings, pairs: PairSet, policy: Policy, dims: ParallelDims, reference: ReferencePolicy | None
+) -> MixedPairs:
+    planner = PairPlanner(policy, dims, settings.dpo, budget_tokens=settings.trainer.micro_batch_tokens)
+    if settings.dpo.needs_reference and reference is not None:
+        planner.use_live(reference)
+    order = DataOrder(len(pairs), settings.run.seed, settings.data.shuffle)
+    coefficient = settings.algorithm.dpo_coefficient
+    return MixedPairs(pairs, planner, order, batch_size=settings.dpo.batch_size, coefficient=coefficient)
 
 
 def _lora(settings: TrainerSettings) -> Lora | None:

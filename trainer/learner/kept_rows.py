@@ -68,9 +68,11 @@ class RowRecorder:
         self._parts: list[KeptRows] = []
 
     def __call__(self, tokens: TokenOutcomes | None, batch: MicroBatch) -> None:
-        """Take the rows of the next micro-batch."""
+        """Take the rows of the next micro-batch of the plan; one without outcomes, as of pairs, is none of it."""
+        if tokens is None:
+            return
         rows = np.array(next(self._micro_batches), np.int64)
-        if tokens is None or not (wanted := rows < self._num_rows).any():
+        if not (wanted := rows < self._num_rows).any():
             return
         counts = torch.bincount(batch.sequence, minlength=len(rows)).numpy()
         outcomes = tokens.clipped.byte() * CLIPPED + tokens.dual_clipped.byte() * DUAL_CLIPPED

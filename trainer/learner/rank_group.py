@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.protocol.errors import PackError
+from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
-from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.trainer import crash_points, process_memory
 from penstock.trainer.algorithm.batch import MicroBatch, build
@@ -30,6 +30,7 @@ from penstock.trainer.learner.checkpoint_writer import CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
+from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
 from penstock.trainer.learner.policy import Observer, Policy, StepFigures
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
@@ -41,6 +42,14 @@ from penstock.trainer.publishing.snapshot import Weights
 from penstock.trainer.rank_watch import RankActivity
 
 
+class PackStore(Protocol):
+    """Where packs are: the object store of a run, or the folder of a saved batch."""
+
+    def get(self, ref: BlobRef) -> bytes:
+        """Return the bytes of a pack."""
+        ...
+
+
 class RankGroup:
     """One policy on all ranks, led by rank 0."""
 
@@ -48,26 +57,34 @@ class RankGroup:
         self,
         policy: Policy,
         dims: ParallelDims,
-        blobs: Blobs,
+        packs: PackStore,
         objective: PolicyGradient,
         reference: ReferencePolicy | None = None,
         critic: Critic | None = None,
+        pairs: MixedPairs | None = None,
     ) -> None:
         """Join the group; the same call on every rank.
 
-        An objective with a KL term needs the reference; plans whose advantages are rewards need a critic.
+        An objective with a KL term needs the reference; plans whose advantages are rewards need a critic. Every step trains on some
+        of the ``pairs`` too.
         """
         self.policy = policy
         self._dims = dims
-        self._blobs = blobs
+        self._packs = packs
         self._objective = objective
         self._reference = reference
         self._critic = critic
+        self._pairs = pairs
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
         self.activity = RankActivity()
         self._num_copies = 0
         self._copies = WeightCopies(policy, dims, self.copied_root)
+
+    @property
+    def data_digests(self) -> dict[str, str]:
+        """What the weights depend on besides groups and settings, with its digest: rows that a step reads itself."""
+        return {"pairs of data.train": self._pairs.fingerprint[:16]} if self._pairs is not None else {}
 
     def capacity(self, budget_tokens: int) -> Capacity:
         """Return what micro-batches of at most ``budget_tokens`` are cut for."""
@@ -80,6 +97,14 @@ class RankGroup:
         """
         self._order("step", lambda: [plan.to_wire(), keep_rows])
         return self._train(plan, _by_place(plan, groups), keep_rows)
+
+    def measure(self, plan: StepPlan, groups: Iterable[ReadyGroup], *, keep_rows: int = 0) -> StepFigures:
+        """Report what a step on a batch would minimise, without making it (rank 0); of several optimizer steps the first pass.
+
+        Nothing is refused: loss and log-probabilities may be no finite numbers.
+        """
+        self._order("measure", lambda: [plan.to_wire(), keep_rows])
+        return self._train(plan, _by_place(plan, groups), keep_rows, measures=True)
 
     def reference_gaps(self, plan: StepPlan, groups: Iterable[ReadyGroup], form: AnyKlForm) -> list[float]:
         """Return each row's estimated KL from its sampler to the reference, summed over its tokens (rank 0)."""
@@ -149,9 +174,9 @@ class RankGroup:
 
     def _carry_out(self, what: str, detail: Any, publisher: RankPublisher | None) -> None:
         match what:
-            case "step":
+            case "step" | "measure":
                 plan = StepPlan.from_wire(detail[0])
-                self._train(plan, self._fetch(plan), detail[1])
+                self._train(plan, self._fetch(plan), detail[1], measures=what == "measure")
             case "gaps":
                 plan = StepPlan.from_wire(detail[0])
                 self._gaps(plan, self._fetch(plan), detail[1])
@@ -177,16 +202,28 @@ class RankGroup:
             self.activity.begin(what, self.policy.steps_done)
             self._dims.ranks.broadcast([what, detail() if detail else None])
 
-    def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], keep_rows: int) -> StepFigures:
+    def _train(
+        self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], keep_rows: int, *, measures: bool = False
+    ) -> StepFigures:
         own = plan.micro_batches[self._dims.rows.index]
         recorder = RowRecorder(own, keep_rows) if keep_rows else None
-        figures = replace(self._learn(plan, groups, recorder), work=self.policy.take_work())
+        steps_done = self.policy.steps_done
+        figures = replace(self._learn(plan, groups, recorder, measures=measures), work=self.policy.take_work())
+        if measures:
+            self.policy.steps_done = steps_done
         if recorder is None:
             return figures
         parts = self._dims.gather(recorder.kept.to_bytes())
         return replace(figures, kept=KeptRows.joined([KeptRows.from_bytes(part) for part in parts]))
 
-    def _learn(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], observe: Observer | None) -> StepFigures:
+    def _learn(
+        self,
+        plan: StepPlan,
+        groups: Mapping[tuple[int, int], Group],
+        observe: Observer | None,
+        *,
+        measures: bool,
+    ) -> StepFigures:
         own = plan.micro_batches[self._dims.rows.index]
         objective = self._objective.with_kl(plan.kl_coefficient)
         if objective.needs_teacher or isinstance(self._reference, RemoteReference):
@@ -194,11 +231,11 @@ class RankGroup:
         priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
         batches = [self._complete(build(rows_of(plan, rows, groups)), objective, priced) for rows in own]
         if self._critic is None:
-            return self._update(batches, plan.passes, objective, observe)
+            return self._update(batches, plan.passes, objective, observe, waits=measures)
         credited = self._critic.credit(batches, plan.token_kl)
-        waits = self._critic.learns_alone(self.policy.steps_done)
+        waits = measures or self._critic.learns_alone(self.policy.steps_done)
         figures = self._update(credited.micro_batches, plan.passes, objective, observe, waits=waits)
-        return replace(figures, critic=self._critic.learn(credited))
+        return figures if measures else replace(figures, critic=self._critic.learn(credited))
 
     def _update(
         self,
@@ -214,6 +251,9 @@ class RankGroup:
         ``observe`` is called in the first pass, which takes the micro-batches in their order.
         """
         take_step = self.policy.measure_step if waits else self.policy.train_step
+        if self._pairs is not None:  # settings allow no other steps with them
+            pairs, mixed = self._pairs.prepare(self.policy.steps_done, objective)
+            return take_step([*batches, *pairs], mixed, self._reference, observe=observe)
         if passes is None:
             return take_step(self._bounded(batches), objective, self._reference, observe=observe)
         pieces, made = passes.cut(batches), list[list[StepFigures]]()
@@ -297,7 +337,7 @@ class RankGroup:
         found = {}
         for pack, row_groups in wanted.items():
             order = sorted(row_groups)
-            groups = group_pack.decode(self._blobs.get(plan.packs[pack]), order)
+            groups = group_pack.decode(self._packs.get(plan.packs[pack]), order)
             found |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
         return found
 

@@ -326,6 +326,8 @@ def import_deepspeed() -> Any:
     from deepspeed.utils import logger  # noqa: PLC0415
 
     logger.setLevel(logging.WARNING)
+    if logging.lastResort is not None:  # stderr: on stdout a replay writes its JSON
+        logger.handlers[:] = [logging.lastResort]
     # DeepSpeed 0.19 calls torch 2.13's collectives by their old names, once per step and rank.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # Used by tensor-parallel inference only; DeepSpeed would compile it with g++ for minutes at the

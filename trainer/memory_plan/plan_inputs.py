@@ -118,7 +118,7 @@ def plan_inputs(
             raise NotEstimated(
                 f"algorithm.{key} = full: the memory of whole distributions was not measured; plan with k3"
             )
-    is_loaded = algorithm.needs_reference and algorithm.reference_device != "remote"
+    is_loaded = settings.needs_reference and algorithm.reference_device != "remote"
     copied = is_loaded and (not lora.rank or algorithm.reference_path is not None)
     return PlanInputs(
         shape=shape,

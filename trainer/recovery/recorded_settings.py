@@ -25,6 +25,7 @@ _WITHOUT_EFFECT = frozenset(
     )
 )  # fmt: skip
 _SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step
+_READ_WITH_PAIRS = ("dpo", "data")  # where a step trains on pairs beside its groups
 _ALSO_READ = ("data.from_run", "run.seed")  # the seed decides which groups are in which mini-batch
 
 Flat = dict[str, Any]
@@ -64,8 +65,8 @@ def named_code(document: bytes) -> list[str]:
     What cannot be read names none; an extension that an installed package registers under a name is not named by path.
     """
     try:
-        algorithm = json.loads(document)["settings"]["algorithm"]
-        values = [algorithm.get(key) for key in BY_KEY]
+        settings = json.loads(document)["settings"]
+        values = [settings["algorithm"].get(key) for key in BY_KEY] + [settings.get("dpo", {}).get("loss")]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
     names = [name for value in values for name in (value if isinstance(value, list) else [value])]
@@ -121,8 +122,9 @@ def changed_settings(recorded: Path, config: bytes) -> list[str]:
 
 def what_steps_read(settings: Flat) -> Flat:
     """Return the settings that a step's weights depend on: sessions that agree in them are replayed as one."""
+    sections = _SECTIONS + (_READ_WITH_PAIRS if settings.get("algorithm.dpo_coefficient") else ())
     return {
         key: value
         for key, value in settings.items()
-        if (key.split(".")[0] in _SECTIONS and key not in _WITHOUT_EFFECT) or key in _ALSO_READ
+        if (key.split(".")[0] in sections and key not in _WITHOUT_EFFECT) or key in _ALSO_READ
     }

@@ -2,6 +2,7 @@
 
 ```
 stopped/step00000012/batch.json      step, version, why, and every group as it was scored
+                     config.json     the settings of the session, as in the run's record
                      groups.parquet  their trajectories, a pack as workers store them: `protocol/packs/group_pack.py`
 ```
 
@@ -13,30 +14,36 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from penstock.protocol.packs import group_pack
-from penstock.protocol.record.stopped_batch import BATCH, FOLDER, GROUPS, StoppedBatch
+from penstock.protocol.record.stopped_batch import BATCH, FOLDER, GROUPS, SETTINGS, StoppedBatch
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 _PARTIAL = ".partial"
 
 
-def save_batch(
-    run_folder: Path, batch: Sequence[ReadyGroup], *, run_id: str, step: int, version: int, reason: str
-) -> Path:
-    """Save the groups of a batch below a run's folder, and return where; raises OSError.
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Where and why a run stopped by itself."""
 
-    Args:
-        run_folder: The run's own folder.
-        batch: The groups, in the order of their use.
-        run_id: The run.
-        step: Number of the step that was to be made.
-        version: Of the weights before it.
-        reason: Why the run stopped.
+    run_id: str
+    step: int  # number of the step that was to be made
+    version: int  # of the weights before it
+    error: Exception
+    epoch: int = 0  # of the trainer's lease
+    algorithm: Mapping[str, Any] = field(default_factory=dict)  # the algorithm's state before the step
+
+
+def save_batch(run_folder: Path, batch: Sequence[ReadyGroup], stop: Stop, *, config: bytes) -> Path:
+    """Save the groups of a batch below a run's folder, in the order of their use, and return where; raises OSError.
+
+    ``config`` are the session's settings as JSON, with which `penstock replay RUN --batch` trains on the batch again.
     """
-    folder = run_folder / FOLDER / f"step{step:08d}"
+    folder = run_folder / FOLDER / f"step{stop.step:08d}"
     partial = folder.with_name(folder.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -44,7 +51,17 @@ def save_batch(
         group.scored.model_copy(update={"generated": group.scored.generated.model_copy(update={"row_group": number})})
         for number, group in enumerate(batch)
     )
-    document = StoppedBatch(run_id=run_id, step=step, version=version, reason=reason, groups=scored)
+    document = StoppedBatch(
+        run_id=stop.run_id,
+        step=stop.step,
+        version=stop.version,
+        reason=str(stop.error),
+        error=type(stop.error).__name__,
+        epoch=stop.epoch,
+        algorithm=dict(stop.algorithm),
+        groups=scored,
+    )
+    _write(partial / SETTINGS, config)
     _write(partial / GROUPS, group_pack.encode([group.group for group in batch]))
     _write(partial / BATCH, document.model_dump_json(indent=1).encode() + b"\n")
     shutil.rmtree(folder, ignore_errors=True)

@@ -32,6 +32,7 @@ from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.learner.build_rank_group import build_rank_group
+from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.parallel_dims import ParallelDims
@@ -245,7 +246,9 @@ class Replay:
     def _compare_environment(self) -> None:
         for line in environment_fingerprint.differences(
             self._session.environment,
-            environment_fingerprint.environment_fingerprint(self._settings.algorithm.extension_digests),
+            environment_fingerprint.environment_fingerprint(
+                {**self._settings.extension_digests, **self._require_rank_group().data_digests}
+            ),
         ):
             if line not in self.verdict.environment_differences:
                 self.verdict.environment_differences.append(line)
@@ -287,4 +290,5 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Ran
             "use `penstock replay`, which starts the right number, or torchrun --nproc-per-node N -m penstock.trainer replay"
         )
     torch.set_num_threads(order["threads"])
-    return build_rank_group(settings, ParallelDims(ranks, settings.trainer.layout), blobs)
+    dims = ParallelDims(ranks, settings.trainer.layout)
+    return build_rank_group(settings, dims, blobs, open_mixed_pairs(settings))

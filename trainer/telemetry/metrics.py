@@ -33,6 +33,11 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `kl_teacher`               | nats     | KL(policy ‖ teacher) per token, k1 on sampled tokens               |
 | `kl_from_teacher`          | nats     | KL(teacher ‖ policy) per position, over its top_k; forward only    |
 | `taught_by`                | groups   | by teacher, its model and version                                  |
+| `pair_loss`                |          | the preference loss of the step's pairs; with them only             |
+| `pair_accuracy`            | share    | pairs whose chosen answer has the higher reward of that loss       |
+| `pair_margin`              |          | mean difference of these rewards; `pair_reward_chosen`,            |
+|                            |          | `pair_reward_rejected` are their means                             |
+| `pairs_trained`            | pairs    | of this step, beside its groups: `algorithm.dpo_coefficient`       |
 | `reward_kl`                | nats     | KL(sampler ‖ reference) per token, subtracted from the reward      |
 | `kl_coefficient`           |          | used by the step, in loss or reward, adaptive or fixed             |
 | `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
@@ -72,6 +77,7 @@ from typing import Any
 from penstock.trainer.algorithm.mismatch import mismatch_figures
 from penstock.trainer.learner.health.layer_groups import ALL
 from penstock.trainer.learner.health.step_watch import LayerFigures
+from penstock.trainer.learner.pairs.mixed_pairs import pair_figures
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 
@@ -120,6 +126,7 @@ def step_fields(
         **mismatch_figures(sums, figures.maxima),
         "entropy": sums["surprise"] / num_tokens,
         **_optional(sums, num_tokens),
+        **pair_figures(sums),
         **_by_pass(figures),
         **layer_fields(figures.layers),
         **figures.critic,

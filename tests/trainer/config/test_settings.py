@@ -22,6 +22,7 @@ from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.settings import TrainerSettings
 
+PAIRS = ("algorithm.dpo_coefficient=1.0", "data.train=rows.jsonl")
 TEACHER, REMOTE = "teacher.url=http://127.0.0.1:30001", "algorithm.reference_device=remote"
 
 
@@ -75,6 +76,35 @@ def test_foreign_names_lead_to_settings_that_exist():
     ("overrides", "reply"),
     [
         (["trainer.micro_batch_tokens=100"], "raise it to at least 1280"),
+        ([*PAIRS, "data.from_run=other"], "is not read with data.from_run; leave one out"),
+        (
+            [*PAIRS, "rollout.temperature=0.7"],
+            "compares log-probabilities at temperature 1; set rollout.temperature = 1",
+        ),
+        (
+            [*PAIRS, "algorithm.epochs=2"],
+            "belong to one optimizer step, and a batch would have several; set algorithm.epochs = 1",
+        ),
+        (
+            [*PAIRS, "algorithm.minibatches=2"],
+            "belong to one optimizer step, and a batch would have several; set algorithm.minibatches = 1",
+        ),
+        ([*PAIRS, "algorithm.name=ppo"], "it gives no values to them; choose an algorithm without a critic"),
+        ([*PAIRS, "algorithm.m2po_budget=0.04"], "pairs were sampled by none; leave one out"),
+        (
+            [*PAIRS, "algorithm.name=gkd", TEACHER, "teacher.top_k=4"],
+            "and pairs have none; set algorithm.distill_form",
+        ),
+        ([*PAIRS, "dpo.reference_path=other"], "a run has one reference; set algorithm.reference_path instead"),
+        ([*PAIRS, "dpo.reference=precomputed"], "a resumed run could not compute it again; leave it out"),
+        (
+            [*PAIRS, "algorithm.kl_coefficient=0.1", REMOTE, TEACHER],
+            "not about pairs; set algorithm.reference_device",
+        ),
+        (
+            [*PAIRS, "dpo.loss=orpo", "algorithm.reference_path=other"],
+            "there is no KL, and dpo.loss = orpo has no reference; leave them out",
+        ),
         (["rollout.redundant_wait=0.5"], "does nothing without rollout.redundant_completions"),
         (["rollout.redundant_completions=4089"], "at most 4096 completions of a prompt are started; lower one of them"),
         (["rollout.redundant_completions=-1"], "rollout.redundant_completions"),

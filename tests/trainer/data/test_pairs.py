@@ -10,6 +10,9 @@ import pytest
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.trainer.commands.data_check import check_file
+from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.pair_rows import pair_row
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.data.row_formats import rename
@@ -146,3 +149,50 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
         MalformedData, match=r'one answer with a label.* dpo.loss = "kto" alone, .* \(and 2 more rows\)'
     ):
         opened(takes_one_answer=False)
+
+
+def test_one_file_holds_prompts_and_pairs(tmp_path: Path) -> None:
+    """Each set skips the rows of the other; a group's answers are compared by the reward for self-play."""
+    write_model(tmp_path / "model", seed=0)
+    tokenizer = ChatTokenizer.read(tmp_path / "model")
+    rows: list[dict[str, Any]] = [
+        {"prompt": QUESTION, "ground_truth": GOOD},
+        {**FORMS["texts"][0], "data_source": "pairs"},
+        {"prompt": [USER], "self_play": True},
+        {"chosen": [USER, answer(GOOD)], "rejected": [USER, answer(BAD)]},
+    ]
+    file = tmp_path / "rows.jsonl"
+
+    def prompts(data: DataSettings) -> PromptSet:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        reward = RewardSettings(name="r")
+        return PromptSet.open([file], data=data, reward=reward, tokenizer=tokenizer, skips_pairs=True)
+
+    def pairs() -> PairSet:
+        return PairSet.open([file], data=DataSettings(), tokenizer=tokenizer, max_tokens=50, skips_prompts=True)
+
+    with pytest.raises(MalformedData, match=r":3: column self_play: .* set data.self_play_reward to a reward"):
+        prompts(DataSettings())
+    found = prompts(DataSettings(self_play_reward="judge"))
+    assert dict(found.rows_by_reward) == {"r": 1, "judge": 1}
+    assert [found[number].reward.name for number in range(2)] == ["r", "judge"]
+    assert [one for one in found.notes[0].describe() if one.startswith("2 further rows are pairs")]
+    good, bad = ([*tokenizer.encode(text), tokenizer.eos_ids[0]] for text in (GOOD, BAD))
+    both = pairs()
+    assert [(both[n].chosen.tolist(), both[n].rejected.tolist()) for n in range(len(both))] == [(good, bad)] * 2
+    report = check_file(file, DataSettings(self_play_reward="judge"), tokenizer, has_pairs=True)
+    assert report.to_document()["can_train"] == {"grpo": 2, "sft": 0, "pairs": 2}
+    rows[1] = {"prompt": QUESTION, "chosen": GOOD}
+    with pytest.raises(MalformedData, match=r":2: column rejected: missing beside chosen; a pair has both"):
+        prompts(DataSettings(self_play_reward="judge"))
+    with pytest.raises(MalformedData, match=r":2: column rejected: missing beside chosen"):
+        pairs()
+    rows[:] = [FORMS["texts"][0]]
+    with pytest.raises(MalformedData, match=r"every row is a pair of answers, and none a prompt"):
+        prompts(DataSettings())
+    rows[:] = [{"prompt": QUESTION}]
+    prompts(DataSettings())
+    with pytest.raises(
+        MalformedData, match=r"no row has chosen and rejected, which algorithm.dpo_coefficient trains on"
+    ):
+        pairs()

@@ -12,8 +12,9 @@ from penstock.console.record.stopped import print_stopped
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.record.stopped_batch import BATCH, stopped_batches
+from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.recovery.stopped_batch import save_batch
+from penstock.trainer.recovery.stopped_batch import Stop, save_batch
 
 
 def ready(number: int, reward: float) -> ReadyGroup:
@@ -27,9 +28,8 @@ def test_a_saved_batch_is_shown_and_a_damaged_one_refused(tmp_path: Path, capsys
     """The newest one, or that of a step; saving it again replaces it, and what is far out is marked."""
     home = tmp_path / "mine"
     for step, reward in ((7, 1.0), (12, 1.0), (12, 1e25)):
-        save_batch(
-            home, [ready(1, 0.0), ready(2, reward)], run_id="mine", step=step, version=step - 1, reason="it is nan"
-        )
+        stop = Stop("mine", step, step - 1, TrainingDiverged("it is nan"))
+        save_batch(home, [ready(1, 0.0), ready(2, reward)], stop, config=b"{}")
     assert [folder.name for folder in stopped_batches(home)] == ["step00000007", "step00000012"]
     given = [f"run.dir={tmp_path}"]
 

@@ -24,9 +24,10 @@ from penstock.trainer.algorithm.losses.reinforce import *
 """
 
 
-def replay_of(algorithm: dict[str, Any], wanted: Wanted) -> Replay:
+def replay_of(algorithm: dict[str, Any], wanted: Wanted, *, dpo: dict[str, Any] | None = None) -> Replay:
     document = config_document(load(TrainerSettings, overrides=["model.path=model"]))
     document["settings"]["algorithm"] |= algorithm
+    document["settings"]["dpo"] |= dpo or {}
     session = SimpleNamespace(config=SimpleNamespace(key="settings"))
     record = SimpleNamespace(run_id="foreign", sessions=[session], last_version=1)
     blobs = SimpleNamespace(get=lambda _: json.dumps(document).encode())
@@ -50,6 +51,18 @@ def test_code_of_a_record_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(ConfigError, match="not valid in this build"):  # it has no such attribute
             replay_of({key: value}, Wanted(user_code=True))
         assert Path("it-ran").exists() or name == "evil:x"
+
+
+@pytest.mark.parametrize("value", ["evil.py:x", ["sigmoid", "evil:x"]])
+def test_a_preference_loss_of_a_record_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | list[str]
+) -> None:
+    """The section [dpo] is read too: a run may train on pairs beside its groups."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(EVIL)
+    with pytest.raises(ConfigError, match=r"the record of run foreign names user code.*add --user-code"):
+        replay_of({}, Wanted(), dpo={"loss": value})
+    assert not Path("it-ran").exists()
 
 
 def test_a_record_without_code_needs_no_permission() -> None:

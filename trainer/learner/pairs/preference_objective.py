@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import Outcome
 from penstock.trainer.algorithm.preferences.interface import Divergence, Pairs, WeighedLoss, combined
-from penstock.trainer.fine_tuning.pair_batches import PairBatch, answer_lengths, answer_sums
+from penstock.trainer.learner.pairs.pair_batches import PairBatch, answer_lengths, answer_sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
