@@ -80,6 +80,7 @@ class Configuration:
     zero_stage: Literal[0, 1, 2, 3] = 1
     num_ranks: int = 1
     sequence_parallel: int = 1
+    tensor_parallel: int = 1
     checkpointing: bool = False
     gradient_dtype: Literal["float32", "as-trained"] = "float32"
     offload: Literal["none", "optimizer", "parameters"] = "none"
@@ -96,6 +97,7 @@ class Configuration:
         """The configuration in words."""
         ranks = f", {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         ranks += f" that share tokens by {self.sequence_parallel}" if self.sequence_parallel > 1 else ""
+        ranks += f" that share weights by {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         parts = [
             f"{self.family}, {self.layers} x {self.hidden}, vocabulary {self.vocabulary:,}{'' if self.tied else ', untied'}",
             f"{self.dtype}, ZeRO {self.zero_stage}{ranks}",
@@ -137,6 +139,11 @@ CONFIGURATIONS = {
     "stage-3-2-ranks-as-trained": replace(AS_TRAINED, zero_stage=3, **ON_2_RANKS),
     "sequence-2-ranks": replace(STANDARD, num_ranks=2, sequence_parallel=2),
     "sequence-bfloat16-2-ranks": replace(BFLOAT16, sequence_parallel=2, groups=4, **ON_2_RANKS),
+    "sequence-2-ranks-checkpointing": replace(STANDARD, sequence_parallel=2, **ON_2_RANKS),
+    "tensor-2-ranks": replace(STANDARD, num_ranks=2, tensor_parallel=2),
+    "tensor-bfloat16-2-ranks": replace(BFLOAT16, tensor_parallel=2, groups=4, **ON_2_RANKS),
+    "tensor-stage-3-2-ranks": replace(BFLOAT16, tensor_parallel=2, zero_stage=3, **ON_2_RANKS),
+    "tensor-llama-wide-2-ranks": replace(WIDE, num_ranks=2, tensor_parallel=2, zero_stage=2),
     "one-micro-batch": replace(STANDARD, groups=1),
     "lora": replace(STANDARD, lora=16),
     "lora-bfloat16": replace(BFLOAT16, lora=16, checkpointing=True),
@@ -206,7 +213,7 @@ def inputs_of(chosen: Configuration) -> PlanInputs:
     shape = shape_of(fields_of(chosen), "config.json")
     method = Method(
         dtype=chosen.dtype, zero_stage=chosen.zero_stage, num_ranks=chosen.num_ranks, checkpointing=chosen.checkpointing,
-        sequence_parallel=chosen.sequence_parallel, gradient_dtype=chosen.gradient_dtype, offload=chosen.offload, lora_rank=chosen.lora, with_entropy=chosen.entropy,
+        sequence_parallel=chosen.sequence_parallel, tensor_parallel=chosen.tensor_parallel, gradient_dtype=chosen.gradient_dtype, offload=chosen.offload, lora_rank=chosen.lora, with_entropy=chosen.entropy,
     )  # fmt: skip
     batch = Batch(chosen.prompt, chosen.answer, chosen.group_size, chosen.groups)
     return PlanInputs(shape, method, batch, chosen.budget, publishes_adapter=bool(chosen.lora))
@@ -239,7 +246,7 @@ class Trained:
             if chosen.checkpointing:
                 model.enable_input_require_grads()
         scorer = CompletionScorer(model, 1.0, shares=TokenShares(dims.token_group))
-        self.trainable = Trainable(scorer, how, dims)
+        self.trainable = Trainable(scorer, how, dims, model=model)
         self.policy = Policy(self.trainable, scorer, dims)
         self.objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01 if chosen.entropy else 0.0))
         self._dims = dims
@@ -274,9 +281,9 @@ class Trained:
 def measure_here(chosen: Configuration) -> dict[str, float]:
     """Return the peak of each phase in bytes, of this rank, and the CPU seconds of the step."""
     torch.set_num_threads(1)
-    dims = ParallelDims(Ranks(), ParallelLayout(chosen.sequence_parallel))
+    dims = ParallelDims(Ranks(), ParallelLayout(chosen.sequence_parallel, chosen.tensor_parallel))
     tiny = replace(
-        chosen, layers=1, hidden=64, heads=chosen.sequence_parallel, kv_heads=1, intermediate=64, vocabulary=64, prompt=8, answer=8, group_size=2,
+        chosen, layers=1, hidden=64, heads=chosen.sequence_parallel * chosen.tensor_parallel, kv_heads=chosen.tensor_parallel, intermediate=64, vocabulary=64, prompt=8, answer=8, group_size=2,
         groups=chosen.num_ranks,
     )  # fmt: skip
     warm = Trained(tiny, dims)

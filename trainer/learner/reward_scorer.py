@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
@@ -72,11 +71,6 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
         UnsupportedModel: The folder is no usable model, transformers has no classifier of its kind, or adapters match no layer.
         ConfigError: The model cannot be computed in the layout of the ranks.
     """
-    if dims.layout.tensor_parallel > 1:
-        raise ConfigError(
-            f"trainer.tensor_parallel = {dims.layout.tensor_parallel}: a reward model whose weights ranks share was never compared "
-            "with one process; set it to 1, and trainer.zero_stage = 3 where the model does not fit"
-        )
     model, report = from_folder(
         "AutoModelForSequenceClassification", "a usable sequence classifier", folder, how.dtype, dims, num_labels=1
     )

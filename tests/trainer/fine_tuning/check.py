@@ -205,7 +205,6 @@ def early(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train in the ways whose losses need the whole batch, at each ZeRO stage."""
-    found = {}
     held_out = folder / "held_out_pairs.jsonl"
     shared = {"num_ranks": ranks.num_ranks, "sequence_parallel": ranks.num_ranks}
     ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
@@ -220,13 +219,61 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
         ("rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}}),
         ("wpo-shared-tokens", "dpo", {"lr": DPO_LR, "weighting": "wpo"}, {"trainer": shared}),
         ("rm-shared-tokens", "rm", {"lr": DPO_LR}, {"trainer": shared}),
+        (
+            "sft-shared-tokens-0",
+            "sft",
+            {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl"},
+            {"trainer": {**shared, "zero_stage": 0}},
+        ),
+        (
+            "lora-sft-shared-tokens-3",
+            "sft",
+            {"lr": SFT_LR},
+            {"trainer": {**shared, "zero_stage": 3}, "model": {"lora": {"rank": 4}}},
+        ),
+        ("aot-shared-tokens-2", "dpo", {"lr": DPO_LR, "loss": "aot"}, {"trainer": {**shared, "zero_stage": 2}}),
         ("lora-rm-3", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 3}, "model": {"lora": {"rank": 4}}}),
         ("lora-rm-0", "rm", {"lr": DPO_LR}, {"trainer": {"zero_stage": 0}, "model": {"lora": {"rank": 4}}}),
         ("precomputed-1", "dpo", {"lr": DPO_LR, "reference": "precomputed"}, {}),
     ]
+    return trained_in(ways, folder, ranks)
+
+
+def trained_in(
+    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]], folder: Path, ranks: Ranks
+) -> dict[str, Any]:
+    """Make three steps in each way: its name, command, own section and other sections."""
+    found = {}
     for name, section, own, other in ways:
         chosen = settings(folder, f"{name}-on-{ranks.num_ranks}", section, {**own, "steps": 3}, **other)
         found[name] = train(ranks, section, chosen)
+    return found
+
+
+def divided(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train with weights that two ranks share, at each ZeRO stage; last, since DeepSpeed keeps the groups of such ranks.
+
+    One rank continues what two began.
+    """
+    shared = {"num_ranks": ranks.num_ranks, "tensor_parallel": ranks.num_ranks}
+    held_out = folder / "held_out_pairs.jsonl"
+    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("sft-0", "sft", {"lr": SFT_LR, "eval_data": folder / "held_out.jsonl"}, {"zero_stage": 0}),
+        ("sft-3", "sft", {"lr": SFT_LR}, {"zero_stage": 3}),
+        ("live-1", "dpo", {"lr": DPO_LR, "reference": "live", "eval_data": held_out}, {"zero_stage": 1}),
+        ("aot-2", "dpo", {"lr": DPO_LR, "loss": "aot"}, {"zero_stage": 2}),
+        ("rm-1", "rm", {"lr": DPO_LR, "eval_data": held_out}, {"zero_stage": 1}),
+        ("rm-3", "rm", {"lr": DPO_LR}, {"zero_stage": 3}),
+    ]
+    named = [
+        (f"{name}-shared-weights", section, own, {"trainer": {**shared, **stage}}) for name, section, own, stage in ways
+    ]
+    found = trained_in(named, folder, ranks)
+    own = {"lr": SFT_LR, "steps": 6}
+    stop = 3 if ranks.num_ranks == 2 else None
+    found["moved-weights"] = train(
+        ranks, "sft", settings(folder, "moved-weights", "sft", own, trainer={"zero_stage": 1, **shared}), stop=stop
+    )
     return found
 
 
@@ -252,6 +299,7 @@ def main(arguments: Sequence[str]) -> int:
         "layouts": layouts,
         "lora_rm": lora_rm,
         "moved": moved,
+        "divided": divided,
         "broken_export": broken_export,
     }
     found = {}

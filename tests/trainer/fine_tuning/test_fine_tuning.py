@@ -27,7 +27,7 @@ def _start(folder: Path, *cases: str, num_ranks: int = 1) -> Fork:
 
 
 def _result(fork: Fork) -> dict[str, Any]:
-    return json.loads(fork.wait(deadline_s=230.0).splitlines()[-1])
+    return json.loads(fork.wait(deadline_s=400.0).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -180,23 +180,35 @@ def test_early_stop_keeps_the_best_weights(found: dict[str, Any]) -> None:
 
 
 def _check_close(line: dict[str, Any], other: dict[str, Any], name: str) -> None:
-    """Compare two lines up to rounding, but for what the weights moved by: a score is 0 at first, so its ratio is no number to compare."""
+    """Compare two lines up to rounding, but for what rounding alone decides.
+
+    That is what the weights moved by, since a score is 0 at first, and which answer is better where the policy is its reference.
+    """
+    left_out = {"rewards/accuracies"} if abs(line.get("rewards/margins", 1.0)) < 1e-5 else set()
     for field, value in _timeless(line).items():
-        if not field.startswith("update_ratio"):
+        if not field.startswith("update_ratio") and field not in left_out:
             assert value == pytest.approx(_timeless(other)[field], rel=1e-4, abs=2e-5), (name, field)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_two_ranks_train_as_one(folder: Path) -> None:
-    """Losses, norms, validations and weights agree, also of losses that need the whole batch, at every ZeRO stage."""
-    two = _result(_start(folder, "layouts", "moved", num_ranks=2))["layouts"]
-    found = _result(_start(folder, "layouts", "moved"))
-    one = found["layouts"]
+    """Losses, norms, validations and weights agree, also of losses that need the whole batch, at every ZeRO stage.
+
+    Whether ranks have rows of their own, or share tokens or weights; with checkpoints that one of them continues.
+    """
+    of_two = _result(_start(folder, "layouts", "moved", "divided", num_ranks=2))
+    found = _result(_start(folder, "layouts", "moved", "divided"))
+    begun, continued = (one["divided"].pop("moved-weights") for one in (of_two, found))
+    assert [line["step"] for line in begun["steps"]] == [1, 2, 3]
+    two, one = ({**run["layouts"], **run["divided"]} for run in (of_two, found))
     moved, whole = found["moved"]["moved"], found["moved"]["whole"]
     for line, other in zip(moved["steps"], whole["steps"], strict=True):
         _check_close(line, other, "moved")  # one rank continues what two began, at another stage
-    assert moved["checksum"] == pytest.approx(whole["checksum"], rel=1e-6)
+    for line, other in zip(continued["steps"], whole["steps"], strict=True):
+        _check_close(line, other, "moved-weights")
+    for run in (moved, continued):
+        assert run["checksum"] == pytest.approx(whole["checksum"], rel=1e-6)
     assert sorted(one) == sorted(two)
     for name, alone in one.items():
         together = two[name]

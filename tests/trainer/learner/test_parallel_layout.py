@@ -18,7 +18,6 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.model_folder_check import check_layout
-from penstock.trainer.learner.reward_scorer import load_reward_model
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.learner.trainable import Optimisation
@@ -83,12 +82,6 @@ def test_a_model_whose_rows_are_padded_is_refused_before_its_weights_are_read(tm
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"does not divide the 4 attention heads"):
         load_policy(tmp_path / "model", HOW, dims(0, 3, 3), temperature=1.0)
-
-
-def test_a_reward_model_is_not_divided(tmp_path: Path) -> None:
-    """Refused before its folder is read."""
-    with pytest.raises(ConfigError, match=r"tensor_parallel = 2: a reward model"):
-        load_reward_model(tmp_path / "missing", HOW, dims(0, 2, 1, 2))
 
 
 def test_ranks_that_compute_the_same_rows_count_once() -> None:
