@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from penstock.reward_service.sandbox import canary
-from penstock.reward_service.sandbox.grade import Slot, grade
-from penstock.reward_service.sandbox.tests_of_row import Assertions, StdinTests
-from penstock.reward_service.sandbox.zygote_command import ENVIRONMENT, Kind, Launch, interpreter
-from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
+from penstock.reward_service.program_tests.grade import Slot, grade
+from penstock.reward_service.program_tests.tests_of_row import Assertions, StdinTests
+from penstock.sandbox import canary
+from penstock.sandbox.zygote_command import ENVIRONMENT, Kind, Launch, interpreter
+from penstock.sandbox.zygote_process import Limits, Zygote
 
 PROGRAM = "print(2 * int(input()))"
 FUNCTION = "def double(x):\n    return 2 * x"

@@ -127,7 +127,7 @@ def _write_tables(page: Path) -> int:
 
 
 def _probe_sandbox(wanted: str) -> int:
-    from penstock.reward_service.sandbox import canary  # noqa: PLC0415 see above
+    from penstock.sandbox import canary  # noqa: PLC0415 see above
 
     found = canary.probe(wanted)
     sys.stdout.write(f"{found}\n")

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed, SandboxUnavailable
+from penstock.reward_service.program_tests import answers, tests_of_row
+from penstock.reward_service.program_tests.pool import SandboxPool
 from penstock.reward_service.registry.built_in import BY_SOURCE
 from penstock.reward_service.rewards import code
-from penstock.reward_service.sandbox import answers, canary, tests_of_row
-from penstock.reward_service.sandbox.pool import SandboxPool
-from penstock.reward_service.sandbox.zygote_command import Launch
-from penstock.reward_service.sandbox.zygote_process import Limits
+from penstock.sandbox import canary
+from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_process import Limits
 
 EMPTY_PROGRAM = "pass"
 _NUM_SLOTS = 2

@@ -31,17 +31,17 @@ from penstock.reward_service.heartbeat import HeartbeatWriter
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import ProgressStore
 from penstock.reward_service.pack_scoring import ScoringContext
+from penstock.reward_service.program_tests.pool import SandboxPool
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.registry.user_rewards import UserRewards
 from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.rewards import code
-from penstock.reward_service.sandbox import canary
-from penstock.reward_service.sandbox.pool import SandboxPool
-from penstock.reward_service.sandbox.zygote_command import Launch
-from penstock.reward_service.sandbox.zygote_process import Limits
 from penstock.reward_service.settings import RewardServiceSection, RewardSettings
 from penstock.reward_service.work_slots import WorkSlots
+from penstock.sandbox import canary
+from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_process import Limits
 
 log = structlog.get_logger("reward_service")
 

@@ -8,6 +8,7 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY protocol protocol
+COPY sandbox sandbox
 COPY reward_service reward_service
 COPY reward_model reward_model
 COPY rollout_service rollout_service

@@ -1,7 +1,7 @@
 """The share of its tests that a program passes (or 1 for all of them, else 0), run in a sandbox.
 
 Parts: ``passed`` and ``tests`` are counts, ``has_code`` is 1 if the completion contains a program, and
-``failed_<reason>`` is 1 for the reason of the first failure (`reward_service.sandbox.grade.Reason`).
+``failed_<reason>`` is 1 for the reason of the first failure (`sandbox.outcome.Reason`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from penstock.reward_service.program_tests import answers, tests_of_row
+from penstock.reward_service.program_tests.graded import Graded
+from penstock.reward_service.program_tests.tests_of_row import Tests
 from penstock.reward_service.rewards.reward import SandboxedReward
 from penstock.reward_service.rewards.verdict import Verdict
-from penstock.reward_service.sandbox import answers, tests_of_row
-from penstock.reward_service.sandbox.grade import Graded, Reason
-from penstock.reward_service.sandbox.tests_of_row import Tests
+from penstock.sandbox.outcome import Reason
 
 NAME = "code"
 
@@ -69,6 +70,6 @@ REWARD = SandboxedReward(
         "PrimeIntellect/verifiable-coding-problems",
     ),
     parts=("passed", "tests", "has_code", "failed_<reason>"),
-    notes="set with `reward_service.code_*`; see `reward_service/sandbox/README.md`",
+    notes="set with `reward_service.code_*`; see `reward_service/program_tests/README.md`",
     success=1.0,
 )

@@ -19,14 +19,16 @@ from tests.reward_service.processes import Service
 from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
+from penstock.reward_service.program_tests import answers, grade, tests_of_row
+from penstock.reward_service.program_tests import pool as sandbox_pool
+from penstock.reward_service.program_tests.graded import Graded
+from penstock.reward_service.program_tests.pool import SandboxPool
+from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.reward_service.rewards import code
-from penstock.reward_service.sandbox import answers, canary, grade, tests_of_row
-from penstock.reward_service.sandbox import pool as sandbox_pool
-from penstock.reward_service.sandbox.grade import Graded, Reason
-from penstock.reward_service.sandbox.pool import SandboxPool
-from penstock.reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests
-from penstock.reward_service.sandbox.zygote_command import Kind, Launch
-from penstock.reward_service.sandbox.zygote_process import Limits, Run
+from penstock.sandbox import canary
+from penstock.sandbox.outcome import Reason
+from penstock.sandbox.zygote_command import Kind, Launch
+from penstock.sandbox.zygote_process import Limits, Run
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
 DOUBLE = StdinTests(("1", "2", "3"), ("2", "4", "6"))
@@ -290,9 +292,9 @@ def test_zygotes_and_programs_exit_with_a_killed_service(kind: Kind) -> None:
     if problem := canary.attack(kind):
         pytest.skip(f"{kind} does not hold on this machine: {problem}")
     script = (
-        "import asyncio\nfrom penstock.reward_service.sandbox.pool import *\n"
-        "from penstock.reward_service.sandbox.tests_of_row import *\n"
-        "from penstock.reward_service.sandbox.zygote_command import Kind\n"
+        "import asyncio\nfrom penstock.reward_service.program_tests.pool import *\n"
+        "from penstock.reward_service.program_tests.tests_of_row import *\n"
+        "from penstock.sandbox.zygote_command import Kind\n"
         f"pool = SandboxPool(Launch(Kind({str(kind)!r})), 1, Limits(cpu_s=60.0))\n"
         "asyncio.run(pool.grade('import time; time.sleep(300)', StdinTests(('',), ('',))))"
     )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.reward_service.graders.grader_pool import GraderPool
+from penstock.reward_service.program_tests import answers
 from penstock.reward_service.rewards import gsm8k, math_answer, numeric
-from penstock.reward_service.sandbox import answers
 
 INF, NAN = float("inf"), float("nan")
 

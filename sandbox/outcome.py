@@ -1,13 +1,12 @@
-"""The outcome of a program's tests: how many it passed, why it failed the first, and whose failure that is."""
+"""How a program ended, and whose failure that is."""
 
 from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass
 
-from penstock.reward_service.errors import SandboxFailed
-from penstock.reward_service.sandbox.zygote_process import Killed, Limits, Run, was_out_of_cpu
+from penstock.sandbox.errors import SandboxError
+from penstock.sandbox.zygote_process import Killed, Limits, Run, was_out_of_cpu
 
 
 class Reason(enum.StrEnum):
@@ -27,18 +26,8 @@ class Reason(enum.StrEnum):
 OUT_OF_TIME = (Reason.CPU_TIME, Reason.WALL_TIME)
 
 
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """The number of passed tests, and the reason and detail of the first failure."""
-
-    passed: int
-    total: int
-    reason: Reason | None = None
-    detail: str = ""
-
-
 def failure(run: Run, limits: Limits) -> Reason | None:
-    """Return how a program failed, None if it succeeded; raises SandboxFailed if the sandbox failed."""
+    """Return how a program failed, None if it succeeded; raises SandboxError if the sandbox failed."""
     if run.killed is Killed.OUTPUT:
         return Reason.OUTPUT
     if (
@@ -48,7 +37,7 @@ def failure(run: Run, limits: Limits) -> Reason | None:
     if was_out_of_cpu(run, limits):
         return Reason.CPU_TIME
     if run.signal == signal.SIGKILL:  # a program cannot send SIGKILL, not even to itself
-        raise SandboxFailed("a program was killed by another process; check whether this machine ran out of memory")
+        raise SandboxError("a program was killed by another process; check whether this machine ran out of memory")
     if run.signal:
         return Reason.FORBIDDEN if run.signal == signal.SIGSYS else Reason.CRASHED
     if run.exit_code:

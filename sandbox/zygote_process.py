@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.reward_service.errors import SandboxFailed
-from penstock.reward_service.sandbox.zygote_command import ENVIRONMENT, Launch
+from penstock.sandbox.errors import SandboxError
+from penstock.sandbox.zygote_command import ENVIRONMENT, Launch
 
 _START_S = 60.0  # starting an interpreter on a busy machine
 _EXIT_S = 20.0  # from SIGKILL to the zygote's report that the program ended
@@ -91,7 +91,7 @@ class Zygote:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def spawn(self, mode: str, limits: Limits, pipes: Sequence[int]) -> None:
-        """Fork a program with ``pipes`` as its descriptors 0, 1, ...; raises SandboxFailed."""
+        """Fork a program with ``pipes`` as its descriptors 0, 1, ...; raises SandboxError."""
         if self.pid is None:
             self._start()
         assert self.channel is not None
@@ -114,11 +114,11 @@ class Zygote:
             self.channel.send(b"kill")
 
     def ended(self) -> dict[str, Any]:
-        """Return the zygote's report on the program that exited; raises SandboxFailed."""
+        """Return the zygote's report on the program that exited; raises SandboxError."""
         return self._report("running a program")
 
     def interrupt(self) -> None:
-        """Kill the zygote from another thread; a thread that waits for it gets SandboxFailed."""
+        """Kill the zygote from another thread; a thread that waits for it gets SandboxError."""
         process = self._process
         if process is not None:
             process.kill()
@@ -154,7 +154,7 @@ class Zygote:
                 )
             except OSError as err:
                 self.kill()
-                raise SandboxFailed(f"the {self._launch.kind} sandbox does not start: {err}") from None
+                raise SandboxError(f"the {self._launch.kind} sandbox does not start: {err}") from None
         self._report("starting")
         ours.settimeout(_EXIT_S)
 
@@ -171,7 +171,7 @@ class Zygote:
             raise self._broken(f"failed while {doing}: {message['failed']}")
         return message
 
-    def _broken(self, what: str) -> SandboxFailed:
+    def _broken(self, what: str) -> SandboxError:
         text, process = b"", self._process
         if process is not None and process.stderr is not None:
             process.kill()
@@ -180,7 +180,7 @@ class Zygote:
             text = process.stderr.read(2000) or b""
         self.kill()
         said = f": {text.decode(errors='replace').strip()[-500:]}" if text.strip() else ""
-        return SandboxFailed(f"the {self._launch.kind} sandbox {what}{said}")
+        return SandboxError(f"the {self._launch.kind} sandbox {what}{said}")
 
 
 class Watch:
@@ -230,7 +230,7 @@ class Watch:
     def wait(self, *, until: Run | None = None) -> None:
         """Wait until all have exited; kill those that exceed their limits, and all others once ``until`` has exited.
 
-        Raises SandboxFailed when a zygote exits or does not report.
+        Raises SandboxError when a zygote exits or does not report.
         """
         deadline = time.monotonic() + self._limits.wall_s
         while self._running or self._open:
@@ -251,11 +251,11 @@ class Watch:
     def _check_killed(self, now: float) -> None:
         for zygote, since in self._killed_at.items():
             if now - since > _EXIT_S:
-                raise SandboxFailed(
+                raise SandboxError(
                     f"a program did not exit within {_EXIT_S:.0f} s after it was killed (slot {zygote.slot})"
                 )
         if self._open and not self._running and now - self._ended_at > _EXIT_S:
-            raise SandboxFailed(f"a pipe stayed open for {_EXIT_S:.0f} s after its program had exited")
+            raise SandboxError(f"a pipe stayed open for {_EXIT_S:.0f} s after its program had exited")
 
     def _end(self, zygote: Zygote) -> None:
         self._selector.unregister(zygote.channel)  # type: ignore[arg-type]

@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
-from penstock.reward_service.sandbox.inside.program_proxy import STUBS
-from penstock.reward_service.sandbox.outcome import Graded, Reason, describe, failure
-from penstock.reward_service.sandbox.tests_of_row import Assertions
-from penstock.reward_service.sandbox.zygote_process import Killed, Limits, Run, Watch, Zygote
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.program_tests.graded import Graded
+from penstock.reward_service.program_tests.tests_of_row import Assertions
+from penstock.sandbox.errors import SandboxError
+from penstock.sandbox.inside.program_proxy import STUBS
+from penstock.sandbox.outcome import Reason, describe, failure
+from penstock.sandbox.zygote_process import Killed, Limits, Run, Watch, Zygote
 
 _KNOWN_PROOFS = 4096
 _EMPTY, _ANY_RESULT = set(STUBS), {"opaque", "none"}
@@ -53,7 +55,7 @@ class Proofs:
         self._known: OrderedDict[bytes, Proof] = OrderedDict()
 
     def of(self, zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
-        """Return the proof of a row's tests; raises SandboxFailed."""
+        """Return the proof of a row's tests; raises SandboxError."""
         key = hashlib.sha256(json.dumps([tests.pieces, tests.setup, tests.entry_points]).encode()).digest()
         known = self._known.get(key)
         if known is None:
@@ -64,7 +66,7 @@ class Proofs:
 
 
 def prove(zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
-    """Run the tests with every stand-in; raises SandboxFailed."""
+    """Run the tests with every stand-in; raises SandboxError."""
     messages: list[Message] = []
     left = list(STUBS)
     while left:
@@ -78,7 +80,7 @@ def prove(zygote: Zygote, tests: Assertions, limits: Limits) -> Proof:
             return Proof(f"cannot be run: {broken}", (), has_finished=True)
         if any("done" in message for message in said):
             break
-        failure(run, limits)  # raises SandboxFailed if the machine is the cause
+        failure(run, limits)  # raises SandboxError if the machine is the cause
         ended = {message["stub"] for message in said if "finished" in message}
         left = [kind for kind in left if kind not in ended][1:]  # the tests did not end with the first of them
     has_finished = any("finished" in message for message in messages)
@@ -106,7 +108,7 @@ def _problem(messages: Sequence[Message]) -> str:
 
 
 def grade(programs: Zygote, tester: Zygote, program: str, tests: Assertions, proof: Proof, limits: Limits) -> Graded:
-    """Run a program's tests; raises BadGroundTruth when they prove nothing or cannot be run, SandboxFailed."""
+    """Run a program's tests; raises BadGroundTruth when they prove nothing or cannot be run, SandboxError."""
     if proof.problem:
         raise BadGroundTruth(f"code: the row's tests {proof.problem}")
     to_program, to_tests = os.pipe(), os.pipe()
@@ -145,10 +147,10 @@ def _verdict(served: Run, tested: Run, proof: Proof, limits: Limits) -> Graded:
 
 
 def _exhaustion(tested: Run, said: Sequence[Message], limits: Limits) -> Reason:
-    """Return how a program's answers kept its tests from finishing; raises SandboxFailed if it never answered."""
+    """Return how a program's answers kept its tests from finishing; raises SandboxError if it never answered."""
     reason = failure(tested, limits)
     if reason is None or not any("answered" in message for message in said):
-        raise SandboxFailed(f"the test process did not finish ({describe(tested)}, {tested.cpu_s:.1f} s of CPU)")
+        raise SandboxError(f"the test process did not finish ({describe(tested)}, {tested.cpu_s:.1f} s of CPU)")
     return reason
 
 

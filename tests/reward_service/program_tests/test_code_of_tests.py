@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.sandbox import canary, test_code, tests_of_row
-from penstock.reward_service.sandbox.grade import Graded, Reason, Slot, grade
-from penstock.reward_service.sandbox.test_code import Proof
-from penstock.reward_service.sandbox.zygote_command import Launch
-from penstock.reward_service.sandbox.zygote_process import Limits, Run, Zygote
+from penstock.reward_service.program_tests import test_code, tests_of_row
+from penstock.reward_service.program_tests.grade import Slot, grade
+from penstock.reward_service.program_tests.graded import Graded
+from penstock.reward_service.program_tests.test_code import Proof
+from penstock.sandbox import canary
+from penstock.sandbox.outcome import Reason
+from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_process import Limits, Run, Zygote
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
 ADD = "def add(a, b): return a + b"

@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 
-from penstock.reward_service.sandbox.inside import syscalls
+from penstock.sandbox.inside import syscalls
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.reward_service.errors import RewardError
-from penstock.reward_service.sandbox.grade import Reason, failure, run_program
-from penstock.reward_service.sandbox.zygote_command import Kind, Launch
-from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
+from penstock.sandbox.errors import SandboxError
+from penstock.sandbox.outcome import Reason, failure
+from penstock.sandbox.run_program import run_program
+from penstock.sandbox.zygote_command import Kind, Launch
+from penstock.sandbox.zygote_process import Limits, Zygote
 
 _LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=64 * 1024, tasks=8)
 _SLOT = 15  # not used by a pool
@@ -101,7 +102,7 @@ def attack(kind: Kind) -> str:
             found = failure(run_program(zygote, program, _LIMITS), _LIMITS)
             if found is not reason:
                 return f"{program!r} ended with {found}, expected {reason}"
-    except (RewardError, OSError) as err:
+    except (SandboxError, OSError) as err:
         return str(err)
     finally:
         zygote.kill()

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 
-from penstock.reward_service.sandbox.inside import confine, program, tests
+from penstock.sandbox.inside import confine, program, tests
 
 WARM = (
     "array bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re "

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.reward_service.sandbox.inside import pytest_api
-from penstock.reward_service.sandbox.inside.program_proxy import BadTests, is_of_program
+from penstock.sandbox.inside import pytest_api
+from penstock.sandbox.inside.program_proxy import BadTests, is_of_program
 
 Report = Callable[[str], None]  # takes why a test failed, "" if it passed
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

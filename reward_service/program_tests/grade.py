@@ -2,7 +2,7 @@
 
 - the program: `Graded` with a ``reason``, a verdict like any other.
 - the tests (they do not compile, their setup raises, they accept any program): BadGroundTruth.
-- the sandbox, the machine, a SIGKILL from another process: SandboxFailed, never a verdict.
+- the sandbox, the machine, a SIGKILL from another process: SandboxError, never a verdict.
 
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
 After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds; so do
@@ -17,12 +17,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from penstock.reward_service.errors import SandboxFailed
-from penstock.reward_service.sandbox import answers, test_code
-from penstock.reward_service.sandbox.outcome import OUT_OF_TIME, Graded, Reason, describe, failure
-from penstock.reward_service.sandbox.test_code import Proofs
-from penstock.reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
-from penstock.reward_service.sandbox.zygote_process import Limits, Run, Watch, Zygote
+from penstock.reward_service.program_tests import answers, test_code
+from penstock.reward_service.program_tests.graded import Graded
+from penstock.reward_service.program_tests.test_code import Proofs
+from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
+from penstock.sandbox.errors import SandboxError
+from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure
+from penstock.sandbox.run_program import run_program
+from penstock.sandbox.zygote_process import Limits, Run, Watch, Zygote
 
 
 @dataclass(slots=True)
@@ -38,10 +40,14 @@ class Slot:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
-        """Make the grading thread raise SandboxFailed soon; called from another thread."""
+        """Make the grading thread raise SandboxError soon; called from another thread."""
         self.stopped.set()
         self.programs.interrupt()
         self.tests.interrupt()
+
+    def resume(self) -> None:
+        """Make it usable after `stop`."""
+        self.stopped.clear()
 
     def kill(self) -> None:
         """Kill both zygotes and their programs."""
@@ -52,7 +58,7 @@ class Slot:
 def grade(
     slot: Slot, program: str, tests: Tests, limits: Limits, *, stop_early: bool, budget_s: float = math.inf
 ) -> Graded:
-    """Run all tests, or with ``stop_early`` up to the first failure. Raises SandboxFailed, BadGroundTruth.
+    """Run all tests, or with ``stop_early`` up to the first failure. Raises SandboxError, BadGroundTruth.
 
     ``budget_s`` is the time that the tests of the program may take together, in CPU seconds; a wall second that it
     waits counts as it does for one test. A program that needs more fails as at the limit of one test.
@@ -64,7 +70,7 @@ def grade(
     cpu_s, began = 0.0, time.monotonic()
     for place in range(total):
         if slot.stopped.is_set():
-            raise SandboxFailed("the grading of a program was stopped")
+            raise SandboxError("the grading of a program was stopped")
         if max(cpu_s, (time.monotonic() - began) / limits.wall_factor) >= budget_s:
             reason = Reason.CPU_TIME if cpu_s >= budget_s else Reason.WALL_TIME
             return Graded(
@@ -97,15 +103,7 @@ def _one(slot: Slot, program: str, tests: StdinTests | FunctionTests, place: int
         return run_program(slot.programs, program, limits, stdin=tests.inputs[place])
     job = {"program": program, "function": tests.function, "arguments": tests.arguments[place]}
     with Watch(limits) as watch:
-        run = watch.start(slot.programs, "function", job=_json(job))
-        watch.wait()
-    return run
-
-
-def run_program(zygote: Zygote, program: str, limits: Limits, *, stdin: str = "") -> Run:
-    """Run a program once; raises SandboxFailed."""
-    with Watch(limits) as watch:
-        run = watch.start(zygote, "stdin", job=_json({"program": program}), stdin=_bytes(stdin))
+        run = watch.start(slot.programs, "function", job=json.dumps(job).encode())
         watch.wait()
     return run
 
@@ -117,11 +115,3 @@ def _right(run: Run, tests: StdinTests | FunctionTests, place: int) -> bool:
         return answers.same_result(json.loads(run.answer), tests.results[place])
     except (ValueError, RecursionError):  # it wrote something else, or nothing
         return False
-
-
-def _json(job: object) -> bytes:
-    return json.dumps(job).encode()
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", errors="surrogatepass")

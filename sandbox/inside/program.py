@@ -20,7 +20,7 @@ import traceback
 import types
 from typing import Any
 
-from penstock.reward_service.sandbox.inside import values
+from penstock.sandbox.inside import values
 
 JOB, ANSWERS, CALLS = 3, 4, 5
 FILE = "program.py"

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import zip_longest
 from typing import Any
 
-from penstock.reward_service.sandbox.tests_of_row import LANGUAGES
+from penstock.reward_service.program_tests.tests_of_row import LANGUAGES
 
 MAX_PROGRAM_CHARS = 256 * 1024
 _TOLERANCE = 1e-6  # relative and absolute

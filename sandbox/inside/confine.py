@@ -19,7 +19,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.reward_service.sandbox.inside import landlock, seccomp
+from penstock.sandbox.inside import landlock, seccomp
 
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_KEEPCAPS, _SET_NO_NEW_PRIVS = 1, 4, 8, 38
 _CAP_DAC_READ_SEARCH = 2

@@ -10,13 +10,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.reward_service.errors import SandboxFailed
+from penstock.sandbox.errors import SandboxError
 
-_ROOT = Path(__file__).absolute().parents[3]  # the folder that holds `penstock`
-_INSIDE = Path("penstock/reward_service/sandbox/inside")
+_ROOT = Path(__file__).absolute().parents[2]  # the folder that holds `penstock`
+_INSIDE = Path("penstock/sandbox/inside")
 _ROOT_INSIDE_BUBBLE = "/penstock"
 _START = (
-    "import sys; sys.path.append(sys.argv[1]); from penstock.reward_service.sandbox.inside.zygote import main; "
+    "import sys; sys.path.append(sys.argv[1]); from penstock.sandbox.inside.zygote import main; "
     "main(int(sys.argv[2]), sys.argv[3])"
 )
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
@@ -48,7 +48,7 @@ class Launch:
     def command(self, descriptor: int, slot: int) -> list[str]:
         """Return the command of a zygote that serves the inherited socket ``descriptor``.
 
-        Raises SandboxFailed if a required program is not installed. When started by root, each slot has its own
+        Raises SandboxError if a required program is not installed. When started by root, each slot has its own
         user id, so that the kernel's count of its threads is exact.
         """
         uid = None
@@ -78,7 +78,7 @@ def _bubble(*, as_root: bool) -> list[str]:
     """Return bubblewrap's part: new namespaces, and a read-only root with the readable paths."""
     program = shutil.which("bwrap")
     if program is None:
-        raise SandboxFailed("bubblewrap is not installed; run apt install bubblewrap")
+        raise SandboxError("bubblewrap is not installed; run apt install bubblewrap")
     if as_root:  # no user namespace: the zygote needs capabilities to switch users and to kill processes of that user
         own = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         own += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-from penstock.reward_service.sandbox.inside.program_proxy import BadTests
+from penstock.sandbox.inside.program_proxy import BadTests
 
 MARKS = "pytestmark"
 FIXTURE = "_penstock_fixture"

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from penstock.reward_service.sandbox.inside import values
+from penstock.sandbox.inside import values
 
 STUBS = ("opaque", "none", "missing")  # a new object equal to nothing; None; NameError, as an empty program
 # Modules that tests import the program from.

@@ -11,14 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.reward_service.sandbox import attacks
+from tests.sandbox import attacks
 
-from penstock.reward_service.sandbox import canary
-from penstock.reward_service.sandbox.grade import Reason, Slot, failure, grade, run_program
-from penstock.reward_service.sandbox.inside import seccomp, syscalls
-from penstock.reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests
-from penstock.reward_service.sandbox.zygote_command import Kind, Launch
-from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
+from penstock.reward_service.program_tests.grade import Slot, grade
+from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
+from penstock.sandbox import canary
+from penstock.sandbox.inside import seccomp, syscalls
+from penstock.sandbox.outcome import Reason, failure
+from penstock.sandbox.run_program import run_program
+from penstock.sandbox.zygote_command import Kind, Launch
+from penstock.sandbox.zygote_process import Limits, Zygote
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=1024**2, tasks=16)
 IMPATIENT = replace(LIMITS, wall_factor=0.0, wall_min_s=0.5)  # for programs that only wait

@@ -19,8 +19,8 @@ import types
 import unittest
 from typing import Any
 
-from penstock.reward_service.sandbox.inside import pytest_api, test_collection
-from penstock.reward_service.sandbox.inside.program_proxy import (
+from penstock.sandbox.inside import pytest_api, test_collection
+from penstock.sandbox.inside.program_proxy import (
     PROGRAM_MODULES,
     Answers,
     BadTests,

@@ -1,1 +1,0 @@
-"""Run untrusted programs in isolation; see README.md in this folder."""
