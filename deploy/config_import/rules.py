@@ -369,10 +369,24 @@ def never_rule(given: Any, values: Values) -> Outcome:
     return set_to(eval__every=0) if str(given).lower() in ("no", "false") else ignored(f"{READ} eval_steps")
 
 
+# ROLL's sets over which rewards are normalised; the later names are those of its agentic pipeline.
+_GROUPINGS = {"state": "group", "traj_group_id": "group", "inductive": "source", "tags": "source", "batch": "batch"}
+_TURN_NORMS = {
+    "gigpo": ("algorithm.episode_baseline", "algorithm.normalise_by_std"),
+    "step_reinforce": ("algorithm.turn_baseline", "algorithm.turn_scale"),
+}
+
+
 def method_rule(given: Any, values: Values) -> Outcome:
     """Set ROLL's normalisation of rewards in groups."""
     grouping = first(values, "reward_normalization.grouping", "grouping", default="state")
-    norm = {"state": "group", "batch": "batch", "inductive": "source"}.get(str(grouping))
+    norm = _GROUPINGS.get(str(grouping))
+    estimator = str(first(values, "adv_estimator", default=""))
+    if estimator in _TURN_NORMS and norm is not None and given in ("mean_std", "mean"):
+        baseline, scale = _TURN_NORMS[estimator]
+        return Outcome("translated", {baseline: norm, scale: given == "mean_std"})
+    if estimator in _TURN_NORMS:
+        return decide(f"set {' and '.join(_TURN_NORMS[estimator])}")
     if given == "identity":
         return set_to(algorithm__reward_norm="none")
     if norm is None or given not in ("mean_std", "asym_clip", "mean"):

@@ -61,6 +61,21 @@ class _GeneralSettings(Section):
     overlong_factor: float = Field(
         default=1.0, gt=0.0, description="Reward lost by an answer of rollout.max_new_tokens."
     )
+    efficiency_spread: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Among a group's successes, reward of the episode with the fewest turns above that of the one with the most, by rank; 0: off.",
+    )
+    efficiency_failure_spread: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Among a group's failures, reward of the episode with the most turns above that of the one with the fewest; 0: off.",
+    )
+    efficiency_success: float = Field(
+        default=0.5, allow_inf_nan=False, description="Reward from which on an episode is a success for these two."
+    )
     reward_clip: float | None = Field(
         default=None, gt=0.0, description="Rewards are limited to plus or minus this; none: no limit."
     )

@@ -95,6 +95,8 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
             rewards = rewards + reward_shaping.overlong_penalty(
                 _longest_turns(groups, members), longest=longest, buffer=buffer, factor=settings.overlong_factor
             )
+        if settings.efficiency_spread or settings.efficiency_failure_spread:
+            rewards = rewards + _efficiency(settings, groups, rewards, index)
         rewards = reward_shaping.clip_symmetric(rewards, settings.reward_clip)
         shaped = rewards
         rewards = _scaled(settings, running, rewards)
@@ -110,7 +112,8 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
             rewards = rewards - running.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         turns = turns_of(groups, rewards) if estimator.by_turn or any(g.turns for g in groups) else None
-        found = estimate(Outcomes(rewards, index, lengths, baselines, turns))
+        sources = reward_shaping.numbered([g.source for g in groups for _ in g.rewards])
+        found = estimate(Outcomes(rewards, index, lengths, baselines, turns, sources))
         by_turn: list[list[float]] = []
         if estimator.by_turn:
             assert turns is not None
@@ -174,6 +177,26 @@ def _longest_turns(groups: Sequence[Scored], members: Sequence[tuple[list[float]
     return torch.tensor([length for some in found for length in some], dtype=torch.int64)
 
 
+def _num_turns(groups: Sequence[Scored]) -> list[int]:
+    """Return the turns of every trajectory, [B]."""
+    return [len(turns) for _, turns in _each_turns(groups)]
+
+
+def _efficiency(settings: AlgorithmSettings, groups: Sequence[Scored], rewards: Tensor, index: Tensor) -> Tensor:
+    """Return what the number of turns adds to each reward, [B] with baselines, which get nothing."""
+    found = torch.zeros_like(rewards)
+    is_trained = torch.tensor([n < len(g.rewards) for g in groups for n in range(len(g.shaped_together[0]))])
+    found[is_trained] = reward_shaping.efficiency(
+        rewards[is_trained],
+        torch.tensor(_num_turns(groups), dtype=torch.int64),
+        index[is_trained],
+        success=settings.efficiency_success,
+        spread=settings.efficiency_spread,
+        failure_spread=settings.efficiency_failure_spread,
+    )
+    return found
+
+
 def _split(values: Tensor, turns: Turns) -> list[list[float]]:
     """Return values [K] by trajectory."""
     sizes = torch.bincount(turns.trajectory).tolist()
@@ -183,9 +206,10 @@ def _split(values: Tensor, turns: Turns) -> list[list[float]]:
 def _candidates(groups: Sequence[Scored], found: Tensor, shaped: Tensor, lengths: Tensor) -> list[Candidate]:
     """Return every trajectory as filters see it; rounding errors of an advantage of 0 are 0 for them."""
     cut = [(truncated, group.source) for group in groups for truncated in group.truncated]
+    turns = _num_turns(groups)
     exact = torch.where(found.abs() <= _ROUNDING * found.abs().max(), 0.0, found) if len(found) else found
-    columns = zip(exact.tolist(), shaped.tolist(), lengths.tolist(), cut, strict=True)
-    return [Candidate(a, truncated, reward, length, source) for a, reward, length, (truncated, source) in columns]
+    columns = zip(exact.tolist(), shaped.tolist(), lengths.tolist(), cut, turns, strict=True)
+    return [Candidate(a, is_cut, reward, length, source, num) for a, reward, length, (is_cut, source), num in columns]
 
 
 def _scaled(settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor) -> Tensor:

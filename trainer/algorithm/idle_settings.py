@@ -12,6 +12,7 @@ from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTE
 # What a setting that belongs to no part does nothing without: any one of these must be on.
 _SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("overlong_buffer",): ("overlong_factor",),
+    ("efficiency_spread", "efficiency_failure_spread"): ("efficiency_success",),
     ("reward_norm",): ("reward_shift", "reward_scale", "asym_clip"),
     ("ess_level",): ("ess_power", "ess_floor"),
     ("kl_coefficient",): ("kl_form", "kl_unbiased"),

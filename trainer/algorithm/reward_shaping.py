@@ -2,7 +2,7 @@
 
 The order is fixed, and each step is off unless it is set:
 
-1. `clip_symmetric` of the reward. 2. `RunningMoments`: divide by the running standard deviation, after subtracting
+1. `overlong_penalty`, `efficiency`, then `clip_symmetric` of the reward. 2. `RunningMoments`: divide by the running standard deviation, after subtracting
 the running mean where that is set. 3. `normalise`: by batch, group, kind of task or running moments; mean only (shift)
 or deviation only (scale) where set; `asym_clip` of the result. 4. `kl_in_reward`. 5. `whiten` of the token rewards,
 before GAE. 6. The estimator (`trainer/algorithm/estimators/`). 7. `whiten` of the advantages. 8. `clip_symmetric` of the
@@ -136,6 +136,38 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: floa
         raise ValueError(f"the buffer of the overlong penalty must be at least 1 token, got {buffer}")
     beyond = (lengths.to(torch.float64) - (longest - buffer)) / buffer
     return -factor * beyond.clamp(0.0, 1.0)
+
+
+def efficiency(
+    rewards: Tensor, turns: Tensor, groups: Tensor, *, success: float, spread: float, failure_spread: float
+) -> Tensor:
+    """Return AgentRL's `efficient_rewarding`: zero-sum ranks by turns among a group's successes, and among its failures, [B].
+
+    Of n successes the one with the fewest turns gains ``spread / 2`` and the one with the most loses it; those with equal turns
+    share their mean rank. Among failures it is the other way round with ``failure_spread``: giving up early loses. One that is
+    alone gets 0. AgentRL: both 0.2, a success at 0.5.
+
+    Args:
+        rewards: [B].
+        turns: [B] int64, answers of each.
+        groups: [B] int64.
+        success: A reward from which on a trajectory is a success.
+        spread: Between the first and the last success.
+        failure_spread: Between the last and the first failure.
+    """
+    found = torch.zeros_like(rewards)
+    is_success = rewards >= success
+    for group in torch.unique(groups):
+        for chosen, sign in ((is_success, -spread), (~is_success, failure_spread)):
+            places = torch.nonzero((groups == group) & chosen)[:, 0]
+            if len(places) < 2:
+                continue
+            own = turns[places]
+            fewer, equal = (own[None, :] < own[:, None]).sum(1), (own[None, :] == own[:, None]).sum(1)
+            rank = fewer.to(rewards.dtype) + (equal.to(rewards.dtype) - 1.0) / 2.0
+            last = len(places) - 1.0
+            found[places] = sign * (rank - last / 2.0) / last
+    return found
 
 
 def repetition_penalty(token_ids: list[int], *, ngram: int, factor: float) -> float:

@@ -23,13 +23,19 @@ TAKEN: dict[str, Alias] = {
 
 RENAMED: dict[str, str] = {
     "algorithm": "algorithm.name",
+    "agent_config_path": "a reward endpoint for a judge (docs/rewards.md), options.tools of [environment.define.NAME] for tools",
     "beta1": "algorithm.beta_low",
     "beta2": "algorithm.beta_high",
     "db_name": "run.id (streams, objects and folders carry it)",
     "epsilon_higher": "algorithm.clip_high (the whole upper width, not the increment over epsilon)",
+    "efficient_rewarding": "algorithm.efficiency_spread and algorithm.efficiency_failure_spread (0.2 each)",
     "eval_tasks": "data.eval",
+    "max_turns": "environment.define.NAME.max_turns, see docs/tools.md",
+    "min_turns": "algorithm.success_turns (leaves early successes out), or options.min_turns of [environment.define.NAME] (asks for a call)",
     "model_size": "model.path",
     "name": "run.id",
+    "repetition_early_stop_times": "options.repeat_limit of [environment.define.NAME], see docs/tools.md",
+    "tool_call_parser": "environment.define.NAME.answer_format (hermes, llama, plain, or your own)",
     "reward_fn": "`penstock reward serve FILE` and its name in reward.name",
 }
 

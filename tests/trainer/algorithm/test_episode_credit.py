@@ -158,6 +158,66 @@ def test_gigpo_adds_the_turn_among_its_state_to_the_episode_in_its_group() -> No
     assert apart.turns[:2] == found.turns, "a state of another group is another state"
 
 
+def test_turns_are_compared_with_all_turns_of_their_group_source_or_batch() -> None:
+    """Returns 1, 1 | 0 in the first group, 3 in the second, which has the same source, 8 in the third, which has another."""
+    first = _group((1.0, _turns(0.0, 1.0)), (0.0, _turns(0.0)))
+    second, third = _group((3.0, _turns(3.0))), replace(_group((8.0, _turns(8.0))), source="other")
+    groups = (first, second, third)
+    within = _credit(*groups, name="step_reinforce", turn_discount=1.0).turns
+    assert within == [pytest.approx([1 / 3, 1 / 3]), pytest.approx([-2 / 3]), [0.0], [0.0]]
+    by_source = _credit(*groups, name="step_reinforce", turn_discount=1.0, turn_baseline="source").turns
+    assert by_source == [pytest.approx([-0.25, -0.25]), [-1.25], [1.75], [0.0]]
+    batch = _credit(*groups, name="step_reinforce", turn_discount=1.0, turn_baseline="batch").turns
+    assert batch == [pytest.approx([-1.6, -1.6]), pytest.approx([-2.6]), pytest.approx([0.4]), pytest.approx([5.4])]
+    deviation = math.sqrt((0.25 * 0.25 * 2 + 1.25 * 1.25 + 1.75 * 1.75) / 3)
+    scaled = _credit(*groups, name="step_reinforce", turn_discount=1.0, turn_baseline="source", turn_scale=True).turns
+    assert scaled[0] == pytest.approx([-0.25 / deviation] * 2, rel=1e-5)
+    assert _credit(first, name="step_reinforce").turns[0] == pytest.approx([0.95 - 1.95 / 3, 1.0 - 1.95 / 3])
+
+
+def test_gigpo_compares_episodes_with_their_group_source_or_batch() -> None:
+    """Episodes of 1 and 0, of 4, and of 7 of another source; no two turns share a state, so that episodes alone count."""
+    groups = (
+        _group((1.0, _turns(1.0)), (0.0, _turns(0.0))),
+        _group((4.0, _turns(4.0))),
+        replace(_group((7.0, _turns(7.0))), source="other"),
+    )
+    found = {
+        over: [
+            turns[0] for turns in _credit(*groups, name="gigpo", normalise_by_std=False, episode_baseline=over).turns
+        ]
+        for over in ("group", "source", "batch")
+    }
+    assert found["group"] == [0.5, -0.5, 0.0, 0.0]
+    assert found["source"] == pytest.approx([-2 / 3, -5 / 3, 7 / 3, 0.0])
+    assert found["batch"] == [-2.0, -3.0, 1.0, 4.0]
+
+
+def test_short_successes_gain_and_short_failures_lose_by_rank() -> None:
+    """Successes of 1, 2, 2 and 4 turns and failures of 1 and 3, as AgentRL: ranks 0, 1.5, 1.5, 3 and 0, 1; zero-sum in each."""
+    episodes = [(1.0, 1), (1.0, 2), (1.0, 2), (1.0, 4), (0.0, 1), (0.2, 3)]
+    group = _group(*[(reward, _turns(*[0.0] * turns)) for reward, turns in episodes])
+    alone = _group((1.0, _turns(0.0)), (0.0, _turns(0.0, 0.0)))
+    settings: dict[str, object] = {"name": "reinforce", "efficiency_spread": 0.2, "efficiency_failure_spread": 0.2}
+    found = _credit(group, alone, **settings)
+    assert found.rewards == pytest.approx([1.1, 1.0, 1.0, 0.9, -0.1, 0.3, 1.0, 0.0])
+    assert sum(found.rewards) == pytest.approx(4.2 + 1.0)
+    only = _credit(group, name="reinforce", efficiency_spread=0.6, efficiency_success=0.1).rewards
+    assert only == pytest.approx([1.3, 1.075, 1.075, 0.7, 0.0, 0.05])  # ranks 0, 1.5, 1.5, 4 and 3 of five
+    by_turn = _credit(group, name="return_to_go", **{k: v for k, v in settings.items() if k != "name"}).turns
+    assert by_turn[0][0] - by_turn[3][0] == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="efficiency_success does nothing while"):
+        AlgorithmSettings(name="grpo", efficiency_success=1.0)
+
+
+def test_successes_of_too_few_turns_are_left_out() -> None:
+    """With ``success_turns = 1`` a right answer at once teaches nothing; a wrong one does, and so does a longer right one."""
+    group = _group((1.0, _turns(1.0)), (0.0, _turns(0.0)), (1.0, _turns(0.0, 1.0)))
+    found = _credit(group, name="grpo", success_turns=1)
+    assert found.weights == [0.0, 1.0, 1.0]
+    assert found.skipped == {"too_few_turns": 1}
+
+
 def test_turns_are_credited_only_with_rewards_as_they_are() -> None:
     """A normalised total and turns that are not would not add up."""
     with pytest.raises(ValueError, match="reward_norm changes the rewards of whole episodes"):

@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_clip": ("2.0",), "algorithm.age_band_cap": ("4.0",),
     "algorithm.age_band_decay": ("0.5", "algorithm.age_band_cap=4.0"), "algorithm.aggregation": ("token-mean",),
     "algorithm.asym_clip": ("true", "algorithm.reward_norm=group"),
+    "algorithm.episode_weight": ("2.0", "algorithm.name=gigpo"), "algorithm.step_weight": ("2.0", "algorithm.name=gigpo"),
     "algorithm.clip_cov_high": ("6.0", "algorithm.loss=clip_cov"), "algorithm.clip_cov_low": ("2.0", "algorithm.loss=clip_cov"),
     "algorithm.clip_cov_share": ("0.1", "algorithm.loss=clip_cov"), "algorithm.clip_high": ("0.3",),
     "algorithm.clip_low": ("0.3",), "algorithm.epochs": ("3",), "algorithm.minibatches": ("4",), "algorithm.difficulty_weight": ("true",), "algorithm.drop_zero_advantage": ("true",),

@@ -39,12 +39,22 @@ class Outcomes:
     lengths: Tensor  # [B] sampled tokens of each
     baselines: Tensor | None = None  # [B] reward of the prompt's greedy completion, for ReMax
     turns: Turns | None = None  # for an estimator by turn; None: every trajectory is one turn
+    sources: Tensor | None = (
+        None  # [B] int64, equal for rows of one kind of task (data_source); None: there is one kind
+    )
 
     @property
     def group_index(self) -> tuple[Tensor, int]:
         """Groups renumbered 0..G-1 [B], and G."""
         names, index = torch.unique(self.groups, return_inverse=True)
         return index, len(names)
+
+    def sets(self, name: str) -> Tensor:
+        """Return a number for each trajectory, [B], equal for those of one group, one source, or the whole batch."""
+        if name == "group":
+            return self.groups
+        alike = torch.zeros_like(self.groups)
+        return alike if name == "batch" or self.sources is None else self.sources
 
     @property
     def each_turn(self) -> Turns:

@@ -27,22 +27,32 @@ class TurnDiscount(Options):
 class ReturnToGoOptions(TurnDiscount):
     """Options of `return_to_go`."""
 
-    turn_baseline: Literal["turn", "state"] = Field(
+    turn_baseline: Literal["turn", "state", "group", "source", "batch"] = Field(
         default="turn",
-        description="Compare a turn with the group's turns of the same number, or of the same state where it is known.",
+        description="Compare a turn with the group's turns of the same number, or of the same state where it is known; or with all turns of "
+        "the group, of the batch's rows of one data_source, or of the batch.",
+    )
+    turn_scale: bool = Field(
+        default=False, description="Divide by the standard deviation of what a turn is compared with."
     )
 
 
 @advantage_estimator(
     options=ReturnToGoOptions,
-    source="Williams 1992; verl issue 7244",
+    source="Williams 1992; verl issue 7244; ROLL step_reinforce",
     presets={
         "return_to_go": {"advantage": "return_to_go", "loss": "ppo_clip", "aggregation": "token-mean"},
+        "step_reinforce": {
+            "advantage": "return_to_go", "turn_baseline": "group", "turn_discount": 0.95, "loss": "ppo_clip",
+            "aggregation": "token-mean",
+        },
     },
     group_relative=True,
     by_turn=True,
-)
-def return_to_go(outcomes: Outcomes, *, turn_discount: float = 1.0, turn_baseline: str = "turn") -> Tensor:
+)  # fmt: skip
+def return_to_go(
+    outcomes: Outcomes, *, turn_discount: float = 1.0, turn_baseline: str = "turn", turn_scale: bool = False
+) -> Tensor:
     """Subtract from the discounted rewards of a turn and all later ones their mean over the group's turns of that number.
 
     ``G_t = sum over k >= t of discount^(k - t) r_k``, ``A_t = G_t - mean(G_t)`` over the episodes of the group that have a
@@ -50,17 +60,23 @@ def return_to_go(outcomes: Outcomes, *, turn_discount: float = 1.0, turn_baselin
     rewards of each turn number first and summing then (verl issue 7244) is biased where the policy chooses when to stop:
     of "stop for 1" and "0.5 now, 0.5 next", which are equal, it rewards stopping with .25 and going on with -.25.
 
+    With ``turn_baseline`` group, source or batch the mean is over all turns of that set, whatever their numbers: ROLL's
+    ``step_reinforce`` with ``grouping`` traj_group_id (state), tags (inductive) or batch.
+
     Returns:
         [K] one advantage per turn; 0 where nothing compares. An episode of one turn has the advantage of Dr. GRPO.
     """
     turns = outcomes.each_turn
     returns = turns.returns(turn_discount)
     group = outcomes.groups[turns.trajectory]
+    if turn_baseline in ("group", "source", "batch"):
+        every = outcomes.sets(turn_baseline)[turns.trajectory]
+        return compared(returns, every[:, None], normalise_by_std=turn_scale)
     by_number = torch.stack([group, turns.number, torch.zeros_like(group)], dim=1)
     if turn_baseline == "state":
         by_state = torch.stack([group, turns.state, torch.ones_like(group)], dim=1)
         by_number = torch.where((turns.state >= 0)[:, None], by_state, by_number)
-    return compared(returns, by_number, normalise_by_std=False)
+    return compared(returns, by_number, normalise_by_std=turn_scale)
 
 
 def compared(values: Tensor, keys: Tensor, *, normalise_by_std: bool) -> Tensor:

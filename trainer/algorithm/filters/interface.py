@@ -20,6 +20,7 @@ class Candidate:
     reward: float = 0.0  # as shaped
     num_tokens: int = 0  # sampled
     source: str = ""  # kind of task, the row's data_source
+    num_turns: int = 1  # answers of an episode
 
 
 FilterFunction = Callable[..., bool]
