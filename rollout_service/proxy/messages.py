@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _KEY_BYTES = 16
@@ -43,6 +43,9 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""  # of a tool's result
     name: str = ""
+    unparsed_calls: int = field(
+        default=0, compare=False
+    )  # begun in the content, and no calls; of an answer of the policy
 
     def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
         """Return the message as chat templates read it."""

@@ -240,7 +240,8 @@ class EpisodeSession:
         if parsed is None:
             return Message("assistant", rest, reasoning), is_open, 0
         calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in parsed.calls)
-        return Message("assistant", parsed.content, reasoning, calls), is_open, parsed.num_unparsed
+        answer = Message("assistant", parsed.content, reasoning, calls, unparsed_calls=parsed.num_unparsed)
+        return answer, is_open, parsed.num_unparsed
 
 
 def episode_ended(episode_id: str) -> RequestRefused:

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
     from penstock.rollout_service.environments.play import Row as Row
     from penstock.rollout_service.environments.play import done as done
     from penstock.rollout_service.environments.play import say as say
+    from penstock.rollout_service.environments.tools.tool import Tool as Tool
+    from penstock.rollout_service.environments.tools.tool import ToolArguments as ToolArguments
+    from penstock.rollout_service.environments.tools.tool import ToolEpisode as ToolEpisode
+    from penstock.rollout_service.environments.tools.tool import ToolError as ToolError
+    from penstock.rollout_service.environments.tools.tool import ToolUnavailable as ToolUnavailable
     from penstock.rollout_service.environments.turn_environment import TurnEnvironment as TurnEnvironment
     from penstock.rollout_service.proxy.messages import Message as Message
     from penstock.rollout_service.proxy.messages import ToolCall as ToolCall
@@ -114,7 +119,12 @@ _MODULES = {
     "StdNormalisation": "penstock.trainer.algorithm.estimators.interface",
     "Task": "penstock.protocol.facts",
     "Tokens": "penstock.trainer.algorithm.losses.interface",
+    "Tool": "penstock.rollout_service.environments.tools.tool",
+    "ToolArguments": "penstock.rollout_service.environments.tools.tool",
     "ToolCall": "penstock.rollout_service.proxy.messages",
+    "ToolEpisode": "penstock.rollout_service.environments.tools.tool",
+    "ToolError": "penstock.rollout_service.environments.tools.tool",
+    "ToolUnavailable": "penstock.rollout_service.environments.tools.tool",
     "Trajectory": "penstock.protocol.trajectory",
     "TurnEnvironment": "penstock.rollout_service.environments.turn_environment",
     "WeightCap": "penstock.trainer.algorithm.losses.interface",
@@ -170,7 +180,12 @@ __all__ = [
     "StdNormalisation",
     "Task",
     "Tokens",
+    "Tool",
+    "ToolArguments",
     "ToolCall",
+    "ToolEpisode",
+    "ToolError",
+    "ToolUnavailable",
     "Trajectory",
     "TurnEnvironment",
     "WeightCap",

@@ -59,9 +59,10 @@ INTERFACE: dict[str, list[str]] = {
         "weights(self) -> 'list[dict[str, Any]]'",
     ],
     "Candidate": [
-        "dataclass() (advantage: 'float', truncated: 'bool' = False, reward: 'float' = 0.0, num_tokens: 'int' = 0, source: 'str' = '') -> None",
+        "dataclass() (advantage: 'float', truncated: 'bool' = False, reward: 'float' = 0.0, num_tokens: 'int' = 0, source: 'str' = '', num_turns: 'int' = 1) -> None",
         "advantage",
         "num_tokens",
+        "num_turns",
         "reward",
         "source",
         "truncated",
@@ -212,7 +213,7 @@ INTERFACE: dict[str, list[str]] = {
         "ratio",
     ],
     "Message": [
-        "dataclass() (role: 'str', content: 'str' = '', reasoning: 'str' = '', tool_calls: 'tuple[ToolCall, ...]' = (), tool_call_id: 'str' = '', name: 'str' = '') -> None",
+        "dataclass() (role: 'str', content: 'str' = '', reasoning: 'str' = '', tool_calls: 'tuple[ToolCall, ...]' = (), tool_call_id: 'str' = '', name: 'str' = '', unparsed_calls: 'int' = 0) -> None",
         "content",
         "for_template(self, *, with_reasoning: 'bool' = True) -> 'dict[str, Any]'",
         "name",
@@ -220,6 +221,7 @@ INTERFACE: dict[str, list[str]] = {
         "role",
         "tool_call_id",
         "tool_calls",
+        "unparsed_calls",
     ],
     "Metrics": [
         "class(dict) (columns: 'Mapping[str, Array]') -> 'None'",
@@ -236,13 +238,15 @@ INTERFACE: dict[str, list[str]] = {
         "model_config",
     ],
     "Outcomes": [
-        "dataclass() (rewards: 'Tensor', groups: 'Tensor', lengths: 'Tensor', baselines: 'Tensor | None' = None, turns: 'Turns | None' = None) -> None",
+        "dataclass() (rewards: 'Tensor', groups: 'Tensor', lengths: 'Tensor', baselines: 'Tensor | None' = None, turns: 'Turns | None' = None, sources: 'Tensor | None' = None) -> None",
         "baselines",
         "each_turn",
         "group_index",
         "groups",
         "lengths",
         "rewards",
+        "sets(self, name: 'str') -> 'Tensor'",
+        "sources",
         "turns",
     ],
     "PenstockError": [
@@ -362,12 +366,39 @@ INTERFACE: dict[str, list[str]] = {
         "turns",
         "turns_of_episodes",
     ],
+    "Tool": [
+        "class(ABC) () -> 'None'",
+        "arguments",
+        "call(self, arguments: 'Any', episode: 'ToolEpisode') -> 'str | Awaitable[str]'",
+        "close(self) -> 'None'",
+        "max_running",
+        "options",
+        "prepare(self) -> 'None'",
+        "schema(self) -> 'dict[str, Any]'",
+        "with_options(self, given: 'Mapping[str, Any]', place: 'str') -> 'Self'",
+    ],
+    "ToolArguments": [
+        "class(BaseModel) () -> None",
+        "model_config",
+    ],
     "ToolCall": [
         "dataclass() (id: 'str', name: 'str', arguments: 'str') -> None",
         "arguments",
         "as_dict(self) -> 'dict[str, Any]'",
         "id",
         "name",
+    ],
+    "ToolEpisode": [
+        "dataclass() (seed: 'int', row: 'Row', kept: 'dict[str, Any]' = <factory>) -> None",
+        "kept",
+        "row",
+        "seed",
+    ],
+    "ToolError": [
+        "class(PenstockError)",
+    ],
+    "ToolUnavailable": [
+        "class(PenstockError)",
     ],
     "Trajectory": [
         "dataclass() (token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool' = False) -> None",

@@ -13,8 +13,8 @@ from penstock.rollout_service.environments.play import Reply, Row
 from penstock.rollout_service.proxy.messages import Message
 
 
-class ActionOptions(PlayOptions):
-    """Options of every built-in game."""
+class PatternOptions(PlayOptions):
+    """Where an answer holds what counts, and what an answer without it costs."""
 
     action_pattern: str = Field(
         "",
@@ -25,11 +25,7 @@ class ActionOptions(PlayOptions):
         0.0,
         le=0,
         allow_inf_nan=False,
-        description="Reward of a turn whose answer holds no action of the game; 0 or less.",
-    )
-    instructions: Literal["rules", "row"] = Field(
-        "rules",
-        description="What stands before the first state: the game's rules, or the last message of the row's prompt instead.",
+        description="Reward of a turn whose answer is malformed: no action of the game, no call that can be made; 0 or less.",
     )
 
     @field_validator("action_pattern")
@@ -44,7 +40,16 @@ class ActionOptions(PlayOptions):
         return value
 
 
-def find_action(answer: str, options: ActionOptions) -> str:
+class ActionOptions(PatternOptions):
+    """Options of every built-in game."""
+
+    instructions: Literal["rules", "row"] = Field(
+        "rules",
+        description="What stands before the first state: the game's rules, or the last message of the row's prompt instead.",
+    )
+
+
+def find_action(answer: str, options: PatternOptions) -> str:
     """Return the action that an answer holds, without spaces around it; empty if the pattern does not match."""
     if not options.action_pattern:
         return answer.strip()

@@ -1,22 +1,24 @@
-"""Evaluate arithmetic in text: whole numbers, + - * / and parentheses, exact, with limits on size; nothing is executed."""
+"""Evaluate arithmetic in text: numbers, + - * / // % ** and parentheses, exact, with limits on size; nothing is executed."""
 
 from __future__ import annotations
 
 import ast
 import operator
+from collections.abc import Callable
 from fractions import Fraction
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _LONGEST = 200  # characters of an expression; so it has at most 100 operations
 _BITS = 4096  # of the numerator and the denominator of every value
+_LARGEST_EXPONENT = 1024
+_ALLOWED = "an expression consists of numbers, + - * / // % ** and parentheses"
 
 
 def evaluate(text: str) -> Fraction:
     """Return the exact value of an expression; raises ValueError with a sentence for the policy."""
     if len(text) > _LONGEST:
         raise ValueError(f"the expression has {len(text)} characters, at most {_LONGEST} are read")
-    if not set(text) <= set("0123456789+-*/() "):
-        raise ValueError("an expression consists of whole numbers, + - * / and parentheses")
+    if not set(text) <= set("0123456789.+-*/%() "):
+        raise ValueError(_ALLOWED)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -28,21 +30,43 @@ def _value(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int() as number):
             return Fraction(number)
+        case ast.Constant(value=float() as number):
+            return Fraction(repr(number))  # as it is written: 0.1 is a tenth
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _joined(_value(left), type(op), _value(right))
+            return _joined(_value(left), _OPERATORS[type(op)], _value(right))
         case _:
-            raise ValueError("an expression consists of whole numbers, + - * / and parentheses")
+            raise ValueError(_ALLOWED)
 
 
-def _joined(left: Fraction, kind: type[ast.operator], right: Fraction) -> Fraction:
+def _joined(left: Fraction, act: Callable[[Fraction, Fraction], Fraction], right: Fraction) -> Fraction:
     try:
-        value = _OPERATORS[kind](left, right)
+        value = act(left, right)
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > _BITS:
         raise ValueError("the value is too large")
     return value
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) > _LARGEST_EXPONENT:
+        raise ValueError(f"an exponent is a whole number of at most {_LARGEST_EXPONENT}")
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if (size - 1) * abs(exponent) > _BITS:
+        raise ValueError("the value is too large")
+    return base ** int(exponent)
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}

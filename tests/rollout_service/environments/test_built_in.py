@@ -186,7 +186,7 @@ def test_the_calculator_answers_calls_with_values_or_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["2**9", "9//2", "x", "__import__('os')", "", "1" * 201, "*".join(["9" * 19] * 10), "(" * 99, "1,2", "2(3)"]
+    "text", ["2^9", "9//", "x", "__import__('os')", "", "1" * 201, "*".join(["9" * 19] * 10), "(" * 99, "1,2", "2(3)"]
 )
 def test_arithmetic_reads_nothing_but_arithmetic(text: str) -> None:
     """Every other text is a ValueError, or a number that is small enough."""

@@ -1,0 +1,219 @@
+"""`tools`: the policy calls tools, reads what they answer, and ends with an answer that calls none.
+
+The row's messages are the prompt; its ground truth is compared with the last answer where `answer` says so. Calls are found in the
+answers by `answer_format`, outside the path of the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.environments.episode_environment import PlayOptions
+from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
+from penstock.rollout_service.environments.games.actions import PatternOptions, find_action
+from penstock.rollout_service.environments.play import Play, Reply, Row
+from penstock.rollout_service.environments.tools.final_answer import Scoring, is_right
+from penstock.rollout_service.environments.tools.output_limit import Cut
+from penstock.rollout_service.environments.tools.tool import TOOLS, Tool, ToolEpisode
+from penstock.rollout_service.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox
+from penstock.rollout_service.environments.turn_environment import TurnEnvironment
+from penstock.rollout_service.proxy.messages import Message, ToolCall, canonical_arguments
+
+
+class ToolsOptions(PatternOptions):
+    """Options of ``tools``."""
+
+    tools: dict[str, dict[str, Any]] = Field(
+        min_length=1,
+        max_length=64,
+        description="The tools: built-in ones by name, or your own as module:ATTRIBUTE or file.py:ATTRIBUTE, each with a table of its options.",
+    )
+    system: str = Field(
+        "",
+        description="Text before the row's system message, for example how to call tools; {tools} in it becomes their JSON Schemas, one a line.",
+    )
+    answer: Scoring = Field(
+        "none",
+        description="How the last answer is compared with the row's ground truth for a reward of 1: text, number, or none, which gives "
+        "no reward for it.",
+    )
+    call_reward: float = Field(
+        0.0, le=0, allow_inf_nan=False, description="Reward of every call, 0 or less: what a call costs."
+    )
+    max_calls: int = Field(
+        64, ge=1, le=4096, description="Calls of one episode that are answered; others get an error."
+    )
+    max_parallel_calls: int = Field(
+        8, ge=1, le=64, description="Calls of one answer, which run beside each other; others get an error."
+    )
+    min_turns: int = Field(
+        1,
+        ge=1,
+        description="An answer without a call that comes before this turn is not the last: the policy is asked to call a tool.",
+    )
+    repeat_limit: int = Field(
+        0, ge=0, description="The episode ends when the same call was made so often; 0: it does not."
+    )
+    note: str = Field(
+        "",
+        description="Text after each reply; {turn} in it becomes the number of the next answer, {turns_left} how many are left with it.",
+    )
+    call_deadline_s: float = Field(
+        30.0, gt=0, description="Seconds of one call; less than reply_deadline_s of the environment."
+    )
+    max_output_chars: int = Field(
+        4000, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
+    )
+    output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
+
+
+class ToolsPlay(Play):
+    """One conversation."""
+
+    def __init__(self, toolbox: Toolbox, options: ToolsOptions, max_turns: int, episode: ToolEpisode) -> None:
+        """``max_turns``: answers of the episode."""
+        self.tools = toolbox.schemas()
+        self._toolbox, self._options, self._max_turns, self._episode = toolbox, options, max_turns, episode
+        self._turn = 0
+        self._num_calls = 0
+        self._made: Counter[tuple[str, str]] = Counter()
+
+    def start(self) -> Sequence[Message]:
+        """Return the row's prompt."""
+        self._toolbox.prepare()
+        messages = self._episode.row.messages
+        if not self._options.system:
+            return messages
+        schemas = "\n".join(json.dumps(one, ensure_ascii=False) for one in self.tools)
+        own = self._options.system.replace("{tools}", schemas)
+        if messages and messages[0].role == "system":
+            return (Message("system", f"{own}\n\n{messages[0].content}"), *messages[1:])
+        return (Message("system", own), *messages)
+
+    async def step(self, answer: Message) -> Reply:
+        """Answer calls with texts; an answer without a call ends the episode."""
+        self._turn += 1
+        if answer.tool_calls:
+            return await self._called(answer)
+        if answer.unparsed_calls:
+            text = "error: the call cannot be read; write it as one JSON object with a name and arguments"
+            return self._going_on((Message("user", text),), self._options.format_penalty, {"unparsed_calls": 1.0})
+        if self._turn < self._options.min_turns:
+            text = "Call a tool before you answer."
+            return self._going_on((Message("user", text),), self._options.format_penalty, {"early_answers": 1.0})
+        return self._last(answer)
+
+    async def _called(self, answer: Message) -> Reply:
+        options = self._options
+        allowed = max(0, min(options.max_parallel_calls, options.max_calls - self._num_calls))
+        self._num_calls += min(len(answer.tool_calls), allowed)
+        found = await self._toolbox.answer(answer.tool_calls, allowed, self._episode)
+        parts = {name: float(count) for name, count in found.counts.items()}
+        messages = found.messages
+        if answer.unparsed_calls:
+            parts["unparsed_calls"] = float(answer.unparsed_calls)
+            text = f"{messages[-1].content}\nerror: {answer.unparsed_calls} more calls cannot be read"
+            messages = (*messages[:-1], Message("tool", text, tool_call_id=messages[-1].tool_call_id))
+        is_bad = answer.unparsed_calls or any(found.counts[name] for name in BAD_CALLS)
+        reward = options.call_reward * len(answer.tool_calls) + (options.format_penalty if is_bad else 0.0)
+        if self._is_repeated(answer.tool_calls):
+            return Reply(reward=reward, is_done=True, parts={**parts, "repeated": 1.0})
+        return self._going_on(messages, reward, parts)
+
+    def _is_repeated(self, calls: Sequence[ToolCall]) -> bool:
+        keys = [(call.name, canonical_arguments(call.arguments)) for call in calls]
+        self._made.update(keys)
+        return bool(self._options.repeat_limit) and max(self._made[key] for key in keys) >= self._options.repeat_limit
+
+    def _last(self, answer: Message) -> Reply:
+        options = self._options
+        text = find_action(answer.content, options)
+        if not text:
+            return Reply(reward=options.format_penalty, is_done=True, parts={"success": 0.0, "malformed": 1.0})
+        if options.answer == "none":
+            return Reply(is_done=True)
+        success = float(is_right(text, self._episode.row.ground_truth, options.answer))
+        return Reply(reward=success, is_done=True, parts={"success": success})
+
+    def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
+        """Return a reply after which the policy answers again; its state is what the tools said, without the note."""
+        said = "\0".join(f"{one.role}\0{one.content}" for one in messages)
+        state = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+        if self._options.note:
+            left = str(max(self._max_turns - self._turn, 0))
+            note = self._options.note.replace("{turns_left}", left).replace("{turn}", str(self._turn + 1))
+            last = messages[-1]
+            noted = Message(last.role, f"{last.content}\n{note}", tool_call_id=last.tool_call_id)
+            messages = (*messages[:-1], noted)
+        return Reply(messages, reward, parts=parts, state=state)
+
+
+class Tools(TurnEnvironment):
+    """The environment ``tools``."""
+
+    name = "tools"
+    version = "1"
+    options = ToolsOptions
+
+    def __init__(self) -> None:
+        """Start without tools."""
+        super().__init__()
+        self._toolbox: Toolbox | None = None
+
+    def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
+        """Return this environment with the tools of a definition; raises ConfigError for wrong options, and unknown tools."""
+        made = super().defined(name, definition)
+        chosen: ToolsOptions = made.chosen
+        place = f"environment.define.{name}"
+        if chosen.call_deadline_s >= definition.reply_deadline_s:
+            raise ConfigError(
+                f"{place}.options.call_deadline_s = {chosen.call_deadline_s:g} must be below {place}.reply_deadline_s = "
+                f"{definition.reply_deadline_s:g}: a call that takes too long is an error for the policy, a reply that does begins "
+                "the episode again"
+            )
+        tools: dict[str, Tool] = {}
+        for reference, given in chosen.tools.items():
+            tool = TOOLS.find(reference).value.with_options(given, f"{place}.options.tools.{reference}")
+            if tools.setdefault(tool.name, tool) is not tool:
+                raise ConfigError(
+                    f"{place}.options.tools: two tools are named {tool.name!r}; rename the one of {reference}"
+                )
+        limits = CallLimits(chosen.call_deadline_s, chosen.max_output_chars, chosen.output_cut)
+        made._toolbox = Toolbox(tools, limits)
+        return made
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is, and prepare the tools; raises ConfigError for one that cannot work here."""
+        super().use_model(folder, context_tokens)
+        if self._toolbox is not None:
+            self._toolbox.prepare()
+
+    def play(self, seed: int, row: Row, options: PlayOptions) -> ToolsPlay:
+        """Return the conversation of a row; raises ValueError for one without a prompt, or without a ground truth to compare with."""
+        if self._toolbox is None or not isinstance(options, ToolsOptions):
+            raise ValueError(
+                'tools are chosen in the run file: write [environment.define.NAME] with type = "tools" and options.tools, and name that'
+            )
+        if not row.messages or row.messages[-1].role != "user":
+            raise ValueError("the row's prompt does not end with a message of the user")
+        if options.answer != "none":
+            is_right(
+                "", row.ground_truth, options.answer
+            )  # a row without a ground truth is refused before it is played
+        return ToolsPlay(self._toolbox, options, self.settings.max_turns, ToolEpisode(seed, row))
+
+    async def close(self) -> None:
+        """Close the tools."""
+        if self._toolbox is not None:
+            await self._toolbox.close()
+
+
+TOOLS_ENVIRONMENT = Tools()
