@@ -125,6 +125,20 @@ class Registry(Generic[Kind]):
         return Extension(name, value, source_digest(module))
 
 
+def load_attribute(reference: str, what: str) -> object:
+    """Return an attribute of a module or file that somebody else wrote: ``module:attribute`` or ``file.py:attribute``.
+
+    Raises ConfigError that begins with ``what`` and the reference.
+    """
+    module_name, _, attribute = reference.rpartition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{what} {reference!r}: expected module:attribute or file.py:attribute")
+    module = _import(module_name, f"{what} {reference!r}")
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{what} {reference!r}: {module.__file__} has no attribute {attribute!r}")
+    return getattr(module, attribute)
+
+
 def source_digest(module: ModuleType) -> str:
     """Return 16 hex digits that change with the source of a module, or of the whole package that holds it."""
     top = sys.modules.get(module.__name__.partition(".")[0], module)

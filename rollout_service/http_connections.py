@@ -76,10 +76,7 @@ class HttpConnections:
         self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
         """Return the answer; a body is sent as JSON. Raises ConnectionFailed, AnswerRefused, TargetRefused."""
-        if self._policy is not None:
-            host, port = self._policy.check_url(url)
-            with contextlib.suppress(ValueError):  # of a name, which the resolver checks
-                self._policy.check_address(host, str(ipaddress.ip_address(host)), port)
+        self._check(url)
         given = dict(headers or {}) if body is None else {"Content-Type": "application/json", **(headers or {})}
         try:
             async with self._connections().request(
@@ -90,6 +87,22 @@ class HttpConnections:
             raise ConnectionFailed(f"{url}: {err}") from None
         except aiohttp.ClientError as err:
             raise ConnectionFailed(f"{url}: {type(err).__name__} {str(err)[:300]}".rstrip()) from None
+
+    async def websocket(self, url: str, *, max_message_bytes: int) -> aiohttp.ClientWebSocketResponse:
+        """Return an open WebSocket to an http:// or https:// URL; raises ConnectionFailed, TargetRefused."""
+        self._check(url)
+        try:
+            return await self._connections().ws_connect(url, max_msg_size=max_message_bytes, compress=0)
+        except (aiohttp.ClientError, TimeoutError) as err:
+            raise ConnectionFailed(f"{url}: {type(err).__name__} {str(err)[:300]}".rstrip()) from None
+
+    def _check(self, url: str) -> None:
+        """Raise TargetRefused for a URL that may not be called; the addresses of a name are checked by the resolver."""
+        if self._policy is None:
+            return
+        host, port = self._policy.check_url(url)
+        with contextlib.suppress(ValueError):
+            self._policy.check_address(host, str(ipaddress.ip_address(host)), port)
 
     async def _read(self, response: aiohttp.ClientResponse, url: str) -> bytes:
         if response.headers.get("Content-Encoding", "identity") != "identity":

@@ -50,6 +50,13 @@ def checked_messages(value: Any, *, is_first: bool) -> tuple[Message, ...]:
     return messages
 
 
+def checked_score(value: Any) -> float:
+    """Return what a play's score() returns; raises EnvironmentFailed for what is no finite number."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise EnvironmentFailed(f"score() returns a finite number, got {value!r}")
+    return float(value)
+
+
 def checked_reply(value: Any) -> Reply:
     """Return a play's reply; raises EnvironmentFailed for another value, or numbers that are not finite."""
     if not isinstance(value, Reply):

@@ -55,6 +55,7 @@ class Reply:
 
     ``reward`` is for this turn alone; an episode's reward is the sum over its turns, and so is each of ``parts``.
     ``state`` is equal where the policy chooses in the same situation; empty: a hash of ``messages``.
+    ``is_truncated`` says of the last reply that a limit of the environment ended the episode, not its rules.
     """
 
     messages: tuple[Message, ...] = ()  # of the roles user and tool; needed unless it is the last
@@ -62,6 +63,7 @@ class Reply:
     is_done: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)
     state: str = ""
+    is_truncated: bool = False
 
 
 def say(text: str, reward: float = 0.0) -> Reply:
@@ -78,6 +80,7 @@ class Play(ABC):
     """One episode. The policy answers ``start``'s messages, ``step`` replies, until a reply is the last."""
 
     tools: tuple[dict[str, Any], ...] = ()  # what the policy may call, as the chat completions API writes it
+    version: str = ""  # of the rules, where they are learnt with the episode; else that of the environment is recorded
 
     @abstractmethod
     def start(self) -> Sequence[Message] | Awaitable[Sequence[Message]]:
@@ -86,6 +89,10 @@ class Play(ABC):
     @abstractmethod
     def step(self, answer: Message) -> Reply | Awaitable[Reply]:
         """Return the reply to an answer: its text without reasoning, and the calls of tools that were found in it."""
+
+    def score(self) -> float | Awaitable[float]:
+        """Return what the last turn gets besides its reward, where a limit of the run ended the episode before a last reply."""
+        return 0.0
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 - most plays hold nothing
         """Give up what the play holds; called once, also after a failure."""

@@ -3,6 +3,7 @@
 | how it ends                                                  | status      | what becomes of it               |
 |--------------------------------------------------------------|-------------|----------------------------------|
 | the environment's last reply                                 | `done`      | trained                          |
+| the same, where it says that a limit of its own was reached   | `truncated` | trained                          |
 | the turns, the model's context or the record are used up     | `truncated` | trained                          |
 | the time is used up, most of it by the policy                | `timeout`   | trained                          |
 | the time is used up, most of it by the environment           | `timeout`   | begun again with the same seed   |
@@ -24,7 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.protocol.episode import EndStatus, TimeSpender
-from penstock.rollout_service.environments.call_play import EnvironmentFailed, call, checked_messages, checked_reply
+from penstock.rollout_service.environments.call_play import (
+    EnvironmentFailed,
+    call,
+    checked_messages,
+    checked_reply,
+    checked_score,
+)
 from penstock.rollout_service.environments.episode_settings import EpisodeSettings
 from penstock.rollout_service.environments.play import Play, Reply
 from penstock.rollout_service.errors import EngineError
@@ -80,11 +87,14 @@ async def _play(
     while True:
         turn = await _answer(session, messages, play, played)
         if turn is None:
+            if played.status == "truncated":
+                score = checked_score(await _timed(play.score, settings, executor, played))
+                played.rewards[max(played.rewards)] += score
             return
         reply = checked_reply(await _timed(functools.partial(play.step, turn.answer), settings, executor, played))
         _record(reply, turn, state, played)
         if reply.is_done:
-            played.status = "done"
+            played.status = "truncated" if reply.is_truncated else "done"
             return
         new = checked_messages(reply.messages, is_first=False)
         messages = (*messages, turn.answer, *new)

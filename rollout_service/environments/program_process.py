@@ -37,7 +37,7 @@ class Ended:
 async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str], deadline_s: float) -> Ended:
     """Run a command to its end, or for ``deadline_s``; kill what is left of its process group, whatever happens."""
     words = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *command]
-    output = _Output()
+    output = Output()
     try:
         process = await asyncio.create_subprocess_exec(
             *words,
@@ -71,7 +71,7 @@ async def _status(process: asyncio.subprocess.Process, deadline_s: float) -> int
         return None
 
 
-class _Output:
+class Output:
     """A pipe whose last bytes are kept; the program is never stopped by a full one."""
 
     def __init__(self) -> None:

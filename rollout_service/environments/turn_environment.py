@@ -44,4 +44,4 @@ class TurnEnvironment(EpisodeEnvironment):
             played = await play_episode(session, play, self.settings, site.executor)
         finally:
             made = session.end()  # where it is cancelled too: what the engine samples for it is cancelled
-        return Attempt(session, made, played)
+        return Attempt(session, made, played, play.version)

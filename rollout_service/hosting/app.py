@@ -70,7 +70,7 @@ def build(episodes: Episodes, *, secrets: Sequence[str] = ()) -> FastAPI:
         """Start an episode; sent again with the same id and body, it gets the same answer."""
         return await episodes.start(body)
 
-    @app.post("/episodes/{id}/step", responses=_PROBLEMS)
+    @app.post("/episodes/{id}/step", responses=_PROBLEMS, response_model_exclude_unset=True)
     async def step(id: PathId, body: Step) -> Stepped:
         """Reply to the policy's answer; sent again with the same number and body, it gets the same reply and moves nothing."""
         return await episodes.step(id, body)

@@ -130,7 +130,7 @@ class Episodes:
         try:
             messages = checked_messages(first, is_first=True)
             written = [wire.written(one) for one in messages]
-            return Started(messages=written, tools=list(play.tools), version=self.version)
+            return Started(messages=written, tools=list(play.tools), version=play.version or self.version)
         except (EnvironmentFailed, ValidationError) as err:
             raise Refused(500, "environment_failed", f"start(): {err}") from None
 

@@ -97,7 +97,7 @@ async def _turns(
         for name, value in reply.parts.items():
             trial.parts[name] = trial.parts.get(name, 0.0) + value
         if reply.is_done:
-            trial.end = "done"
+            trial.end = "truncated" if reply.is_truncated else "done"
             break
         messages = checked_messages(reply.messages, is_first=False)
     trial.digest = said.hexdigest()

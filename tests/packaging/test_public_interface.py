@@ -255,9 +255,11 @@ INTERFACE: dict[str, list[str]] = {
     "Play": [
         "class(ABC) ()",
         "close(self) -> 'Awaitable[None] | None'",
+        "score(self) -> 'float | Awaitable[float]'",
         "start(self) -> 'Sequence[Message] | Awaitable[Sequence[Message]]'",
         "step(self, answer: 'Message') -> 'Reply | Awaitable[Reply]'",
         "tools",
+        "version",
     ],
     "PlayOptions": [
         "class(Section) () -> None",
@@ -270,8 +272,9 @@ INTERFACE: dict[str, list[str]] = {
         "names(self) -> 'tuple[str, ...]'",
     ],
     "Reply": [
-        "dataclass() (messages: 'tuple[Message, ...]' = (), reward: 'float' = 0.0, is_done: 'bool' = False, parts: 'Mapping[str, float]' = <factory>, state: 'str' = '') -> None",
+        "dataclass() (messages: 'tuple[Message, ...]' = (), reward: 'float' = 0.0, is_done: 'bool' = False, parts: 'Mapping[str, float]' = <factory>, state: 'str' = '', is_truncated: 'bool' = False) -> None",
         "is_done",
+        "is_truncated",
         "messages",
         "parts",
         "reward",

@@ -114,6 +114,7 @@ class Stepped(_Body):
     parts: dict[PartName, Number] = Field(default_factory=dict, max_length=32, description="Summed over the episode.")
     done: bool = False
     state: str = Field("", max_length=256, description="Equal where the policy chooses in the same situation.")
+    truncated: bool = Field(False, description="With `done`: a limit of the environment ended it, not its rules.")
 
 
 class Problem(_Body):
@@ -141,7 +142,7 @@ def read(messages: list[Object], tools: list[Object] | None = None) -> AgentRequ
 def read_reply(stepped: Stepped) -> Reply:
     """Return the reply of a play; raises RequestRefused."""
     messages = read(stepped.messages).messages if stepped.messages else ()
-    return Reply(messages, stepped.reward, stepped.done, stepped.parts, stepped.state)
+    return Reply(messages, stepped.reward, stepped.done, stepped.parts, stepped.state, stepped.truncated)
 
 
 def write_reply(reply: Reply) -> Stepped:
@@ -152,6 +153,7 @@ def write_reply(reply: Reply) -> Stepped:
         parts={name: float(value) for name, value in reply.parts.items()},
         done=reply.is_done,
         state=reply.state,
+        **({"truncated": True} if reply.is_truncated else {}),  # absent: older workers refuse fields they do not know
     )
 
 
