@@ -10,6 +10,7 @@ import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
@@ -20,10 +21,14 @@ from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.regular_file import read_regular
 
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys
+
 STORE = "store"
 COPIED_INPUTS = "copied-inputs"  # folder in a store: names of the rescored inputs that are copies of another run's
-# Nothing else is about servers.
-_CONNECTION_PREFIXES = tuple(f"{ENVIRONMENT_PREFIX}{section}__" for section in ("NATS", "S3"))
+# What is about servers, and the keys that the run's trainer signs its weights with. Nothing else of the file is read.
+_TRUSTED_KEYS = f"{ENVIRONMENT_PREFIX}WORKER__TRUSTED_KEYS_FILE"
+_CONNECTION_PREFIXES = (*(f"{ENVIRONMENT_PREFIX}{section}__" for section in ("NATS", "S3")), f"{_TRUSTED_KEYS}=")
 _ANSWER_S = 1.0  # the default addresses are on this machine
 
 
@@ -47,6 +52,20 @@ def find(arguments: Sequence[str], environ: Mapping[str, str], *, run_id: str | 
         return loaded
     store = loaded.settings.run.dir / run_id / STORE
     return load(ConsoleSettings, files=files, overrides=overrides, environ={**store_environment(store), **environ})
+
+
+def trusted_keys(given: Path | None, environ: Mapping[str, str], store: Path) -> TrustedKeys | None:
+    """Return the keys that must have signed a run's weights: ``given``, of the environment, or of its local store.
+
+    None when no file is named. Raises ConfigError for a file without keys.
+    """
+    named = environ.get(_TRUSTED_KEYS) or store_environment(store).get(_TRUSTED_KEYS)
+    file = given or (Path(named) if named else None)
+    if file is None:
+        return None
+    from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
+
+    return TrustedKeys.from_file(file, "--trusted-keys" if given else _TRUSTED_KEYS)
 
 
 def is_configured(loaded: Loaded[ConsoleSettings]) -> bool:

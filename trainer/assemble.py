@@ -120,7 +120,7 @@ def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     blobs = Blobs(settings.s3)
     dims = ParallelDims(ranks, settings.trainer.layout)
     rank_group = build_rank_group(settings, dims, blobs, open_mixed_pairs(settings))
-    publisher = RankPublisher(blobs, settings.run.id, dims.buckets)
+    publisher = RankPublisher(blobs, settings.run.id, dims.buckets, settings.trainer.trusted_keys())
     serve_requests(publisher, PublishChannels(ranks.channel(), ranks.channel()))
     serve_writes(rank_group.captured, ranks.channel())
     answer_watch(ranks.channel(), rank_group.activity, settings.trainer.rank_deadline_s, end_process)
@@ -202,7 +202,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
     config_file.write_bytes(session.config)
     dims = ParallelDims(ranks, settings.trainer.layout)
     rank_group = build_rank_group(settings, dims, connections.blobs, session.data.pairs)
-    publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets)
+    publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets, settings.trainer.trusted_keys())
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     coordinator = PublishCoordinator(publisher, channels)
     writer = CheckpointWriter(rank_group.captured, ranks.channel() if ranks.num_ranks > 1 else None)

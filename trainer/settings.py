@@ -35,7 +35,7 @@ from penstock.trainer.lora_settings import LoraSettings
 from penstock.trainer.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
-    from penstock.protocol.weights.signature import SigningKey
+    from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
 
@@ -497,6 +497,11 @@ class OptimizerSettings(Section):
         from penstock.protocol.weights.signature import SigningKey  # noqa: PLC0415  its library is needed only here
 
         return SigningKey.from_file(self.signing_key_file, "trainer.signing_key_file")
+
+    def trusted_keys(self) -> TrustedKeys | None:
+        """Return what every rank requires of the manifests that it reads: its own key's signature; None without a key."""
+        key = self.signing_key()
+        return None if key is None else key.trusted
 
     @model_validator(mode="after")
     def _divides_the_ranks(self) -> OptimizerSettings:

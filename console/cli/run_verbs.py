@@ -99,7 +99,13 @@ def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
 
 @weights.command(name="export")
 def export_weights(
-    run: str, *arguments: Raw, version: int | None = None, best: Flag = False, to: Path, adapter: Flag = False
+    run: str,
+    *arguments: Raw,
+    version: int | None = None,
+    best: Flag = False,
+    to: Path,
+    adapter: Flag = False,
+    trusted_keys: Path | None = None,
 ) -> int:
     """Write a version as a Hugging Face model folder, from its full snapshot and the patches that follow.
 
@@ -124,6 +130,9 @@ def export_weights(
         Folder to create; it must not exist.
     adapter
         Write only adapter_config.json and adapter_model.safetensors.
+    trusted_keys
+        File of public keys (signing.pem of `penstock certs`): export only what one of them has signed. Without it
+        PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import export
@@ -132,7 +141,7 @@ def export_weights(
     if (version is None) != best:
         raise ConfigError("name one version: --best for the one with the best evaluation, or --version V")
     stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
-    return export(run, version, to, arguments, os.environ, adapter=adapter)
+    return export(run, version, to, arguments, os.environ, adapter=adapter, trusted_keys_file=trusted_keys)
 
 
 @runs.command(name="rm")
@@ -216,6 +225,7 @@ def replay(
     batch: str | None = None,
     model: Path | None = None,
     user_code: Flag = False,
+    trusted_keys: Path | None = None,
     json: Flag = False,
 ) -> None:
     """Train a run again from its stored groups and compare the hash of every version.
@@ -248,12 +258,15 @@ def replay(
     user_code
         Run the losses, estimators, filters and corrections that the record names by path. Without this, a run that has any
         is not replayed: the record may be another person's.
+    trusted_keys
+        File of public keys (signing.pem of `penstock certs`): also compare every version that is still stored with what
+        one of them has signed. Without it PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
     json
         Print one JSON object.
     """
     from penstock.console.record import stored_run
 
-    given = {"--from": first, "--to": last, "--batch": batch, "--model": model}
+    given = {"--from": first, "--to": last, "--batch": batch, "--model": model, "--trusted-keys": trusted_keys}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     options += ["--user-code"] if user_code else []
     stored_run.replace_process(

@@ -6,7 +6,7 @@ import json as json_text
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -17,7 +17,7 @@ from penstock.console.printable import printable
 from penstock.console.tables import console
 from penstock.console.tools import kept_reasons
 from penstock.protocol import blob_keys, logs, streams
-from penstock.protocol.errors import BlobMissing, ConfigError, WireError
+from penstock.protocol.errors import BlobMissing, ConfigError, SignatureRefused, WireError
 from penstock.protocol.facts import Head, KeptVersions, decode
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
@@ -26,6 +26,9 @@ from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import stored_chain
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
 Row = dict[str, Any]
 
@@ -69,17 +72,20 @@ def export(
     environ: Mapping[str, str],
     *,
     adapter: bool = False,
+    trusted_keys_file: Path | None = None,
 ) -> int:
     """Write one version as a model folder, or unmerged with ``adapter``; return the exit code.
 
-    Without a ``version`` the one with the best evaluation. Raises PenstockError.
+    Without a ``version`` the one with the best evaluation. Manifests must be signed by a key of ``trusted_keys_file``;
+    without one, by one of the file that ``PENSTOCK_WORKER__TRUSTED_KEYS_FILE`` names, if it is set. Raises PenstockError.
     """
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    trusted_keys = connections.trusted_keys(trusted_keys_file, environ, settings.run.dir / run / connections.STORE)
     logs.configure("weights", level="error")
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="weights", deadline_s=5.0) as bus:
         head, kept = _head(bus, run), _kept(bus, run)
-    manifests = reachable(_manifests(blobs, run), head, kept)
+    manifests = reachable(_manifests(blobs, run, trusted_keys), head, kept)
     if version is None:
         version = _best(run, kept)
     found = [(m, key) for key, m in manifests.items() if m.version == version]
@@ -91,7 +97,7 @@ def export(
     write = export_adapter if adapter else export_version
     problems = []
     for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # full snapshots ("anchor") before chains of patches
-        reader = WeightReader(blobs, run)
+        reader = WeightReader(blobs, run, trusted_keys=trusted_keys)
         try:
             num_bytes = write(manifest, folder, reader=reader, blobs=blobs)
         except FileExistsError as err:
@@ -177,18 +183,22 @@ def _best(run: str, kept: KeptVersions) -> int:
     return kept.best[0].version
 
 
-def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
+def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) -> dict[str, VersionManifest]:
+    """Return the stored manifests by key; what cannot be read, or no trusted key has signed, is left out and named."""
     found, unreadable = {}, list[str]()
     for stat in blobs.list(blob_keys.all_weights_prefix(run)):
         if stat.key.endswith("/manifest.json"):
             try:
-                found[stat.key] = VersionManifest.from_json(blobs.get_unverified(stat.key))
+                data = blobs.get_unverified(stat.key)
+                if trusted_keys is not None:
+                    trusted_keys.verify(data, stat.key)
+                found[stat.key] = VersionManifest.from_json(data)
             except BlobMissing:
                 continue  # removed meanwhile
-            except WireError as err:
-                unreadable.append(f"{stat.key}: {err}")
+            except (WireError, SignatureRefused) as err:
+                unreadable.append(str(err) if isinstance(err, SignatureRefused) else f"{stat.key}: {err}")
     if unreadable:
-        text = f"{len(unreadable)} manifests cannot be read and are left out; the first: {unreadable[0]}"
+        text = f"{len(unreadable)} manifests are left out, because they cannot be read or trusted; the first: {unreadable[0]}"
         print(f"penstock: {printable(text)}", file=sys.stderr)
     return found
 

@@ -15,6 +15,7 @@ from tests.trainer.learner.forks import Command
 from tests.trainer.producer import Answer, ScriptedProducer, recite, write_run_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.certificates import signing_key
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -93,7 +94,7 @@ def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.T
             "critic": {"lr": 1e-3, "updates": 2, "head_start_steps": 1},
             "trainer": {
                 "steps": 7, "lr": 1e-3, "schedule": "linear", "weight_decay": 0.01, "micro_batch_tokens": 256,
-                "checkpoint_every": 3, "max_mismatch": "None",
+                "checkpoint_every": 3, "max_mismatch": "None", "signing_key_file": str(signing_key(folder / "keys")[0]),
             },
         },
     )  # fmt: skip

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.config.sources import from_overrides
+from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, from_overrides
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PenstockError, RecordBroken, WireError
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.transport.blobs import Blobs
@@ -24,10 +24,12 @@ from penstock.trainer.learner.gguf_model import model_folder
 from penstock.trainer.replay.replay_verdict import describe
 
 if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys
     from penstock.trainer.ranks import Ranks
 
 ERROR = 2  # exit code of an error that is explained on stderr
 DIFFERS = 1
+_TRUSTED_KEYS = f"{ENVIRONMENT_PREFIX}WORKER__TRUSTED_KEYS_FILE"
 
 
 class RunLocation(BaseModel):
@@ -75,6 +77,12 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--model", type=Path, help="folder or GGUF file of the initial model (default: as recorded)")
     parser.add_argument("--user-code", action="store_true", help="run the code that the record names by path")
+    parser.add_argument(
+        "--trusted-keys",
+        type=Path,
+        default=os.environ.get(_TRUSTED_KEYS) or None,
+        help=f"public keys, one of which has signed the stored weights (default: ${_TRUSTED_KEYS})",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options, rest = parser.parse_known_args(arguments)
     if options.batch and (options.first is not None or options.last is not None):
@@ -99,7 +107,7 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
     from penstock.trainer.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
 
     blobs = Blobs(settings.s3, deadline_s=30.0)
-    blobs.check()
+    blobs.check(options.run)
 
     def pointer() -> bytes | None:
         with Bus.connect(settings.nats, name="replay", deadline_s=5.0) as bus:
@@ -108,7 +116,7 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
 
     record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
     model = model_folder(options.model) if options.model else None
-    wanted = Wanted(options.first, options.last, model, tuple(files), options.user_code)
+    wanted = Wanted(options.first, options.last, model, tuple(files), options.user_code, _keys(options.trusted_keys))
 
     def show(version: int) -> None:
         if not options.json and sys.stderr.isatty():
@@ -140,6 +148,14 @@ def _follow_batch(_: RunLocation, ranks: Ranks) -> None:
     from penstock.trainer.replay.replay_batch import follow  # noqa: PLC0415  as above
 
     follow(ranks)
+
+
+def _keys(file: Path | None) -> TrustedKeys | None:
+    if file is None:
+        return None
+    from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
+
+    return TrustedKeys.from_file(file, "--trusted-keys")
 
 
 def _follow(settings: RunLocation, ranks: Ranks) -> None:

@@ -94,9 +94,12 @@ def _files(folder: Path) -> list[Path]:
 
 def _check_header(path: Path) -> None:
     """Read a header as safetensors does, and refuse weights that are no floating-point numbers."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        data = file.read(size) if size <= _MAX_HEADER_BYTES else b""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            data = file.read(size) if size <= _MAX_HEADER_BYTES else b""
+    except OSError as err:  # safetensors writes files of mode 0600; a container has another user
+        raise UnsupportedModel(f"{path}: not readable ({err.strerror}); let this process's user read it") from None
     try:
         header = json.loads(data)
         kinds = {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}

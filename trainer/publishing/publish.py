@@ -68,7 +68,10 @@ class Publisher:
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._epoch = epoch
         writer = VersionWriter(connections, model_folder, signing_key)
-        self._coordinator = coordinator or PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
+        trusted_keys = None if signing_key is None else signing_key.trusted
+        self._coordinator = coordinator or PublishCoordinator(
+            RankPublisher(connections.blobs, connections.run_id, trusted_keys=trusted_keys)
+        )
         self._versions = VersionPublisher(
             connections, writer, self._coordinator, policy=policy or FullSnapshotPolicy(), epoch=epoch
         )

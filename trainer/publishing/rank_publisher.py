@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.protocol import blob_keys
 from penstock.protocol.facts import BlobRef, Count, Wire
@@ -27,6 +27,9 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.parallel_dims import Share
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets, read_buckets
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
 
 _COPY_DEADLINE_S = 600.0  # a rank that trails rank 0 by more than this is stuck
 
@@ -82,9 +85,14 @@ class Request(Wire):
 class RankPublisher:
     """The buckets of one rank. Thread-safe: copies come from the training thread, requests on other threads."""
 
-    def __init__(self, blobs: Blobs, run_id: str, share: Share | None = None) -> None:
-        """Start with no buckets; ``share`` is this rank's share of all buckets, by default all of them."""
-        self._blobs, self._run_id = blobs, run_id
+    def __init__(
+        self, blobs: Blobs, run_id: str, share: Share | None = None, trusted_keys: TrustedKeys | None = None
+    ) -> None:
+        """Start with no buckets; ``share`` is this rank's share of all buckets, by default all of them.
+
+        With ``trusted_keys``, a head that none of them has signed is not read.
+        """
+        self._blobs, self._run_id, self._trusted_keys = blobs, run_id, trusted_keys
         self._share = share or Share()
         self._copies: dict[int, WeightBuckets] = {}
         self._permanent: dict[int, WeightBuckets] = {}  # the models that adapters are applied to
@@ -114,7 +122,7 @@ class RankPublisher:
     def _read_head(self, request: Request) -> Digests:
         """Read this rank's buckets of a version from the object store; they are the committed ones from now on."""
         assert request.head is not None
-        reader = WeightReader(self._blobs, self._run_id)
+        reader = WeightReader(self._blobs, self._run_id, trusted_keys=self._trusted_keys)
         try:
             manifest = reader.manifest(request.head, PolicyVersion(request.version))
             numbers = assign_buckets(reader.layout(manifest), self._share.count)[self._share.index]

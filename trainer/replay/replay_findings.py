@@ -6,15 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import config_document, load
+from penstock.protocol.errors import BlobMissing, SignatureRefused, WireError
 from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.recovery.recorded_settings import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
 
 _SHOWN_IDS = 4
 
@@ -57,6 +63,43 @@ def missing_packs(steps: Sequence[RecordedStep], blobs: Blobs) -> list[str]:
     for owner in sorted({blob_keys.owner_of_pack(key) for key in packs}):
         stored |= {found.key for found in blobs.list(blob_keys.groups_prefix(owner))}
     return [f"pack {key} is not in the object store: {_groups_of(key, steps)}" for key in packs if key not in stored]
+
+
+def signed_versions(
+    run_id: str, roots: Mapping[int, str], blobs: Blobs, trusted_keys: TrustedKeys
+) -> tuple[int, list[str]]:
+    """Return how many of the replayed versions (their roots, by number) are stored as a trusted key has signed them.
+
+    Also one line for every version of which manifests are stored, but none with a trusted signature and this root. A
+    version that retention has removed counts as neither. A trainer that was killed leaves manifests under a number that
+    another version then got: one that fits suffices.
+    """
+    num_signed, findings = 0, list[str]()
+    for version, root in roots.items():
+        stored = blobs.list(blob_keys.weights_prefix(run_id, PolicyVersion(version)))
+        keys = [stat.key for stat in stored if stat.key.endswith("/manifest.json")]
+        problems = [_signature_problem(run_id, version, root, key, blobs, trusted_keys) for key in keys]
+        if "" in problems:
+            num_signed += 1
+        elif problems:
+            findings.append(f"version {version}: no stored manifest is trusted; {'; '.join(problems[:_SHOWN_IDS])}")
+    return num_signed, findings
+
+
+def _signature_problem(run_id: str, version: int, root: str, key: str, blobs: Blobs, trusted_keys: TrustedKeys) -> str:
+    """Return why a stored manifest is not the one that a trusted key has signed for a version; "" when it is."""
+    try:
+        data = blobs.get_unverified(key)
+        trusted_keys.verify(data, key)
+        manifest = VersionManifest.from_json(data)
+    except (BlobMissing, SignatureRefused, WireError) as err:
+        return str(err)
+    if (manifest.run_id, manifest.version, manifest.state_root) != (run_id, version, root):
+        return (
+            f"{key}: signed for version {manifest.version} of run {manifest.run_id} with root "
+            f"{manifest.state_root[:16]}…, replayed {root[:16]}…"
+        )
+    return ""
 
 
 def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:

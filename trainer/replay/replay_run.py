@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,9 +46,13 @@ from penstock.trainer.replay.replay_findings import (
     figure_differences,
     missing_packs,
     other_updates,
+    signed_versions,
 )
 from penstock.trainer.replay.replay_verdict import Difference, Verdict
 from penstock.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
 
 _MAX_THREADS = 4096
 
@@ -62,6 +66,7 @@ class Wanted:
     model: Path | None = None  # folder of the initial model; None: as recorded
     run_files: tuple[Path, ...] = ()  # to compare with the record
     user_code: bool = False  # run the code that the record names by path
+    trusted_keys: TrustedKeys | None = None  # one of them has signed the stored weights; None: not verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class Replay:
         if not wanted.user_code:
             _refuse_code(record.run_id, self._documents)
         self._read = {key: read_settings(document, where=key) for key, document in self._documents.items()}
+        self._replayed_roots: dict[int, str] = {}  # by version
         self._rank_group: RankGroup | None = None
         self._session = record.sessions[0]
         self.verdict = Verdict(record.run_id)
@@ -115,6 +121,11 @@ class Replay:
             started, cpu = time.monotonic(), time.process_time()
             with tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch:
                 self._compare(start, items, Path(scratch), on_version)
+            if (keys := self._wanted.trusted_keys) is not None:
+                verdict.num_signed, problems = signed_versions(
+                    self._record.run_id, self._replayed_roots, self._blobs, keys
+                )
+                verdict.findings += problems
             verdict.wall_s, verdict.cpu_s = time.monotonic() - started, time.process_time() - cpu
         if self._rank_group is not None:
             self._rank_group.dismiss()
@@ -172,6 +183,7 @@ class Replay:
                 self.verdict.difference = Difference(version, step, recorded, replayed, lines)
                 return
             self.verdict.same.append(version)
+            self._replayed_roots[version] = replayed
             on_version(version)
 
     def _replayed(

@@ -32,6 +32,7 @@ class Verdict:
     findings: list[str] = field(default_factory=list)  # what is wrong with record, settings or packs
     drift: list[str] = field(default_factory=list)  # settings in which the run file differs now; the record is used
     environment_differences: list[str] = field(default_factory=list)  # from the recorded steps; "surroundings" in JSON
+    num_signed: int | None = None  # versions that are still stored, signed by a trusted key; None: not verified
     num_steps: int = 0
     num_groups: int = 0
     num_tokens: int = 0
@@ -64,6 +65,8 @@ def describe(verdict: Verdict) -> str:
             f"{len(verdict.same)} versions are identical, {verdict.same[0]} to {verdict.same[-1]}: {verdict.num_steps} steps, "
             f"{verdict.num_groups} groups, {verdict.num_tokens} tokens in {verdict.wall_s:.1f} s ({rate:.1f} steps/s)"
         )
+    if verdict.num_signed is not None:
+        lines.append(f"{verdict.num_signed} of them are still stored, with the signature of a trusted key")
     lines += [f"wrong: {finding}" for finding in verdict.findings]
     lines += [f"changed since, not used: {line}" for line in verdict.drift]
     if verdict.difference is not None:

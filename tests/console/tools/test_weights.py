@@ -13,6 +13,7 @@ from tests.weights_source import WeightsSource, adapter_base
 from transformers import AutoModelForCausalLM
 
 from penstock.console.tools.weights import export, print_versions
+from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -22,6 +23,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
+from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
@@ -195,6 +197,22 @@ def test_a_version_that_a_killed_trainer_left_is_ignored(
     assert export(run_streams, 2, tmp_path / "v2", arguments, {}) == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
+
+
+def test_only_what_a_trusted_key_has_signed_is_exported(
+    bus: Bus, blobs: Blobs, run_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key file of the option or of the environment is used; a version of another key is as good as not stored."""
+    write_model(tmp_path / "model", seed=0)
+    private, public = signing_key(tmp_path / "own")
+    source = WeightsSource(bus, blobs, run_streams, tmp_path / "model", signing_key=SigningKey.from_file(private, "x"))
+    source.publish(0, load_file(tmp_path / "model" / "model.safetensors"))
+    assert export(run_streams, 0, tmp_path / "v0", arguments, {}, trusted_keys_file=public) == 0
+    _, stranger = signing_key(tmp_path / "other")
+    for option, environ in ((stranger, {}), (None, {"PENSTOCK_WORKER__TRUSTED_KEYS_FILE": str(stranger)})):
+        with pytest.raises(ConfigError, match="has no version 0"):
+            export(run_streams, 0, tmp_path / "no", arguments, environ, trusted_keys_file=option)
+        assert "cannot be read or trusted; the first: runs/" in capsys.readouterr().err
 
 
 def test_a_version_whose_objects_are_damaged_is_not_exported(

@@ -17,9 +17,10 @@ import torch
 from tests.refusing_s3 import RefusingS3
 from tests.trainer.publishing.rank_publisher_kill import tensors, whole
 from tests.trainer.publishing.test_publish import head_of, manifest_of
-from tests.weights_source import read_version
+from tests.weights_source import WeightsSource, read_version
 from torch.distributed import TCPStore
 
+from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -27,8 +28,10 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import TensorSpec, build_layout
+from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.rank_publisher import Digests, RankPublisher, Request
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import assign_buckets
 
@@ -130,6 +133,25 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     alone.submit(Snapshot(PolicyVersion(2), 2, ModelWeights(whole(2)), "float32", must_publish=True))
     alone.close()
     assert_is(connections, 2)
+
+
+def test_a_rank_reads_no_head_that_its_key_has_not_signed(
+    bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path
+) -> None:
+    """The answer to rank 0 has the reason, and no buckets; with the key that signed it the rank has them."""
+    write_model(tmp_path / "model", seed=0)
+    own, stranger = (SigningKey.from_file(signing_key(tmp_path / name)[0], "x") for name in ("own", "other"))
+    source = WeightsSource(bus, blobs, run_streams, tmp_path / "model", signing_key=own)
+    head = source.publish(0, tensors(0)).manifest
+    request = Request(action="read_head", head=head, version=0)
+    refused = RankPublisher(blobs, run_streams, trusted_keys=stranger.trusted).answer(request)
+    assert isinstance(refused, Digests)
+    assert "signed by key" in (refused.problem or "")
+    assert refused.tensors == ()
+    accepted = RankPublisher(blobs, run_streams, trusted_keys=own.trusted).answer(request)
+    assert isinstance(accepted, Digests)
+    assert accepted.problem is None
+    assert len(accepted.tensors) == len(tensors(0))
 
 
 def assert_is(connections: Connections, version: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +15,15 @@ from tests.trainer.conftest import RUN, StoredRun
 from tests.weights_source import read_version
 from transformers import AutoModelForCausalLM
 
+from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import group_pack, step_logprobs
 from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.replay.replay_findings import other_updates
+from penstock.protocol.weights.signature import TrustedKeys
+from penstock.trainer.replay.replay_findings import other_updates, signed_versions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -29,15 +32,32 @@ def test_every_version_is_identical(run: StoredRun) -> None:
     """A replay reproduces the digests of three sessions, through a crash, a resume and a change of settings."""
     record = run.record
     assert [life.step for life in record.sessions] == [0, 3, 7]
-    verdict = run.replay()
+    verdict = run.replay("--trusted-keys", str(run.folder / "keys" / "signing.pem"))
     assert verdict["difference"] is None
     assert verdict["findings"] == []
     assert verdict["surroundings"] == []
     assert [line.split(": ", 1)[1] for line in verdict["drift"]] == ["trainer.steps = 7, recorded 9"]
     assert verdict["num_steps"] == 9
+    assert verdict["num_signed"] >= 1  # the others were removed by trainer.keep_versions
     assert verdict["same"][-1] == record.last_version
     assert len(set(verdict["same"])) == len(verdict["same"])
     assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.sessions}
+
+
+def test_stored_versions_are_those_that_a_trusted_key_has_signed(run: StoredRun, tmp_path: Path) -> None:
+    """Every version that is still stored counts; a stranger's key, another root and an unsigned copy are findings."""
+    step = run.record.steps[-1]
+    own = TrustedKeys.from_file(run.folder / "keys" / "signing.pem", "x")
+    newest = {step.made_version: step.weights_digest}
+    assert signed_versions(RUN, {**newest, 9999: "0" * 64}, run.blobs, own) == (1, [])
+    stranger = TrustedKeys.from_file(signing_key(tmp_path)[1], "x")
+    num_signed, (finding,) = signed_versions(RUN, newest, run.blobs, stranger)
+    assert num_signed == 0
+    assert f"version {step.made_version}: no stored manifest is trusted" in finding
+    assert "signed by key" in finding
+    num_signed, (finding,) = signed_versions(RUN, {step.made_version: "0" * 64}, run.blobs, own)
+    assert num_signed == 0
+    assert "replayed 0000000000000000" in finding
 
 
 def test_the_record_agrees_with_the_report_of_every_step(run: StoredRun) -> None:
