@@ -19,6 +19,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from penstock.protocol.endpoints.resolve import resolve
 from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport import http_tls
+from penstock.protocol.transport.tls import handshake_problem
 
 _CONNECT_S = 5.0
 
@@ -86,7 +88,8 @@ class HttpConnections:
         except aiohttp.ServerTimeoutError as err:  # to connect
             raise ConnectionFailed(f"{url}: {err}") from None
         except aiohttp.ClientError as err:
-            raise ConnectionFailed(f"{url}: {type(err).__name__} {str(err)[:300]}".rstrip()) from None
+            problem = handshake_problem(err, url, http_tls.AUTHORITY)
+            raise ConnectionFailed(problem or f"{url}: {type(err).__name__} {str(err)[:300]}".rstrip()) from None
 
     async def websocket(self, url: str, *, max_message_bytes: int) -> aiohttp.ClientWebSocketResponse:
         """Return an open WebSocket to an http:// or https:// URL; raises ConnectionFailed, TargetRefused."""
@@ -126,7 +129,11 @@ class HttpConnections:
                 headers={"Accept-Encoding": "identity", **self._headers},
                 cookie_jar=aiohttp.DummyCookieJar(),
                 connector=aiohttp.TCPConnector(
-                    limit=0, keepalive_timeout=self._keep_s, resolver=resolver, use_dns_cache=resolver is None
+                    limit=0,
+                    keepalive_timeout=self._keep_s,
+                    resolver=resolver,
+                    use_dns_cache=resolver is None,
+                    ssl=http_tls.client_context(),
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 auto_decompress=False,

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.transport import http_tls
+from penstock.protocol.transport.tls import handshake_problem
 
 _CONNECT_S = 5.0
 _ANSWER_S = 120.0  # creating a run checks its settings and inputs
@@ -54,9 +56,11 @@ class RunsApi:
         """Return the answer; raises ApiRefused with what the API says is wrong and what to do."""
         timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         try:
-            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:
+            with self._client(timeout) as client:
                 response = client.request(method, self.url + path, json=body, params=query)
         except httpx.HTTPError as err:
+            if problem := handshake_problem(err, self.url, http_tls.AUTHORITY):
+                raise ApiRefused(problem) from None
             raise ApiRefused(
                 f"no console answers at {self.url} ({type(err).__name__}); start one there: penstock console"
             ) from None
@@ -67,12 +71,16 @@ class RunsApi:
         except (ValueError, RecursionError):
             raise ApiRefused(f"what answers at {self.url} is no console: its answer to {path} is not JSON") from None
 
+    def _client(self, timeout: httpx.Timeout) -> httpx.Client:
+        tls = http_tls.trust_own_authority(httpx.create_ssl_context())
+        return httpx.Client(headers=self._headers, timeout=timeout, trust_env=False, verify=tls)
+
     @contextmanager
     def stream(self, path: str, **query: Any) -> Iterator[httpx.Response]:
         """Give an answer whose lines arrive over time; raises ApiRefused, or httpx.HTTPError when the connection breaks."""
         timeout = httpx.Timeout(_QUIET_S, connect=_CONNECT_S)
         with (
-            httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client,
+            self._client(timeout) as client,
             client.stream("GET", self.url + path, params=query) as response,
         ):
             if not response.is_success:

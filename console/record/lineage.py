@@ -64,7 +64,7 @@ def open_record(run: str, arguments: Sequence[str], environ: Mapping[str, str]) 
     """Read a run's record; NATS is needed only when no checkpoint of the run is on this machine."""
     settings = connections.find(arguments, environ, run_id=run).settings
     blobs = Blobs(settings.s3, deadline_s=30.0)
-    blobs.check()
+    blobs.check(run)
 
     def pointer() -> bytes | None:
         with Bus.connect(settings.nats, name="lineage", deadline_s=5.0) as bus:

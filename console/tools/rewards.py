@@ -15,6 +15,8 @@ from penstock.console import connections, launch
 from penstock.console.printable import printable
 from penstock.console.tables import console
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.transport import http_tls
+from penstock.protocol.transport.tls import handshake_problem
 
 if TYPE_CHECKING:
     import httpx
@@ -50,10 +52,13 @@ class RewardService:
         import httpx  # noqa: PLC0415 # the page's console starts without it
 
         timeout = httpx.Timeout(self._answer_s, connect=_CONNECT_S)
+        tls = http_tls.trust_own_authority(httpx.create_ssl_context())
         try:
-            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False) as client:
+            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False, verify=tls) as client:
                 response = client.request(method, f"{self._url}{path}", json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as err:
+            if problem := handshake_problem(err, self._url, http_tls.AUTHORITY):
+                raise RewardServiceError(problem) from None
             raise RewardServiceError(
                 f"no reward service answers at {self._url} ({type(err).__name__}); "
                 "start one with: penstock reward service run.toml (it needs NATS and S3: penstock up), or name another with --url"

@@ -24,7 +24,7 @@ from penstock.console.web.access import Access, Role, file_of
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.protocol import logs
-from penstock.protocol.transport import listening_socket
+from penstock.protocol.transport import http_tls, listening_socket
 
 PORT = 8800
 _GRACE_S = 2
@@ -55,7 +55,7 @@ def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOp
         shown = f"[{host}]" if ":" in host else host
         if ipaddress.ip_address(host).is_unspecified:
             shown = options.allow_hosts[0] if options.allow_hosts else "127.0.0.1"
-        url = f"http://{shown}:{port}"
+        url = f"{http_tls.scheme(options.host)}://{shown}:{port}"
         link = f"{url}/?token={access.one_time_link(Role.ADMIN)}"
         print(f"console: {link}   (opens the page once, in one browser)", file=sys.stderr)
         print(f"api: {url}/v1/runs   tokens: penstock console token NAME --role read", file=sys.stderr, flush=True)
@@ -66,8 +66,11 @@ def serve(arguments: Sequence[str], environ: Mapping[str, str], options: ServeOp
     return 0
 
 
-def server_for(context: WebContext, hosts: Sequence[str]) -> uvicorn.Server:
-    """Return a server that leaves signals to its caller; end it with `stop`."""
+def server_for(context: WebContext, hosts: Sequence[str], *, listens_on: str = "127.0.0.1") -> uvicorn.Server:
+    """Return a server that leaves signals to its caller; end it with `stop`.
+
+    Raises ConfigError for a certificate that cannot be used, where it ``listens_on`` more than the loopback.
+    """
     return _Server(
         uvicorn.Config(
             create_app(context, hosts=hosts),
@@ -77,6 +80,7 @@ def server_for(context: WebContext, hosts: Sequence[str]) -> uvicorn.Server:
             server_header=False,
             limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=_GRACE_S,
+            **http_tls.server_options(listens_on),
         )
     )
 
@@ -89,7 +93,7 @@ def stop(context: WebContext, server: uvicorn.Server) -> None:
 
 async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]) -> None:
     """Answer requests until a signal asks to stop."""
-    server = server_for(context, hosts)
+    server = server_for(context, hosts, listens_on=bound.getsockname()[0])
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, context, server)

@@ -26,7 +26,9 @@ from penstock.protocol.facts import Heartbeat
 from penstock.protocol.transport.bus import Bus
 
 # Any service may write a heartbeat: only an address and Prometheus' own path are taken from it.
-_ADDRESS = re.compile(r"http://((?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5})/metrics")
+_ADDRESS = re.compile(
+    r"(https?)://((?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5})/metrics"
+)
 
 
 def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
@@ -36,7 +38,9 @@ def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
         match = _ADDRESS.fullmatch(beat.metrics_url or "")
         if match is not None and beat.state != heartbeats.EXITED:
             labels = {"job": f"penstock-{beat.role}", "run": run_id}
-            found.append({"targets": [match[1]], "labels": labels})
+            if match[1] == "https":
+                labels["__scheme__"] = "https"  # Prometheus' own label: how it scrapes this target
+            found.append({"targets": [match[2]], "labels": labels})
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from penstock.protocol.transport import listening_socket
+from penstock.protocol.transport import http_tls, listening_socket
 
 log = structlog.get_logger("metrics")
 
@@ -30,6 +30,8 @@ class MetricsServer:
         """Listen at once; raises ConfigError, which names the setting ``key``, when the address cannot be used."""
         self._page = page
         self._socket = listening_socket.listen(host, port, key=f"metrics.{key}", backlog=_MAX_CLIENTS)
+        files = http_tls.server_files(host)
+        self._tls = None if files is None else files.context()
         address, bound = self._socket.getsockname()[:2]
         self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
         self.url = metrics_url(address, bound)
@@ -58,7 +60,13 @@ class MetricsServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._answer, sock=self._socket, limit=_MAX_HEAD_BYTES)
+        server = await asyncio.start_server(
+            self._answer,
+            sock=self._socket,
+            limit=_MAX_HEAD_BYTES,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else _REQUEST_S,
+        )
         await self._stop.wait()
         # Not closed before the last client is: asyncio does not close the socket of one that it is accepting just then.
         asyncio.get_running_loop().remove_reader(self._socket)
@@ -114,9 +122,10 @@ class MetricsServer:
 
 def metrics_url(host: str, port: int) -> str:
     """Return where a service that listens on an address is scraped: by this machine's name if it listens on all."""
+    scheme = http_tls.scheme(host)
     if host in ("0.0.0.0", "::"):  # noqa: S104  what was configured
         host = socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/metrics"
 
 
 def _message(

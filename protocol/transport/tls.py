@@ -55,7 +55,9 @@ def _ssl_error(err: BaseException | None) -> ssl.SSLError | None:
         if not isinstance(one, BaseException) or id(one) in seen:
             continue
         seen.add(id(one))
-        if isinstance(one, ssl.SSLError):
+        # aiohttp's error for a certificate is one by its class, and has the original among its arguments.
+        is_hollow = isinstance(one, ssl.SSLCertVerificationError) and not hasattr(one, "verify_message")
+        if isinstance(one, ssl.SSLError) and not is_hollow:
             return one
         waiting += [one.__cause__, one.__context__, getattr(one, "reason", None), *one.args]
     return None

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.protocol.transport import listening_socket
+from penstock.protocol.transport import http_tls, listening_socket
 from penstock.reward_service.api.request_clock import MAX_CONNECTIONS, RequestClock
 
 log = structlog.get_logger("reward_service.web_server")
@@ -35,7 +35,10 @@ def listen(host: str, port: int, *, key: str) -> socket.socket:
 
 
 async def serve(app: FastAPI, bound: socket.socket, done: asyncio.Event) -> None:
-    """Answer requests until ``done``."""
+    """Answer requests until ``done``; with TLS where ``bound`` listens on more than the loopback (`http_tls`).
+
+    Raises ConfigError for a certificate that cannot be used.
+    """
     server = _Server(
         uvicorn.Config(
             app,
@@ -47,6 +50,7 @@ async def serve(app: FastAPI, bound: socket.socket, done: asyncio.Event) -> None
             backlog=_BACKLOG,
             lifespan="off",
             timeout_graceful_shutdown=_GRACE_S,
+            **http_tls.server_options(bound.getsockname()[0]),
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[bound]))

@@ -20,6 +20,7 @@ import httpx
 from penstock.protocol.endpoints.resolve import resolve
 from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.errors import TargetRefused
+from penstock.protocol.transport import http_tls
 from penstock.reward_service.errors import EndpointFailed, EndpointNonsense
 
 CALL_HEADER = "penstock-endpoint-call"  # of every request sent here; an API that gets one refuses it: a loop
@@ -130,7 +131,7 @@ class _CheckedTransport(httpx.AsyncHTTPTransport):
         super().__init__()
         self._policy = policy
         self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=httpx.create_ssl_context(),
+            ssl_context=http_tls.trust_own_authority(httpx.create_ssl_context()),
             max_connections=None,
             max_keepalive_connections=_IDLE_CONNECTIONS,
             keepalive_expiry=_KEEP_S,

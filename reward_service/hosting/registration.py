@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport import http_tls
 
 _DEADLINE_S = 60.0  # the service may be starting at the same time
 _TRY_S = 5.0
@@ -163,4 +164,5 @@ def _say(text: str) -> None:
 
 def _client(service: ServiceAddress) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {service.token}"} if service.token else {}
-    return httpx.AsyncClient(headers=headers, timeout=_TRY_S, trust_env=False)
+    tls = http_tls.trust_own_authority(httpx.create_ssl_context())
+    return httpx.AsyncClient(headers=headers, timeout=_TRY_S, trust_env=False, verify=tls)

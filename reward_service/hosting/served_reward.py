@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from penstock.protocol.endpoints import signature
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import http_tls
 from penstock.reward_service.api import web_server
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
@@ -146,7 +147,7 @@ def read_secret(file: Path, option: str) -> str:
 def serve(reward: Hosted, where: Address) -> None:
     """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward or its registration is wrong."""
     with web_server.listen(where.host, where.port, key="--port") as bound:
-        url = where.url or f"http://{where.host}:{bound.getsockname()[1]}/score"
+        url = where.url or f"{http_tls.scheme(where.host)}://{where.host}:{bound.getsockname()[1]}/score"
         asyncio.run(_serve(reward, where, bound, url))
 
 

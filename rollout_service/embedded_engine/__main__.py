@@ -31,6 +31,7 @@ def main() -> int:
     keep_freed_memory()
     # Set before torch is imported: OpenMP reads the variable once; without it every later thread gets its own default.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    from penstock.protocol.errors import ConfigError  # noqa: PLC0415
     from penstock.protocol.logs import configure  # noqa: PLC0415
     from penstock.rollout_service.embedded_engine.errors import EngineError  # noqa: PLC0415
     from penstock.rollout_service.embedded_engine.run_engine import serve  # noqa: PLC0415
@@ -42,7 +43,7 @@ def main() -> int:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         return serve(settings, listener, on_ready=lambda: _announce(settings, listener))
-    except EngineError as error:
+    except (EngineError, ConfigError) as error:
         print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201  (the result of a failed command)
         return 2
 
@@ -63,7 +64,10 @@ def _announce(settings: EngineSettings, listener: socket.socket) -> None:
         partial = Path(f"{settings.port_file}.{os.getpid()}")
         partial.write_text(f"{port}\n")
         partial.replace(settings.port_file)  # a reader finds the whole number or no file
-    print(f"embedded engine ready on http://{settings.host}:{port}", flush=True)  # noqa: T201
+    from penstock.protocol.transport import http_tls  # noqa: PLC0415  after OMP_NUM_THREADS is set
+
+    scheme = http_tls.scheme(settings.host)
+    print(f"embedded engine ready on {scheme}://{settings.host}:{port}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

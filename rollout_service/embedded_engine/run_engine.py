@@ -11,6 +11,7 @@ import structlog
 import torch
 import uvicorn
 
+from penstock.protocol.transport import http_tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
@@ -96,7 +97,13 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     jobs = JobRunner(engine, adapters)
     app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, read_weights))
     http = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=2,
+        **http_tls.server_options(settings.host),
     )
     server = _Server(http, on_ready, on_stop=engine.stop)
     log.info(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
-from penstock.protocol.transport import listening_socket
+from penstock.protocol.transport import http_tls, listening_socket
 from penstock.rollout_service.proxy.api.app import ProxyApp
 from penstock.rollout_service.proxy.proxy import AgentProxy
 
@@ -29,7 +29,7 @@ async def serving(proxy: AgentProxy, host: str = "127.0.0.1", port: int = 0) -> 
 
 @contextlib.asynccontextmanager
 async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIterator[str]:
-    """Serve an ASGI app inside the block; yields its URL. Raises ConfigError, which names the setting ``key``."""
+    """Serve an ASGI app inside the block; yields its URL. Raises ConfigError, which names the setting ``key`` or the certificate."""
     listener = listening_socket.listen(host, port, key=key, backlog=_BACKLOG)
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
@@ -42,11 +42,12 @@ async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIt
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
+        **http_tls.server_options(host),
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"http://{host}:{listener.getsockname()[1]}"
+        yield f"{http_tls.scheme(host)}://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await running

@@ -35,7 +35,7 @@ def beat(service_id: str, url: str | None, state: str = "") -> Heartbeat:
 @pytest.mark.parametrize(
     "url",
     [
-        None, "", "http://10.0.0.1:1/", "https://10.0.0.1:1/metrics", "http://user:pw@10.0.0.1:1/metrics", "http://h/metrics",
+        None, "", "http://10.0.0.1:1/", "ftp://10.0.0.1:1/metrics", "http://user:pw@10.0.0.1:1/metrics", "http://h/metrics",
         "http://169.254.169.254/latest/meta-data", "file:///etc/passwd", "http://a\n:1/metrics", "http://-x:1/metrics",
         'http://a"b:1/metrics', "http://h:1/metrics?x=1", "http://h:123456/metrics",
     ],
@@ -51,7 +51,7 @@ def test_the_targets_are_those_of_the_heartbeats(
     """The file lists each service that serves metrics, by its job and run; one that has exited is gone."""
     live = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
     beats = [
-        beat("w1", "http://10.0.0.2:9471/metrics"), beat("w0", "http://[::1]:9/metrics"), beat("w2", None),
+        beat("w1", "http://10.0.0.2:9471/metrics"), beat("w0", "http://[::1]:9/metrics"), beat("w2", None), beat("w4", "https://10.0.0.4:9471/metrics"),
         beat("w3", "http://10.0.0.3:1/metrics", heartbeats.EXITED),
     ]  # fmt: skip
     for one in beats:
@@ -65,5 +65,6 @@ def test_the_targets_are_those_of_the_heartbeats(
     assert json.loads(file.read_text()) == [
         {"targets": ["[::1]:9"], "labels": labels},
         {"targets": ["10.0.0.2:9471"], "labels": labels},
+        {"targets": ["10.0.0.4:9471"], "labels": {**labels, "__scheme__": "https"}},
     ]
     assert [path.name for path in file.parent.iterdir()] == ["run.json"]

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from penstock.protocol.transport import http_tls
 from penstock.reward_service.endpoints.endpoint_call import retry_after_s
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
 
@@ -78,6 +79,7 @@ class Chat:
         self._places = asyncio.Semaphore(settings.concurrency)
         self.cost = Cost()
         self._http = httpx.AsyncClient(
+            verify=http_tls.trust_own_authority(httpx.create_ssl_context()),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(settings.timeout_s, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=settings.concurrency),

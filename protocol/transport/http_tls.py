@@ -1,0 +1,99 @@
+"""TLS of our own HTTP servers, and what our HTTP clients trust beyond the system's authorities, from three variables.
+
+PENSTOCK_TLS_CERTIFICATE_FILE    of this machine's or container's HTTP servers, with its key in
+PENSTOCK_TLS_KEY_FILE
+PENSTOCK_TLS_CA_FILE             authorities that clients trust too: ca.pem of `penstock certs`
+
+They are no settings of a run: they differ from machine to machine, and all processes of one use the same. A server that
+listens on the loopback alone has no TLS: what could read its packets could read its memory.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.errors import ConfigError
+
+CERTIFICATE, KEY, AUTHORITY = (f"PENSTOCK_TLS_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA"))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFiles:
+    """A server's certificate and private key, both PEM files."""
+
+    certificate: str
+    key: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same as uvicorn's options."""
+        return {"ssl_certfile": self.certificate, "ssl_keyfile": self.key}
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context of a server; raises ConfigError for files that do not belong together."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as err:
+            reason = err.reason if isinstance(err, ssl.SSLError) else err.strerror
+            raise ConfigError(
+                f"{CERTIFICATE} = {self.certificate} and {KEY} = {self.key}: no certificate with its key ({reason}); "
+                "make them with: penstock certs FOLDER --service NAME"
+            ) from None
+        return context
+
+
+def server_files(host: str) -> ServerFiles | None:
+    """Return the files of a server that listens on ``host``; None on the loopback, or when no certificate is named.
+
+    Raises ConfigError for a certificate without key, and for files that cannot be used.
+    """
+    certificate, key = os.environ.get(CERTIFICATE, ""), os.environ.get(KEY, "")
+    if is_loopback(host) or not (certificate or key):
+        return None
+    if not (certificate and key):
+        there, missing = (CERTIFICATE, KEY) if certificate else (KEY, CERTIFICATE)
+        raise ConfigError(f"{there} is set and {missing} is not: a server with TLS needs both")
+    files = ServerFiles(certificate, key)
+    files.context()
+    return files
+
+
+def server_options(host: str) -> dict[str, Any]:
+    """Return uvicorn's options for a server that listens on ``host``; empty without TLS. Raises as `server_files`."""
+    files = server_files(host)
+    return {} if files is None else files.options
+
+
+def scheme(host: str) -> str:
+    """Return ``https`` or ``http``, as a server that listens on ``host`` speaks it."""
+    return "http" if server_files(host) is None else "https"
+
+
+def trust_own_authority(context: ssl.SSLContext) -> ssl.SSLContext:
+    """Let a client's context trust the authority that is named, too; raises ConfigError for a file without certificates."""
+    if file := os.environ.get(AUTHORITY, ""):
+        try:
+            context.load_verify_locations(Path(file))
+        except (OSError, ssl.SSLError) as err:
+            reason = err.strerror if not isinstance(err, ssl.SSLError) else "no certificates in PEM form in it"
+            raise ConfigError(f"{AUTHORITY} = {file}: {reason}; name the ca.pem of penstock certs") from None
+    return context
+
+
+def client_context() -> ssl.SSLContext | bool:
+    """Return what aiohttp verifies servers with: True for the system's authorities alone. Raises as `trust_own_authority`."""
+    return trust_own_authority(ssl.create_default_context()) if os.environ.get(AUTHORITY) else True
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
