@@ -1,6 +1,7 @@
 """Create the streams, consumers and buckets of a run on NATS and S3; idempotent.
 
     penstock bootstrap run.toml [run.id=ID nats.url=... s3.endpoint=...]
+    penstock bootstrap run.toml --s3-users FOLDER      # also a user of the object store for each role
     penstock bootstrap run.id=ID --delete [--yes]
 
 Services only bind to them and have no right to create them.
@@ -12,6 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
@@ -71,6 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--run", help="id of the run (default: run.id of the run file)")
+    parser.add_argument(
+        "--s3-users",
+        metavar="FOLDER",
+        default="",
+        help="also create a user of the object store for each role, on MinIO or a fork; its secret key is FOLDER/s3_ROLE",
+    )
     parser.add_argument("--delete", action="store_true", help="delete the run's streams and their contents")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     options, rest = parser.parse_known_args(arguments)
@@ -83,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.delete:
                 return _delete(bus, run_id, ask=not options.yes)
             bootstrap(bus, Blobs(settings.s3), run_id, settings.retention.limits())
+        if options.s3_users:
+            from penstock.deploy.s3_users import create_users  # noqa: PLC0415  its library is needed only here
+
+            created = create_users(settings.s3, Path(options.s3_users))
+            print(f"users of {settings.s3.endpoint}: {', '.join(created)}")
     except PenstockError as err:
         print(f"bootstrap: {err}", file=sys.stderr)
         return 1

@@ -1,6 +1,9 @@
-"""Make the secrets of a compose deployment: one password per NATS role, the S3 secret key, the reward token.
+"""Make the secrets of a compose deployment: one password per NATS role, one S3 secret key per role, the reward token.
 
     python -m penstock.deploy.make_secrets [FOLDER]        # default: deploy/secrets
+
+In its folder ``tls`` are an authority, a certificate of each server, and the pair of keys that signs weights and lets workers
+verify them; a certificate that ends within a month is renewed.
 
 Existing files are kept, so the command can be repeated. Only the owner may enter the folder; the
 files are readable, because a container reads its mounted secret under another user id.
@@ -14,13 +17,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.deploy import certificates
+from penstock.deploy.processes.child import DeployError
+
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "viewer")
-OTHERS = ("s3_secret_key", "reward_token")
+S3_USERS = ("trainer", "rollout", "reward", "viewer")
+OTHERS = ("s3_secret_key", *(f"s3_{user}" for user in S3_USERS), "reward_token")
+METRICS = (
+    "metrics"  # of trainer and workers, whatever the container's name: Prometheus takes it for tls_config.server_name
+)
+METRICS_HOSTS = ("trainer-cpu", "trainer-gpu", "rollout-cpu", "rollout-gpu", "trainer", "rollout")
+SERVERS = ("nats", "s3", "reward", "reward-model", METRICS)
 _BYTES = 24
 
 
 def make_secrets(folder: Path) -> list[Path]:
-    """Create the missing files; returns those that were written."""
+    """Create the missing files; returns those that were written. Raises DeployError for certificates that do not fit together."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     written = [folder / name for name in (*(f"nats_{user}" for user in NATS_USERS), *OTHERS)]
@@ -32,7 +44,21 @@ def make_secrets(folder: Path) -> list[Path]:
     if not passwords.exists() or passwords.read_text() != "".join(lines):
         passwords.write_text("".join(lines))
         written.append(passwords)
-    return written
+    return [*written, *_make_certificates(folder / "tls")]
+
+
+def _make_certificates(folder: Path) -> list[Path]:
+    """Create the missing files of TLS and of signatures, and renew what ends soon; returns those that were written."""
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
+    for service in SERVERS:
+        if not (folder / f"{service}.pem").exists():
+            names = [(service, host) for host in METRICS_HOSTS] if service == METRICS else []
+            certificates.write_certificates(folder, services=(service,), names=names)
+        certificates.kept(folder, service)
+        (folder / f"{service}.key").chmod(0o644)  # a container reads it under another user id
+    private, _ = certificates.signing_key(folder)
+    private.chmod(0o644)
+    return [path for path in sorted(folder.glob("*")) if path.stat().st_mtime_ns != before.get(path)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -P -m penstock.deploy.make_secrets",
         description="Make the secrets of a deployment: a password for each NATS role (nats_ROLE, and nats_passwords.conf, which nats.conf "
-        "includes as passwords.conf), the S3 secret key, the reward token. Existing files are kept.",
+        "includes as passwords.conf), the S3 secret key of the store's own user and of each role (s3_ROLE), the reward token, and in tls/ the certificates of all servers and the key that signs weights. Existing files are kept.",
     )
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path(__file__).with_name("secrets"), help="where to write them"
     )
-    for path in make_secrets(parser.parse_args(arguments).folder):
-        print(path)
+    try:
+        for path in make_secrets(parser.parse_args(arguments).folder):
+            print(path)
+    except (DeployError, OSError) as err:
+        print(f"make_secrets: {err}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -123,7 +123,7 @@ def create_what_is_missing(settings: TrainerSettings) -> None:
     run_id, blobs = settings.run.id, Blobs(settings.s3)
     with Bus.connect(settings.nats, name="train", deadline_s=_CONNECT_S) as bus:
         try:
-            blobs.check()
+            blobs.check(run_id)
             bus.key_value(streams.state_bucket(run_id).bucket).wait()
             bus.consumer_state(streams.consumers(run_id)[0]).wait()
         except (MissingStream, BlobStoreRefused) as missing:

@@ -44,6 +44,11 @@ def weights_layout(run_id: str, layout_id: str) -> str:
     return f"runs/{run_id}/layout/{layout_id}.json"
 
 
+def layouts_prefix(run_id: str) -> str:
+    """Return the prefix of all layouts."""
+    return f"runs/{run_id}/layout/"
+
+
 def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> str:
     """Return the key of a version's manifest, written last."""
     return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/manifest.json"
@@ -52,6 +57,16 @@ def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> st
 def model_file(run_id: str, sha256: str, name: str) -> str:
     """Return the key of a model folder's small file (config, tokenizer), addressed by content."""
     return f"runs/{run_id}/model/{sha256[:16]}/{name}"
+
+
+def models_prefix(run_id: str) -> str:
+    """Return the prefix of all small files of model folders."""
+    return f"runs/{run_id}/model/"
+
+
+def access_check_prefix(run_id: str) -> str:
+    """Return a prefix that no object has: to list it shows whether the store answers and accepts the credentials."""
+    return f"runs/{run_id}/check/"
 
 
 def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> str:

@@ -17,6 +17,7 @@ from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
+from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
@@ -58,7 +59,7 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
     async with AsyncExitStack() as connections:
         bus = connections.enter_context(Bus.connect(settings.nats, name=f"reward-{section.id}"))
         blobs = Blobs(settings.s3, deadline_s=_S3_DEADLINE_S)
-        await asyncio.to_thread(blobs.check)
+        await asyncio.to_thread(blobs.check, run_id)
         consumer = streams.generated_consumer(run_id)
         secrets = SecretStore(await bus.key_value(streams.secrets_bucket().bucket))
         progress = ProgressStore(await bus.key_value(streams.scoring_bucket(run_id).bucket))
@@ -172,7 +173,7 @@ def _sandboxes(
 def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> int:
     """Report the port in the log and the file, and return it."""
     port = bound.getsockname()[1]
-    log.info("listening", url=f"http://{host}:{port}")
+    log.info("listening", url=f"{http_tls.scheme(host)}://{host}:{port}")
     if port_file is not None:
         port_file.parent.mkdir(parents=True, exist_ok=True)
         partial = port_file.with_name(port_file.name + ".partial")

@@ -88,7 +88,7 @@ async def _serve(settings: RolloutSettings) -> None:
         Bus.connect(settings.nats, name=f"rollout-{worker_id}") as bus,
         GpuSampler() as gpus,
     ):
-        await asyncio.to_thread(blobs.check)
+        await asyncio.to_thread(blobs.check, run_id)
         mirror = Mirror(blobs, settings.cache_dir, run_id, settings.worker.trusted_keys())
         engine = _engine(settings)
         try:

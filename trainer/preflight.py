@@ -54,7 +54,7 @@ def connect(settings: TrainerSettings, *, deadline_s: float = 20.0, traces: Trac
     """
     settings.trainer.signing_key()  # a wrong file is an error now, not after the model was loaded
     blobs = Blobs(settings.s3)
-    blobs.check()
+    blobs.check(settings.run.id)
     bus = Bus.connect(settings.nats, name="trainer", deadline_s=deadline_s)
     return Connections(settings.run.id, bus, blobs, HeldGroups(traces))
 

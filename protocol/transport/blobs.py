@@ -20,8 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.protocol import blob_keys
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused
+from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.transport.s3_fast_path import S3FastPath
 from penstock.protocol.transport.tls import client_context
@@ -68,12 +69,12 @@ class Blobs:
         """Name of the bucket, for messages."""
         return self._settings.bucket
 
-    def check(self, *, deadline_s: float = 15.0) -> None:
-        """Raise unless the server answers, the credentials are right and the bucket exists."""
-        if not self._requests.bucket_exists(deadline_s=deadline_s):
-            raise BlobStoreRefused(
-                f"no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: penstock bootstrap run.toml"
-            )
+    def check(self, run_id: str, *, deadline_s: float = 15.0) -> None:
+        """Raise unless the server answers, the bucket exists and the credentials may list objects of a run.
+
+        A role's own credentials may list below some prefixes and not ask for the bucket itself.
+        """
+        self._requests.list(blob_keys.access_check_prefix(run_id), deadline_s=deadline_s)
 
     def ensure_bucket(self) -> None:
         """Create the bucket unless it exists (deploy/bootstrap only)."""

@@ -1,4 +1,4 @@
-"""The requests to the object store that `blobs` makes, repeated until they succeed or fail for good; the only file that imports minio.
+"""The requests to the object store that `blobs` makes, repeated until they succeed or fail for good; only this file and `s3_admin` import minio.
 
 `blobs` imports it with its first request that is not for `s3_fast_path`: the libraries take 0.1 s of CPU to import, and a
 process that looks at a run may never need them.
@@ -38,6 +38,7 @@ _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Aut
 _TRANSIENT = {"RequestTimeout", "SlowDown", "NoSuchUpload", "RequestTimeTooSkewed"}
 _CLOCK_SKEW_CODES = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"}
 _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
+_READS = ("get ", "stat ")  # how requests for one object begin
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
 
 
@@ -115,10 +116,12 @@ class S3Requests:
         """Return the size of an object."""
         return self._retry(lambda: self._client.stat_object(self.bucket, key), f"stat {key}").size or 0
 
-    def list(self, prefix: str) -> list[Object]:
+    def list(self, prefix: str, *, deadline_s: float | None = None) -> list[Object]:
         """Return the objects below a prefix."""
         return self._retry(
-            lambda: list(self._client.list_objects(self.bucket, prefix=prefix, recursive=True)), f"list {prefix}"
+            lambda: list(self._client.list_objects(self.bucket, prefix=prefix, recursive=True)),
+            f"list {prefix}",
+            deadline_s=deadline_s,
         )
 
     def delete(self, keys: Sequence[str]) -> list[DeleteError]:
@@ -140,7 +143,15 @@ class S3Requests:
                 if (final := self._final(err, what, apart)) is not None:
                     raise final from None
                 problem = f"{err.code}: {apart or err.message}"
-            except (InvalidResponseError, ServerError, urllib3.exceptions.HTTPError, OSError) as err:
+            except InvalidResponseError as err:
+                problem = str(err)
+                if err._code == 400 and self._settings.endpoint.startswith(
+                    "http://"
+                ):  # without XML: no S3 server's own
+                    raise BlobError(
+                        f"{what}: {self._settings.endpoint} refused it; is it https://? A server that speaks TLS only answers so"
+                    ) from None
+            except (ServerError, urllib3.exceptions.HTTPError, OSError) as err:
                 if refused := handshake_problem(err, self._settings.endpoint, "s3.ca_file"):
                     raise BlobStoreRefused(f"{what}: {refused}") from None
                 problem = f"{type(err).__name__}: {err}"
@@ -174,9 +185,18 @@ class S3Requests:
         if code == _TOO_SHORT:
             return BlobCorrupt(f"{what}: the object is shorter than its manifest says")
         if code == "NoSuchBucket":
-            return BlobStoreRefused(f"{what}: no bucket {self.bucket!r}; create it with: penstock bootstrap run.toml")
+            return BlobStoreRefused(
+                f"{what}: no bucket {self.bucket!r} at {endpoint}; create it with: penstock bootstrap run.toml"
+            )
         if apart and code in _CLOCK_SKEW_CODES:
             return None
+        if code == "AccessDenied" and what.startswith(_READS):
+            # Any message may name any key: what a login may not read is as good as not there, and ends no service. A store
+            # also answers so for a key that does not exist when the login may not list its bucket.
+            return BlobMissing(
+                f"{what}: no such object in bucket {self.bucket}, or access key {self._settings.access_key or '(none)'} may "
+                f"not read it ({code})"
+            )
         if code in _REFUSALS:
             return BlobStoreRefused(
                 f"{what}: {endpoint} refused access key {self._settings.access_key or '(none)'}: {code}; check "

@@ -61,7 +61,7 @@ def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
     with LocalStack(tmp_path / "data") as stack:
         with pytest.raises(DeployError, match=rf"{tmp_path}/data is in use by process {os.getpid()}"):
             LocalStack(tmp_path / "data").start()
-        Blobs(stack.s3).check()
+        Blobs(stack.s3).check("x")
 
 
 def test_a_killed_server_is_restarted(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None
                 access_key=environment["PENSTOCK_S3__ACCESS_KEY"],
                 secret_key_file=Path(environment["PENSTOCK_S3__SECRET_KEY_FILE"]),
             )
-        ).check()
+        ).check("x")
         written = (tmp_path / "data" / "environment").read_text()
         assert all(f"export {name}={value}\n" in written for name, value in environment.items())
 

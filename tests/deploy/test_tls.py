@@ -72,7 +72,7 @@ def test_an_unknown_authority_is_refused_at_once(stack: LocalStack, other_ca: Pa
             _connect(stack.nats.model_copy(update={"ca_file": ca_file}))
         s3 = stack.s3.model_copy(update={"ca_file": ca_file})
         with pytest.raises(BlobStoreRefused, match=r"certificate is refused.*s3\.ca_file"):
-            Blobs(s3).check()
+            Blobs(s3).check("x")
         assert not _fast_path(s3).put("a/c", b"data", _SHA256)
 
 
@@ -87,7 +87,7 @@ def test_a_wrong_name_is_refused(stack: LocalStack, tmp_path: Path, monkeypatch:
     server.start()
     try:
         with pytest.raises(BlobStoreRefused, match=r"certificate is refused.*penstock certs FOLDER --name"):
-            Blobs(server.settings).check()
+            Blobs(server.settings).check("x")
         assert not _fast_path(server.settings).put("a/c", b"data", _SHA256)
     finally:
         server.stop()
@@ -123,10 +123,10 @@ def test_plain_and_encrypted_do_not_mix(
         _connect(nats_settings.model_copy(update=encrypted))
     plain = {"endpoint": stack.s3.endpoint.replace("https://", "http://"), "ca_file": None}
     with pytest.raises(BlobError, match="https://"):
-        Blobs(stack.s3.model_copy(update=plain)).check()
+        Blobs(stack.s3.model_copy(update=plain)).check("x")
     encrypted = {"endpoint": s3_settings.endpoint.replace("http://", "https://"), "ca_file": other_ca}
     with pytest.raises(BlobStoreRefused, match="does not speak TLS"):
-        Blobs(s3_settings.model_copy(update=encrypted)).check()
+        Blobs(s3_settings.model_copy(update=encrypted)).check("x")
 
 
 def test_certificates_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

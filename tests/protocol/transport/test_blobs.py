@@ -202,19 +202,19 @@ def test_wrong_credentials_are_refused_at_once(s3_settings: S3Settings, wrong: d
     with pytest.raises(BlobStoreRefused, match=rf"refused access key {who}.*check s3\.access_key and s3\.secret_key"):
         blobs.put("runs/x/y", b"data")
     with pytest.raises(BlobStoreRefused, match=who):
-        blobs.check()
+        blobs.check("x")
 
 
 def test_a_missing_bucket_is_named_with_its_remedy(s3_settings: S3Settings, blobs: Blobs, run_id: str) -> None:
     """Without the bucket the error of every call explains how to create it; ensure_bucket does, any number of times."""
     other = Blobs(s3_settings.model_copy(update={"bucket": f"other-{run_id}"}))
     with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*penstock bootstrap"):
-        other.check()
+        other.check("x")
     with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*penstock bootstrap"):
         other.put("x", b"data")
     other.ensure_bucket()
     other.ensure_bucket()
-    other.check()
+    other.check("x")
 
 
 def test_no_server_is_an_error_within_the_deadline(own_s3: Callable[[], S3Server]) -> None:

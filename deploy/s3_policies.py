@@ -1,0 +1,77 @@
+"""Print the policy of an S3 user for each role: what it may read, write, delete and list.
+
+    python -P -m penstock.deploy.s3_policies ROLE                         # for any run
+    python -P -m penstock.deploy.s3_policies ROLE --run my-run --bucket penstock
+
+The rights are data in `protocol/object_rights.py`. `penstock bootstrap --s3-users` gives MinIO and its forks these policies
+and users; another store takes the printed JSON, which is the policy language of AWS.
+Without ``--run`` a policy holds for any run, as `deploy/nats.conf` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.object_rights import ObjectRights, object_rights
+from penstock.protocol.rights import ANY_RUN, Role
+from penstock.protocol.subjects import check_run_id
+
+_READ = ("s3:GetObject",)
+_WRITE = ("s3:PutObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts")  # large objects are put in parts
+_DELETE = ("s3:DeleteObject",)
+_LIST = ("s3:ListBucket",)
+Policy = dict[str, Any]
+
+
+def policies(bucket: str, run_ids: Sequence[str] = ()) -> dict[Role, Policy]:
+    """Return the policy of each role, for the given runs or (none given) for any; raises ConfigError for what is no run id."""
+    by_role: dict[Role, list[ObjectRights]] = {}
+    for run_id in [check_run_id(run_id) for run_id in run_ids] or [ANY_RUN]:
+        for one in object_rights(run_id):
+            by_role.setdefault(one.role, []).append(one)
+    return {role: _policy(bucket, rights) for role, rights in by_role.items()}
+
+
+def _policy(bucket: str, of_runs: Sequence[ObjectRights]) -> Policy:
+    arn = f"arn:aws:s3:::{bucket}"
+    statements: list[Policy] = []
+    for actions, prefixes in (
+        (_READ, [prefix for one in of_runs for prefix in one.reads]),
+        (_WRITE, [prefix for one in of_runs for prefix in one.writes]),
+        (_DELETE, [prefix for one in of_runs for prefix in one.deletes]),
+    ):
+        if prefixes:
+            resources = [f"{arn}/{prefix}*" for prefix in prefixes]
+            statements.append({"Effect": "Allow", "Action": list(actions), "Resource": resources})
+    if listed := [f"{prefix}*" for one in of_runs for prefix in one.lists]:
+        condition = {"StringLike": {"s3:prefix": listed}}
+        statements.append({"Effect": "Allow", "Action": list(_LIST), "Resource": [arn], "Condition": condition})
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print one role's policy; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -P -m penstock.deploy.s3_policies",
+        description="Print the policy of a role's S3 user as JSON.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("role", choices=get_args(Role), help="whose policy")
+    parser.add_argument("--run", action="append", default=[], help="id of a run that it is for; repeatable")
+    parser.add_argument("--bucket", default="penstock", help="the bucket (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        print(json.dumps(policies(options.bucket, options.run)[options.role], indent=2))
+    except ConfigError as err:
+        print(f"s3_policies: {err}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
