@@ -1,8 +1,8 @@
 """Print the configuration of a NATS server with one user per role, each allowed only what its role does.
 
-    python -P -m penstock.deploy.nats_config > deploy/nats.conf
+    python -P -m penstock.deploy.nats_config --tls /etc/nats/tls > deploy/nats.conf     # of compose and Kubernetes
     python -P -m penstock.deploy.nats_config --run my-run --run other-run     # only for these runs
-    python -P -m penstock.deploy.nats_config --check deploy/nats.conf         # exit code 1 when it differs
+    python -P -m penstock.deploy.nats_config --tls /etc/nats/tls --check deploy/nats.conf    # exit code 1 when it differs
     python -P -m penstock.deploy.nats_config --passwords nats_passwords.conf --store /var/lib/nats > secrets/nats.conf
 
 The rights are data in `protocol/rights.py`. Without ``--run`` they hold for any run: a stream's name
@@ -41,7 +41,7 @@ _HEADER = """\
 include "{passwords}"
 
 listen: 0.0.0.0:4222
-http: 127.0.0.1:8222              # /healthz, /varz, /jsz, for health checks in the container: it asks for no password
+{tls}http: 127.0.0.1:8222              # /healthz, /varz, /jsz, for health checks in the container: it asks for no password
 
 max_payload: 1MB                  # streams take less: facts 64 KB, dead letters 256 KB
 
@@ -63,6 +63,14 @@ accounts {{
 {exports}
     ]
   }}
+"""
+_TLS = """\
+tls {{
+  cert_file: "{folder}/nats.pem"
+  key_file: "{folder}/nats.key"
+  handshake_first: true           # a client that waits for a greeting could be told that there is no TLS
+  timeout: 5
+}}
 """
 _FOOTER = """\
 }
@@ -89,12 +97,15 @@ _MAX_CONNECTIONS = {"rollout": 10_000, "reward": 1_000, "trainer": 1_000, "viewe
 _MAX_SUBSCRIPTIONS = 1_000  # of one connection; a service has fewer than a hundred
 
 
-def nats_config(run_ids: Sequence[str] = (), *, passwords: str = _PASSWORDS, store: str = _STORE) -> str:
+def nats_config(run_ids: Sequence[str] = (), *, passwords: str = _PASSWORDS, store: str = _STORE, tls: str = "") -> str:
     """Return the text of the configuration file, for the given runs or (none given) for any; raises ConfigError.
 
-    ``passwords`` is the file that it includes, from the folder of the configuration; ``store`` is the server's folder of data.
+    ``passwords`` is the file that it includes, from the folder of the configuration; ``store`` is the server's folder of data;
+    ``tls`` is a folder of `penstock certs`, from the folder of the configuration: clients then connect to tls://.
     """
-    for name, given in (("--passwords", passwords), ("--store", store)):
+    for name, given in (("--passwords", passwords), ("--store", store), ("--tls", tls)):
+        if not given and name == "--tls":
+            continue
         if not re.fullmatch(r"[A-Za-z0-9_./-]+", given):
             raise ConfigError(f"{name} {given!r}: expected a path of letters, digits, '.', '_', '-' and '/'")
     runs = [check_run_id(run_id) for run_id in run_ids] or [ANY_RUN]
@@ -104,8 +115,15 @@ def nats_config(run_ids: Sequence[str] = (), *, passwords: str = _PASSWORDS, sto
             by_role.setdefault(role_rights.role, []).append(permissions(role_rights))
     paths = [f"--passwords {passwords}"] if passwords != _PASSWORDS else []
     paths += [f"--store {store}"] if store != _STORE else []
+    paths += [f"--tls {tls}"] if tls else []
     command = " ".join([_COMMAND, *(f"--run {run_id}" for run_id in run_ids), *paths])
-    header = _HEADER.format(command=command, exports="\n".join(_exports(by_role)), passwords=passwords, store=store)
+    header = _HEADER.format(
+        command=command,
+        exports="\n".join(_exports(by_role)),
+        passwords=passwords,
+        store=store,
+        tls=_TLS.format(folder=tls) if tls else "",
+    )
     return header + "".join(_account(role, found) for role, found in by_role.items()) + _FOOTER
 
 
@@ -185,17 +203,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="file of passwords that it includes, from the folder of the configuration (default: %(default)s)",
     )
     parser.add_argument("--store", default=_STORE, help="the server's folder of data (default: %(default)s)")
+    parser.add_argument(
+        "--tls",
+        metavar="FOLDER",
+        default="",
+        help="folder of penstock certs, from the folder of the configuration: take encrypted connections only",
+    )
     parser.add_argument("--check", type=Path, help="compare with this file and print nothing when it is the same")
     options = parser.parse_args(arguments)
     try:
-        text = nats_config(options.run, passwords=options.passwords, store=options.store)
+        text = nats_config(options.run, passwords=options.passwords, store=options.store, tls=options.tls)
     except ConfigError as err:
         print(f"nats_config: {err}", file=sys.stderr)
         return 1
     if options.check is None:
         print(text, end="")
     elif not options.check.is_file() or options.check.read_text() != text:
-        print(f"nats_config: {options.check} is not up to date; run: {_COMMAND} > {options.check}", file=sys.stderr)
+        more = f" --tls {options.tls}" if options.tls else ""
+        print(
+            f"nats_config: {options.check} is not up to date; run: {_COMMAND}{more} > {options.check}", file=sys.stderr
+        )
         return 1
     return 0
 

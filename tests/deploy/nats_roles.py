@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -19,6 +20,7 @@ from penstock.deploy.processes.child import Child
 from penstock.deploy.processes.servers import find_program
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.tls import client_context
 
 _ANSWER_S = 10.0
 
@@ -36,9 +38,11 @@ class NatsRoles:
             ("listen: 0.0.0.0:4222", f'listen: "127.0.0.1:-1"\nports_file_dir: "{folder}"'),
             ("http: 127.0.0.1:8222", 'http: "127.0.0.1:-1"'),
             ("store_dir: /data/jetstream", f'store_dir: "{folder}/js"'),
+            *([("/etc/nats/tls", str(self.secrets / "tls"))] if "tls {" in config else []),
         ):
             assert old in config
             config = config.replace(old, new)
+        self._ca_file = self.secrets / "tls" / "ca.pem" if "tls {" in config else None
         (folder / "nats.conf").write_text(config)
         self.server = Child(
             "nats-server",
@@ -56,7 +60,7 @@ class NatsRoles:
 
     def settings(self, role: str) -> NatsSettings:
         """How a service of the role connects."""
-        return NatsSettings(url=self.url, user=role, password_file=self.secrets / f"nats_{role}")
+        return NatsSettings(url=self.url, user=role, password_file=self.secrets / f"nats_{role}", ca_file=self._ca_file)
 
     def bus(self, role: str) -> Bus:
         """A connection as the role, by the code that services use."""
@@ -91,10 +95,13 @@ class NatsRoles:
             "headers": True,
         }
         server = urlsplit(self.url)
-        with (
-            socket.create_connection((server.hostname, server.port), timeout=_ANSWER_S) as connection,
-            connection.makefile("rb") as answers,
-        ):
+        with contextlib.ExitStack() as opened:
+            plain = opened.enter_context(socket.create_connection((server.hostname, server.port), timeout=_ANSWER_S))
+            connection = plain
+            if self._ca_file is not None:
+                tls = client_context(self._ca_file, "nats.ca_file")
+                connection = opened.enter_context(tls.wrap_socket(plain, server_hostname=server.hostname))
+            answers = opened.enter_context(connection.makefile("rb"))
             sent = [f"CONNECT {json.dumps(login)}", *lines, "PING"]
             connection.sendall("".join(f"{line}\r\n" for line in sent).encode())
             return list(itertools.takewhile(lambda line: line not in (b"", b"PONG\r\n"), iter(answers.readline, b"")))

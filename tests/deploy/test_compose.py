@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.health import HealthSettings
 from penstock.deploy.make_secrets import make_secrets
+from penstock.deploy.s3_users import access_key
 from penstock.protocol.config.run_file import load
 from penstock.reward_model.__main__ import _parser as reward_model_options
 from penstock.reward_service.settings import RewardSettings
@@ -45,7 +46,7 @@ def tool(name: str) -> str:
 
 def filled_in(value: object) -> str:
     """The value with every ${VARIABLE:-default} at its default."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
+    return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", str(value))
 
 
 # ── the files ─────────────────────────────────────────────────────────────────────────────────────
@@ -97,7 +98,7 @@ def test_every_service_has_a_health_check_and_an_init(name: str) -> None:
 
 def test_every_variable_is_in_the_example_with_its_default() -> None:
     """`deploy/env.example` is what a person copies; a variable in double dollars is the container's own."""
-    used = dict(re.findall(r"(?<!\$)\$\{(\w+):-([^}]*)\}", COMPOSE.read_text()))
+    used = dict(re.findall(r"(?<!\$)\$\{(\w+):?-([^}]*)\}", COMPOSE.read_text()))
     lines = (DEPLOY / "env.example").read_text().splitlines()
     given = dict(line.split("#")[0].strip().split("=", 1) for line in lines if line and not line.startswith("#"))
     assert given == used
@@ -176,7 +177,8 @@ def test_the_s3_image_is_one_variable() -> None:
 @pytest.mark.parametrize(("name", "settings_class"), OURS.items(), ids=OURS)
 def test_every_setting_in_the_environment_exists(name: str, settings_class: type[BaseModel]) -> None:
     """Each service accepts its PENSTOCK_ variables, and has none of another service."""
-    environment = {k: filled_in(v) for k, v in SERVICES[name]["environment"].items() if k.startswith("PENSTOCK_")}
+    given = SERVICES[name]["environment"].items()
+    environment = {k: filled_in(v) for k, v in given if k.startswith("PENSTOCK_") and "__" in k}
     loaded = load(settings_class, environ=environment)
     for variable in environment:
         section, key = variable.removeprefix("PENSTOCK_").lower().split("__")
@@ -204,10 +206,57 @@ def test_every_secret_is_made_and_declared(name: str, tmp_path: Path) -> None:
     declared = yaml.safe_load(COMPOSE.read_text())["secrets"]
     mounted = [s if isinstance(s, str) else s["source"] for s in SERVICES[name].get("secrets", [])]
     for secret in mounted:
-        assert (tmp_path / Path(declared[secret]["file"]).name).exists()
+        assert (tmp_path / declared[secret]["file"].removeprefix("./secrets/")).is_file()
     for value in SERVICES[name].get("environment", {}).values():
         if str(value).startswith("/run/secrets/"):
             assert Path(str(value)).name in mounted
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_named_file_is_mounted(name: str, tmp_path: Path) -> None:
+    """Certificates, run file and keys: each `*_FILE` of a service is a secret or a mounted file that make_secrets writes."""
+    make_secrets(tmp_path)
+    service = SERVICES[name]
+    mounted = dict(filled_in(one).removesuffix(":ro").split(":") for one in service.get("volumes", []) if ":" in one)
+    targets = {target: source for source, target in mounted.items()}
+    for source in mounted:
+        if source.startswith("./secrets/"):
+            assert (tmp_path / source.removeprefix("./secrets/")).is_file()
+    for variable, value in service.get("environment", {}).items():
+        if variable.endswith("_FILE") and not str(value).startswith("/run/secrets/"):
+            assert value in targets, variable
+
+
+def test_the_roles_have_credentials_of_their_own() -> None:
+    """No two roles have one password or S3 key; the root's are the bootstrap's, the signing key is the trainer's alone."""
+    holders: dict[str, set[str]] = {}
+    for name, service in SERVICES.items():
+        for secret in service.get("secrets", []):
+            holders.setdefault(secret if isinstance(secret, str) else secret["source"], set()).add(
+                name.partition("-")[0]
+            )
+    assert holders["s3_secret_key"] == {"s3", "bootstrap"}
+    assert holders["signing_key"] == {"trainer"}
+    for role in ("trainer", "rollout", "reward"):
+        assert holders[f"nats_{role}"] == {role}
+        assert holders[f"s3_{role}"] == {role, "bootstrap"}
+    keys = {
+        name: filled_in(s["environment"]["PENSTOCK_S3__ACCESS_KEY"]) for name, s in SERVICES.items() if name in OURS
+    }
+    assert {name: keys[name] for name in ("reward", "rollout-cpu", "trainer-cpu")} == {
+        name: access_key(role)
+        for name, role in (("reward", "reward"), ("rollout-cpu", "rollout"), ("trainer-cpu", "trainer"))
+    }
+
+
+def test_nothing_between_containers_is_in_clear_text() -> None:
+    """NATS, the object store and every HTTP API are called with TLS; SGLang, which has no login, on the worker's loopback."""
+    for name, service in SERVICES.items():
+        texts = [*map(str, service.get("environment", {}).values()), *map(str, service.get("command") or [])]
+        plain = [text for text in texts if "http://" in text or "nats://" in text]
+        assert all("//127.0.0.1:" in text for text in plain), (name, plain)
+    assert SERVICES["rollout-gpu"]["network_mode"] == "service:sglang"
+    assert "--host=127.0.0.1" in SERVICES["sglang"]["command"]
 
 
 def test_services_depend_on_services_that_can_be_healthy() -> None:
@@ -222,13 +271,14 @@ def test_services_depend_on_services_that_can_be_healthy() -> None:
 def test_secrets_are_made_once(tmp_path: Path) -> None:
     """A second call changes nothing; a password that was replaced reaches the NATS file."""
     make_secrets(tmp_path)
-    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    before = {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert make_secrets(tmp_path) == []
     (tmp_path / "nats_reward").write_text("replaced")
     assert [path.name for path in make_secrets(tmp_path)] == ["nats_passwords.conf"]
     assert 'REWARD_PASSWORD: "replaced"' in (tmp_path / "nats_passwords.conf").read_text()
     for name in before.keys() - {"nats_reward", "nats_passwords.conf"}:
-        assert (tmp_path / name).read_text() == before[name]
+        (found,) = tmp_path.rglob(name)
+        assert found.read_text() == before[name]
     assert tmp_path.stat().st_mode & 0o077 == 0
 
 
@@ -236,4 +286,4 @@ def test_health_settings_come_from_the_environment() -> None:
     """The health check reads the variables the service reads."""
     for name in ("rollout-gpu", "trainer-gpu", "trainer-cpu"):
         environment = {k: filled_in(v) for k, v in SERVICES[name]["environment"].items() if k.startswith("PENSTOCK_")}
-        assert load(HealthSettings, environ=environment).settings.nats.url == "nats://nats:4222"
+        assert load(HealthSettings, environ=environment).settings.nats.url == "tls://nats:4222"

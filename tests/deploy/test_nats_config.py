@@ -16,11 +16,14 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 
 def test_the_committed_file_matches_the_rights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`--check` passes for the file in the repository, and names the command that repairs another one."""
-    assert command.main(["--check", str(CONFIG)]) == 0
+    tls = ["--tls", "/etc/nats/tls"]
+    assert command.main([*tls, "--check", str(CONFIG)]) == 0
     (tmp_path / "old.conf").write_text("listen: 0.0.0.0:4222\n")
-    assert command.main(["--check", str(tmp_path / "old.conf")]) == 1
-    assert f"python -P -m penstock.deploy.nats_config > {tmp_path}/old.conf" in capsys.readouterr().err
-    assert command.main([]) == 0
+    assert command.main([*tls, "--check", str(tmp_path / "old.conf")]) == 1
+    assert (
+        f"python -P -m penstock.deploy.nats_config --tls /etc/nats/tls > {tmp_path}/old.conf" in capsys.readouterr().err
+    )
+    assert command.main(tls) == 0
     assert capsys.readouterr().out == CONFIG.read_text()
 
 
@@ -31,6 +34,8 @@ def test_a_server_without_a_container_has_its_own_paths(capsys: pytest.CaptureFi
     assert '\ninclude "nats_passwords.conf"\n' in text
     assert "\n  store_dir: secrets/nats\n" in text
     assert "nats_config --run r --passwords nats_passwords.conf --store secrets/nats`" in text
+    assert "tls {" not in text
+    assert command.main(["--tls", 'a"']) == 1
     assert command.main(["--store", "a\n}"]) == 1
     assert "--store" in capsys.readouterr().err
 

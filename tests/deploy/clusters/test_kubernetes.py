@@ -92,7 +92,7 @@ def test_the_configuration_of_nats_is_the_generated_one() -> None:
     """Kustomize reads no file outside its folder: the copy must be that of deploy/, which is what the rights give."""
     copy = FOLDER / "base" / "nats.conf"
     assert copy.read_text() == (DEPLOY / "nats.conf").read_text()
-    assert nats_config.main(["--check", str(copy)]) == 0
+    assert nats_config.main(["--tls", "/etc/nats/tls", "--check", str(copy)]) == 0
 
 
 def test_every_object_fits_the_schema_of_its_kind(objects: list[Object]) -> None:
@@ -129,7 +129,7 @@ def test_every_setting_of_a_service_exists(objects: list[Object], role: str) -> 
     """Environment and run file are accepted by the service's own settings; the file is mounted where the command names it."""
     pod = pods(objects)[role]
     container = next(one for one in containers(pod) if one["name"] == role)
-    given = {k: v for k, v in environment(container, objects).items() if k.startswith("PENSTOCK_")}
+    given = {k: v for k, v in environment(container, objects).items() if k.startswith("PENSTOCK_") and "__" in k}
     loaded = load(OURS[role], files=[RUN_FILE], environ=given)
     assert str(RUN_FILE) in loaded.origins["run.id"]
     for variable in given:
@@ -210,6 +210,7 @@ def test_ports_match(objects: list[Object]) -> None:
         assert {port["port"] for port in service["spec"]["ports"]} <= open_ports
     connection = of_kind(objects, "ConfigMap")["connection"]["data"]
     for url in (connection["PENSTOCK_NATS__URL"], connection["PENSTOCK_S3__ENDPOINT"]):
+        assert url.startswith(("tls://", "https://"))
         host, port = url.split("//")[1].split(":")
         assert int(port) in {one["port"] for one in services[host]["spec"]["ports"]}
     metrics = tomllib.loads(RUN_FILE.read_text())["metrics"]
@@ -232,6 +233,7 @@ def test_probes_ask_for_what_is_there(objects: list[Object]) -> None:
                 if "httpGet" in probe:
                     assert probe["httpGet"]["path"] in paths[name]
                     assert probe["httpGet"]["port"] in {port["name"] for port in one["ports"]}
+                    assert probe["httpGet"]["scheme"] == "HTTPS"
                 else:
                     assert probe["exec"]["command"]
     assert "http: 127.0.0.1:8222" in (DEPLOY / "nats.conf").read_text(), "the probe of NATS asks there"
@@ -280,11 +282,16 @@ def test_each_role_has_its_own_secrets_only(objects: list[Object]) -> None:
     secrets = of_kind(objects, "Secret")
     passwords = {name: one["data"].get("nats_password") for name, one in secrets.items() if name.endswith("-secrets")}
     assert len(set(passwords.values())) == len(passwords) == 4
+    keys = {one["data"].get("s3_secret_key") for name, one in secrets.items() if name.endswith("-secrets")}
+    assert len(keys) == 4, "each role has an S3 user of its own; the store's own user is the bootstrap's"
+    signing = {name for name, one in secrets.items() if "signing.key" in one["data"]}
+    assert signing == {"trainer-secrets"}
+    assert not any("ca.key" in one["data"] for one in secrets.values())
     for name, pod in pods(objects).items():
         volumes = {one["name"]: one for one in pod["spec"].get("volumes", [])}
         mounted = {one["secret"]["secretName"] for one in volumes.values() if "secret" in one}
         assert mounted <= set(secrets)
-        assert mounted <= {f"{name}-secrets", "s3-root"}
+        assert mounted <= {f"{name}-secrets", f"{name}-tls", "s3-root"}
         for one in containers(pod):
             mounts = {mount["mountPath"]: volumes.get(mount["name"]) for mount in one["volumeMounts"]}
             for variable, value in environment(one, objects).items():
