@@ -15,6 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
+.PHONY: compose-test
 .PHONY: bench-checkpoints bench-page-overhead proof-page proof-upgrade
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
@@ -134,6 +135,9 @@ observe: $(STAMP)  ## a run (RUN=run.toml) on this machine with a Prometheus tha
 
 proof-observe: $(STAMP)  ## a real run under a real Prometheus: every query of the dashboards answers, faults make their alerts fire (minutes)
 	$(BIN)/python -m benchmarks.proofs.observe
+
+compose-test: $(STAMP)  ## compose.yaml's profile cpu as processes in namespaces, as root: TLS, roles, restarts, audit, replay (minutes; `ip`, `unshare`)
+	$(BIN)/python -m benchmarks.compose
 
 proof-nodes: $(STAMP)  ## one trainer on two nodes, as root: two network namespaces, one killed and resumed, replayed on one node (minutes; `ip`)
 	$(BIN)/python -m benchmarks.proofs.nodes

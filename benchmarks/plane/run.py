@@ -1,6 +1,6 @@
 """Measure the durable path from a worker's put through the reward service to the trainer's acknowledgement, and Ray and Redis.
 
-    python -m benchmarks.plane [--seconds 6] [--repeats 3] [--peers PYTHON]
+    python -m benchmarks.plane [--seconds 6] [--repeats 3] [--peers PYTHON | --tls]
 
 Processes that run the services' own code, real nats-server (every message on disk before it is acknowledged) and a
 real S3 server: a worker's `PackAnnouncer`, the reward service itself with a reward of negligible cost, and the
@@ -11,6 +11,7 @@ service out. Groups are of 8 trajectories of 4096 tokens, and tiny ones of 8 x 2
 CPU is in milliseconds per group: every process, both servers. *Other* is all of it without the codec
 (Parquet written once by the worker, read once by the trainer, its texts once more by the scorer), which is
 measured alone in the same run.
+``--tls``: each case once more with TLS on NATS and S3, in turn, and the ratio of the CPU.
 ``--peers``: a Python that has ray, redis, pyarrow and numpy; `redis-server` must be on the path.
 """
 
@@ -75,12 +76,12 @@ class Role:
         return json.loads(output.strip().splitlines()[-1])
 
 
-def measure(case: Case, seconds: float) -> dict[str, Any]:
+def measure(case: Case, seconds: float, *, tls: bool = False) -> dict[str, Any]:
     """Run one case and return groups per second and CPU milliseconds per group, by process."""
     num_groups = case.num_groups(seconds)
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
-        stack = running.enter_context(LocalStack(folder))
+        stack = running.enter_context(LocalStack(folder, tls=tls))
         with Bus.connect(stack.nats, name="bench") as bus:
             bootstrap(bus, Blobs(stack.s3), RUN_ID)
         servers = dict(zip(("nats-server", "s3 server"), stack.pids, strict=True))
@@ -104,7 +105,7 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
     cpu |= {"worker": made["cpu_s"], "trainer": taken["cpu_s"]}
     split = {role: 1000 * used / num_groups for role, used in cpu.items()}
     return {
-        "system": "Penstock",
+        "system": "Penstock, TLS" if tls else "Penstock",
         "case": case.name,
         "groups_per_s": num_groups / (taken["ended"] - made["started"]),
         "cpu_ms": sum(split.values()),
@@ -131,12 +132,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="approximate duration of each case")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of cases, from 0")
+    parser.add_argument("--tls", action="store_true", help="measure each case with TLS too")
     parser.add_argument("--peers", type=Path, help="a Python with ray, redis, pyarrow, numpy, pydantic and structlog")
     options = parser.parse_args()
     for repeat in range(options.repeats):
         print(f"run {repeat + 1}")
         for number in options.cases:
-            show(measure(CASES[number], options.seconds))
+            plain = measure(CASES[number], options.seconds)
+            show(plain)
+            if options.tls:
+                encrypted = measure(CASES[number], options.seconds, tls=True)
+                show(encrypted)
+                print(f"{'':10}TLS: {encrypted['cpu_ms'] / plain['cpu_ms']:.3f} times the CPU", flush=True)
             if options.peers:
                 command = [str(options.peers), "-m", "benchmarks.plane.peers", str(number), str(options.seconds)]
                 done = subprocess.run(

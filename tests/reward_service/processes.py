@@ -102,6 +102,8 @@ class Service(Process):
             f"s3.endpoint={s3.endpoint}",
             f"s3.bucket={s3.bucket}",
             f"s3.access_key={s3.access_key}",
+            *([f"nats.ca_file={nats.ca_file}"] if nats.ca_file else []),
+            *([f"s3.ca_file={s3.ca_file}"] if s3.ca_file else []),
             "reward_service.port=0",
             f"reward_service.port_file={self._port_file}",
             "reward_service.retry_delay_s=0.2",
