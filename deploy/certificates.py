@@ -117,6 +117,11 @@ def signing_key(folder: Path) -> tuple[Path, Path]:
     return private, public
 
 
+def is_host(text: str) -> bool:
+    """Return True if a certificate can be for this host name or IP address."""
+    return _address(text) is not None or _HOST.fullmatch(text) is not None
+
+
 def _checked(services: Sequence[str], names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Return the further names of each service; raises DeployError for what is no name of a service or a host."""
     for service in services:
@@ -126,7 +131,7 @@ def _checked(services: Sequence[str], names: Iterable[tuple[str, str]]) -> dict[
     for service, host in names:
         if service not in more:
             raise DeployError(f"--name {service}={host}: the services are {', '.join(services)}")
-        if _address(host) is None and not _HOST.fullmatch(host):
+        if not is_host(host):
             raise DeployError(f"--name {service}={host}: neither a host name nor an IP address")
         more[service].append(host)
     return more

@@ -18,6 +18,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -31,9 +32,11 @@ from penstock.deploy.processes.supervise import Supervisor
 from penstock.protocol import logs
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
+_HTTP = "http"  # the certificate of all HTTP servers of this machine
 _LOCK_DEADLINE_S = 5.0  # the servers of a process that was killed need a moment to exit
 
 
@@ -117,7 +120,8 @@ class LocalStack:
             self._supervisor.watch(server.child, server.relaunch)
         Blobs(self.s3).ensure_bucket()
         self._port_file.write_text(json.dumps({server.name: server.port for server in servers}))
-        lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.environment().items())
+        variables = {**self.environment(), **self._http_environment()}
+        lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
         (self.data / "environment").write_text(lines)
 
     def stop(self) -> None:
@@ -165,6 +169,19 @@ class LocalStack:
                 "PENSTOCK_WORKER__TRUSTED_KEYS_FILE": str(public),
             }
         return environment
+
+    def _http_environment(self) -> dict[str, str]:
+        """Return the variables that give TLS to HTTP servers which a person lets other machines reach; empty without TLS."""
+        if not self._tls:
+            return {}
+        from penstock.deploy import certificates  # noqa: PLC0415  its library is of the extra `local`
+
+        if not (self._certificates / f"{_HTTP}.pem").exists():
+            names = [(_HTTP, name) for name in [socket.gethostname()] if certificates.is_host(name)]
+            certificates.write_certificates(self._certificates, services=(_HTTP,), names=names)
+        found = certificates.kept(self._certificates, _HTTP)
+        files = (http_tls.CERTIFICATE, found.file), (http_tls.KEY, found.key_file), (http_tls.AUTHORITY, found.ca_file)
+        return {name: str(file) for name, file in files}
 
     @property
     def _port_file(self) -> Path:
