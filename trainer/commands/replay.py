@@ -80,13 +80,14 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--trusted-keys",
         type=Path,
-        default=os.environ.get(_TRUSTED_KEYS) or None,
         help=f"public keys, one of which has signed the stored weights (default: ${_TRUSTED_KEYS})",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options, rest = parser.parse_known_args(arguments)
     if options.batch and (options.first is not None or options.last is not None):
         raise ConfigError("--batch trains on one saved batch alone; leave out --from and --to")
+    if options.batch and options.trusted_keys is not None:
+        raise ConfigError("--batch reads no stored weights; leave out --trusted-keys")
     return options, rest
 
 
@@ -150,12 +151,14 @@ def _follow_batch(_: RunLocation, ranks: Ranks) -> None:
     follow(ranks)
 
 
-def _keys(file: Path | None) -> TrustedKeys | None:
+def _keys(given: Path | None) -> TrustedKeys | None:
+    named = os.environ.get(_TRUSTED_KEYS)
+    file = given or (Path(named) if named else None)
     if file is None:
         return None
     from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
 
-    return TrustedKeys.from_file(file, "--trusted-keys")
+    return TrustedKeys.from_file(file, "--trusted-keys" if given else _TRUSTED_KEYS)
 
 
 def _follow(settings: RunLocation, ranks: Ranks) -> None:
