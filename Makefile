@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
 .PHONY: compose-test
-.PHONY: bench-checkpoints bench-page-overhead proof-page proof-upgrade
+.PHONY: bench-checkpoints test-environments bench-page-overhead proof-page proof-upgrade
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -58,6 +58,13 @@ test-sglang: $(STAMP) $(SGLANG)/.installed  ## run the engine contract tests aga
 
 test-trackers: .venv-trackers/.installed  ## run the tracker tests with the real W&B, MLflow, trackio, SwanLab and TensorBoard, offline (two minutes to install)
 	PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
+
+test-environments: .venv-environments/.installed  ## play environments with the real GEM, OpenEnv and TRL, and train an agent and tools for a step (minutes to install)
+	PENSTOCK_TEST_GEM_PYTHON=$(CURDIR)/.venv-environments/gem/bin/python \
+	PENSTOCK_TEST_OPENENV_PYTHON=$(CURDIR)/.venv-environments/openenv/bin/python \
+	PENSTOCK_TEST_TRL_PYTHON=$(CURDIR)/.venv-environments/trl/bin/python \
+	PENSTOCK_TEST_ENVIRONMENTS=1 \
+		$(BIN)/python -m pytest --timeout 600 tests/rollout_service/environments/adapters tests/system/test_train_agent.py
 
 sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate environment (0.3 GB to download)
 
@@ -201,6 +208,15 @@ $(VENV)/.docs: $(STAMP) pyproject.toml constraints.txt
 	.venv-trackers/bin/pip install --quiet -e '.[local,tensorboard,wandb,mlflow,trackio,swanlab]' pytest pytest-asyncio pytest-timeout
 	touch $@
 
+# One environment for each: they need different versions of the same packages.
+.venv-environments/.installed: $(STAMP)
+	for one in gem openenv trl; do test -d .venv-environments/$$one || $(PYTHON) -m venv .venv-environments/$$one; done
+	.venv-environments/gem/bin/pip install --quiet gem-llm==0.1.0 -e '.[rollout]'
+	.venv-environments/openenv/bin/pip install --quiet openenv==0.10.0
+	.venv-environments/trl/bin/pip install --quiet -c constraints.txt torch
+	.venv-environments/trl/bin/pip install --quiet trl==1.16.0
+	touch $@
+
 # --no-deps: the lock file lists every package, and SGLang's own requirements would pull gigabytes for CUDA.
 $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -208,4 +224,4 @@ $(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .venv-trackers build/docs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) .venv-trackers .venv-environments build/docs .pytest_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import structlog
 
@@ -35,6 +35,7 @@ from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.environments.episode_environment import Attempt, Begun, RowUnfit, Site
 from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.play import Play, Reply, Row, done
+from penstock.rollout_service.environments.tools.output_limit import shortened
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message, ToolCall
 
@@ -153,7 +154,7 @@ class McpPlay(Play):
         return value
 
     def _cut(self, text: str) -> str:
-        return cut(text, self._options.max_result_chars, self._options.keep)
+        return shortened(text, self._options.max_output_chars, self._options.output_cut)
 
     def _connection(self, name: str, server: McpServer) -> McpConnection:
         known, options = transports.ServerProcess(), self._options
@@ -250,19 +251,6 @@ async def _all(work: Any) -> list[Any]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def cut(text: str, limit: int, keep: Literal["start", "end", "both"]) -> str:
-    """Return a text of at most ``limit`` characters, and a note of how many were left out in between."""
-    if len(text) <= limit:
-        return text
-    note = f"\n[{len(text) - limit} characters left out]\n"
-    if keep == "start":
-        return text[:limit] + note
-    if keep == "end":
-        return note + text[-limit:]
-    half = limit // 2
-    return text[: limit - half] + note + text[-half:]
 
 
 def _error(text: str) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +12,7 @@ from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPol
 from penstock.protocol.errors import TargetRefused
 from penstock.rollout_service.environments.adapters.mcp_servers.connection import Mode
 from penstock.rollout_service.environments.episode_environment import PlayOptions
+from penstock.rollout_service.environments.tools.output_limit import Cut
 
 
 class McpServer(Section):
@@ -71,8 +72,10 @@ class McpOptions(PlayOptions):
         le=256,
         description="Calls of one answer that are made, all at once; to the others an error is the answer.",
     )
-    max_result_chars: int = Field(8192, ge=64, description="Longest result that the policy reads.")
-    keep: Literal["start", "end", "both"] = Field("both", description="Which part of a longer one is kept.")
+    max_output_chars: int = Field(
+        8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
+    )
+    output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
     max_message_bytes: int = Field(
         16 * 1024 * 1024,
         ge=65_536,

@@ -1,8 +1,10 @@
-"""A class of TRL's `environment_factory`, unchanged: its tools, errors and rewards."""
+"""A class of TRL's `environment_factory`, unchanged: its tools, errors, rewards; and that the real TRL trains with the same class."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from penstock.rollout_service.environments.adapters.trl_class import TRL
 
 FOLDER = Path(__file__).parent
 COUNTER = {"factory": f"{FOLDER / 'counter.py'}:Counter"}
+PYTHON = os.environ.get("PENSTOCK_TEST_TRL_PYTHON", "")
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -68,3 +71,21 @@ def test_what_is_no_such_class_is_refused(tool_model: Path, factory: str, proble
     with pytest.raises(ConfigError) as caught:
         play(tool_model, TRL, [], options={"factory": factory})
     assert problem in str(caught.value)
+
+
+@pytest.mark.skipif(not PYTHON, reason="make test-environments sets PENSTOCK_TEST_TRL_PYTHON")
+def test_trl_trains_with_the_same_class(tool_model: Path) -> None:
+    """And shows the policy the same tools."""
+    words = [PYTHON, str(FOLDER / "trl_trains.py"), str(tool_model)]
+    ran = subprocess.run(
+        words, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said_by_trl = json.loads(ran.stdout.strip().splitlines()[-1])
+    assert set(said_by_trl["resets"]) == {4}
+    assert set(said_by_trl["rewards"]) == {0.25}
+    (_,), engine = play(tool_model, TRL, ["done"], options=COUNTER)
+    prompt = engine.tokenizer.decode(engine.prompts[0])
+    for tool in said_by_trl["tools"]:
+        assert json.dumps(tool) in prompt
+    assert len(said_by_trl["tools"]) == 2
