@@ -16,7 +16,7 @@ from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_header import is_gguf
 from penstock.trainer.learner.gguf_model import check_gguf
-from penstock.trainer.learner.model_folder_check import check_folder, check_layout
+from penstock.trainer.learner.model_folder_check import check_folder, check_layout, check_routers
 from penstock.trainer.recovery.same_model import check_same_model
 from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
@@ -38,6 +38,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
     elif (trainer.model.path / "config.json").is_file():
         check_folder(trainer.model.path)
         check_layout(trainer.model.path, trainer.trainer.layout)
+        check_routers(trainer.model.path, router_replay=trainer.trainer.router_replay)
     if trainer.data.from_run is None:
         definitions.check_settings(trainer.reward)
         sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]
@@ -68,6 +69,16 @@ def check_engine(trainer: TrainerSettings, rollout: RolloutSettings) -> None:
             f"rollout.redundant_completions = {trainer.rollout.redundant_completions} with worker.engine = "
             f"{rollout.worker.engine!r}, which cannot end a single completion and count what was sampled of it; leave it out, or use "
             "embedded, sglang or sglang-url"
+        )
+    if trainer.trainer.router_replay and not rollout.worker.kind.returns_experts:
+        raise ConfigError(
+            f"trainer.router_replay = true with worker.engine = {rollout.worker.engine!r}, which does not say which experts computed a "
+            "token; set it to false, or use embedded, sglang or sglang-url"
+        )
+    flag = "--enable-return-routed-experts"
+    if trainer.trainer.router_replay and rollout.worker.engine == "sglang" and flag not in rollout.sglang.extra_args:
+        raise ConfigError(
+            f"trainer.router_replay = true: the SGLang servers would not say which experts computed a token; add {flag} to sglang.extra_args"
         )
     if rollout.worker.engine == "embedded" and (trainer.model.path / "config.json").is_file():
         read_model_config(trainer.model.path)

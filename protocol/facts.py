@@ -86,6 +86,32 @@ StopString = Annotated[str, Field(min_length=1, max_length=200)]
 StopStrings = Annotated[tuple[StopString, ...], Field(max_length=16)]
 
 
+MAX_EXPERTS = 2**15  # of a layer; their numbers are stored in 8 or 16 bits
+
+
+class RouterShape(Wire):
+    """How many experts the routers of a model choose for each token."""
+
+    num_layers: Annotated[int, Field(ge=1, le=10_000)]  # with experts
+    num_experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]  # of a layer
+    top_k: Annotated[int, Field(ge=1, le=MAX_EXPERTS)]  # chosen for a token, all different
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the choices of one token."""
+        return self.num_layers * self.top_k * (1 if self.num_experts <= 256 else 2)
+
+    def __str__(self) -> str:
+        """Return the shape in words."""
+        return f"{self.top_k} of {self.num_experts} experts in {self.num_layers} layers"
+
+    @model_validator(mode="after")
+    def _possible(self) -> RouterShape:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"{self}: a token has at most {self.num_experts} different ones")
+        return self
+
+
 MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
 SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
 
@@ -103,6 +129,15 @@ class Sampling(Wire):
     top_k: Annotated[int, Field(ge=-1)] = -1
     stop_token_ids: tuple[int, ...] = ()
     stop: StopStrings = ()
+    routers: RouterShape | None = None  # return the experts that these choose for every token; None: do not
+
+    @model_serializer(mode="wrap")
+    def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a worker of an earlier release would not know, unless it is used."""
+        document = dict(fields(self))
+        if self.routers is None:
+            document.pop("routers", None)
+        return document
 
 
 class RewardRequest(Wire):
@@ -204,11 +239,12 @@ class GeneratedGroup(Wire):
         None  # a teacher's log-probabilities are in the pack, with so many likeliest tokens each
     )
     abandoned: Annotated[tuple[AbandonedCompletion, ...], Field(max_length=MAX_COMPLETIONS)] = ()
+    routers: RouterShape | None = None  # the experts that the engine's routers chose for each token are in the pack
 
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what services of an earlier release would not know, unless it is used."""
-        document = without_empty(fields(self), "abandoned")
+        document = without_empty(fields(self), "abandoned", "routers")
         if self.teacher_top_k is None:
             document.pop("teacher_top_k", None)  # not there where defaults are left out
         return document

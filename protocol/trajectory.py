@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import AbandonedCompletion, FinishReason, GeneratedGroup, RewardRequest, Split
+from penstock.protocol.facts import AbandonedCompletion, FinishReason, GeneratedGroup, RewardRequest, RouterShape, Split
 from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 if TYPE_CHECKING:
     from penstock.protocol.episode import Episode, Turn
+    from penstock.protocol.expert_choices import ExpertChoices
     from penstock.protocol.teacher_scores import TeacherScores
 
 # Of recorded groups: a token of probability exp(-1000), which is 0 in every format, is never sampled.
@@ -42,6 +43,7 @@ class Trajectory:
     finish_reason: FinishReason
     completion_text: str
     is_baseline: bool = False  # sampled greedily, to be scored and compared with, never trained on
+    experts: ExpertChoices | None = None  # of a mixture of experts, where the task asked for them
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -53,6 +55,8 @@ class Trajectory:
         if not np.isfinite(self.behaviour_logprobs).all():
             raise PackError("behaviour_logprobs hold NaN or infinity; the engine's answer cannot be used")
         _check_runs(self.version_runs, self.loss_mask, self.behaviour_logprobs)
+        if self.experts is not None:
+            self.experts.check_length(length)
 
     @classmethod
     def of_checked_values(
@@ -64,6 +68,7 @@ class Trajectory:
         finish_reason: FinishReason,
         completion_text: str,
         is_baseline: bool,
+        experts: ExpertChoices | None = None,
     ) -> Trajectory:
         """Build from arrays of equal length whose values `check_token_values` has checked; only the runs are checked here.
 
@@ -78,6 +83,9 @@ class Trajectory:
         put(new, "finish_reason", finish_reason)
         put(new, "completion_text", completion_text)
         put(new, "is_baseline", is_baseline)
+        put(new, "experts", experts)
+        if experts is not None:
+            experts.check_length(len(token_ids))
         return new
 
     @property
@@ -130,10 +138,11 @@ class Group:
         """Return the group of episodes of one task; raises PackError for what is not one group of trainable episodes."""
         if not episodes or not episodes[0].rows:
             raise PackError("a group without an episode, or whose first episode has no row")
+        rows: list[Any] = [row.trajectory for episode in episodes for row in episode.rows]
         return cls(
             group_id=episodes[0].group_id, split=split, attempt=attempt, issued_version=issued_version,
             prompt_text=prompt_text, num_prompt_tokens=episodes[0].rows[0].turns[0].start, reward=reward,
-            trajectories=tuple(row.trajectory for episode in episodes for row in episode.rows), episodes=episodes,
+            trajectories=tuple(rows), episodes=episodes,
         )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -145,6 +154,18 @@ class Group:
             raise PackError(
                 f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
             )
+        shapes = {str(row.experts and row.experts.shape) for row in self.trajectories}
+        if len(shapes) > 1:
+            raise PackError(
+                f"group {self.group_id}: the experts of its trajectories are {' and '.join(sorted(shapes))}, expected the "
+                "same of all, or of none"
+            )
+
+    @property
+    def routers(self) -> RouterShape | None:
+        """What its trajectories say of the experts of their tokens; None: nothing."""
+        experts = self.trajectories[0].experts
+        return experts.shape if experts is not None else None
 
     @property
     def has_baseline(self) -> bool:
@@ -242,6 +263,7 @@ class Group:
             ("rows", tuple([len(e.rows) for e in self.episodes]), described.rows),
             ("row_tokens", sum(e.num_tokens for e in self.episodes) if self.episodes else None, described.row_tokens),
             ("teacher_top_k", self.teacher_top_k, described.teacher_top_k),
+            ("routers", self.routers, described.routers),
         )
 
     @property
@@ -280,6 +302,7 @@ class Group:
             row_tokens=sum(e.num_tokens for e in self.episodes) if self.episodes else None,
             teacher_top_k=self.teacher_top_k,
             abandoned=self.abandoned,
+            routers=self.routers,
         )
 
 

@@ -336,6 +336,12 @@ class OptimizerSettings(Section):
         description="Ranks that have a part of every linear layer each (AutoTP of DeepSpeed): for models of llama, qwen2 and qwen3 that "
         "ZeRO 3 alone does not fit or gathers too often. Divides trainer.num_ranks, attention heads and key heads; not with adapters.",
     )
+    router_replay: bool = Field(
+        default=False,
+        description="For a mixture of experts: compute every token with the experts that the engine's routers chose for it, which packs "
+        "then store (Rollout Routing Replay, arXiv:2510.11370). Router weights still learn, by the gates of those experts. For models "
+        "of qwen3_moe on the embedded engine and SGLang, in single_turn.",
+    )
     micro_batch_tokens: int = Field(
         default=16_384,
         ge=1,
@@ -587,6 +593,7 @@ class TrainerSettings(Section):
         self._check_lora()
         self._check_teacher()
         self._check_pairs()
+        self._check_router_replay()
         self._check_warmup()
         if self.trainer.epochs is None and (problem := self.problem_of_length()):
             raise ValueError(problem)
@@ -720,6 +727,20 @@ class TrainerSettings(Section):
             raise ValueError(
                 f"teacher.top_k = {self.teacher.top_k} does nothing with algorithm.distill_form = {chosen.distill_form}, which "
                 "compares the sampled tokens alone; leave it out"
+            )
+
+    def _check_router_replay(self) -> None:
+        if not self.trainer.router_replay:
+            return
+        if self.rollout.environment != SINGLE_TURN:
+            raise ValueError(
+                f"trainer.router_replay = true with rollout.environment = {self.rollout.environment!r}: which experts computed the tokens "
+                f"of an episode is not stored; set it to false, or use {SINGLE_TURN}"
+            )
+        if self.algorithm.dpo_coefficient:
+            raise ValueError(
+                "trainer.router_replay = true with algorithm.dpo_coefficient: no engine chose experts for the pairs of data.train; leave "
+                "one out"
             )
 
     @property

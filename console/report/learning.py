@@ -36,6 +36,7 @@ LABELS: dict[str, str] = {
     "clip_fraction": "tokens clipped",
     "dual_clip_fraction": "tokens bounded by the dual clip",
     "rejected_fraction": "tokens rejected as stale or mismatched",
+    "rerouted_fraction": "tokens and layers whose router would choose other experts than the engine's did",
     "kl_reference": "KL(policy ‖ reference) per token",
     "kl_teacher": "KL(policy ‖ teacher) per token",
     "reward_kl": "KL(sampler ‖ reference) per token, in the reward",

@@ -7,7 +7,8 @@ upper ones of token ids are nearly all zero) and only the token ids are worth zs
 everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
 A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
-One whose groups have a teacher's log-probabilities has those of `teacher_columns.py`.
+One whose groups have a teacher's log-probabilities has those of `teacher_columns.py`, one whose groups say which experts computed their
+tokens those of `expert_columns.py`.
 Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
@@ -29,7 +30,7 @@ import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest
-from penstock.protocol.packs import episode_columns, pack_bounds, pack_footer, teacher_columns
+from penstock.protocol.packs import episode_columns, expert_columns, pack_bounds, pack_footer, teacher_columns
 from penstock.protocol.packs.arrow_lists import list_of, lists
 from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
@@ -75,6 +76,8 @@ SCHEMA = pa.schema(
 WITH_EPISODES = pa.schema([*SCHEMA, *episode_columns.FIELDS], SCHEMA.metadata)
 WITH_TEACHER = pa.schema([*SCHEMA, *teacher_columns.FIELDS], SCHEMA.metadata)
 WITH_BOTH = pa.schema([*WITH_EPISODES, *teacher_columns.FIELDS], SCHEMA.metadata)
+WITH_EXPERTS = pa.schema([*SCHEMA, *expert_columns.FIELDS], SCHEMA.metadata)
+WITH_TEACHER_AND_EXPERTS = pa.schema([*WITH_TEACHER, *expert_columns.FIELDS], SCHEMA.metadata)
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
 _MAY_BE_NULL = ("ground_truth", *episode_columns.MAY_BE_NULL)
 _SMALL = {"compression": "lz4", "use_dictionary": False}
@@ -83,9 +86,10 @@ _SMALL = {"compression": "lz4", "use_dictionary": False}
 def _large(schema: pa.Schema) -> dict[str, Any]:
     """Return how the columns of large groups are written."""
     leaves = [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema]
+    dense = [name for name in (_TOKENS, expert_columns.EXPERTS) if name in leaves]
     return {
-        "compression": dict.fromkeys(leaves, "lz4") | {_TOKENS: "zstd"},
-        "compression_level": {_TOKENS: 1},
+        "compression": dict.fromkeys(leaves, "lz4") | dict.fromkeys(dense, "zstd"),
+        "compression_level": dict.fromkeys(dense, 1),
         "use_dictionary": list(_COMMON),
         "use_byte_stream_split": [_TOKENS, _LOGPROBS],
     }
@@ -155,10 +159,18 @@ def _table(groups: Sequence[Group]) -> pa.Table:
         pa.array([row.is_baseline for row in trajectories], pa.bool_()),
     ]
     has_episodes, has_teacher = any(g.episodes for g in groups), any(g.teacher is not None for g in groups)
+    has_experts = any(g.routers is not None for g in groups)
+    if has_experts and has_episodes:
+        raise PackError(
+            f"group {groups[0].group_id} and {len(groups) - 1} more: episodes have no experts of their tokens"
+        )
     if has_episodes:
         columns += episode_columns.columns(groups)
     if has_teacher:
         columns += teacher_columns.columns(groups)
+    if has_experts:
+        columns += expert_columns.columns(groups)
+        return pa.Table.from_arrays(columns, schema=WITH_TEACHER_AND_EXPERTS if has_teacher else WITH_EXPERTS)
     schemas = {(False, False): SCHEMA, (True, False): WITH_EPISODES, (False, True): WITH_TEACHER}
     return pa.Table.from_arrays(columns, schema=schemas.get((has_episodes, has_teacher), WITH_BOTH))
 
@@ -280,6 +292,8 @@ def _accepted() -> tuple[pa.Schema, ...]:
         WITH_EPISODES,
         WITH_TEACHER,
         WITH_BOTH,
+        WITH_EXPERTS,
+        WITH_TEACHER_AND_EXPERTS,
         *schemas,
         *(s.remove(s.get_field_index("is_baseline")) for s in schemas),
     )
@@ -348,6 +362,7 @@ def _trajectories(
     whole: list[np.ndarray] = []
     texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
     baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
+    experts = expert_columns.of_rows(rows, [b - a for a, b in itertools.pairwise(at)])
     found = []
     for i, text in enumerate(texts):
         span = slice(at[i], at[i + 1])
@@ -362,6 +377,7 @@ def _trajectories(
                 reasons[i],
                 text,
                 baselines[i],
+                experts[i],
             )
         )
     return found

@@ -68,7 +68,13 @@ def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
         for group in groups
         if group.teacher_top_k is not None
     )
-    return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens + _BYTES_PER_NUMBER * of_teachers)
+    of_experts = sum(
+        group.routers.bytes_per_token
+        * (group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens))
+        for group in groups
+        if group.routers is not None
+    )
+    return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens + _BYTES_PER_NUMBER * of_teachers + of_experts)
 
 
 def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:

@@ -24,13 +24,14 @@ class TaskSettings(NamedTuple):
     teacher_top_k: int | None = None  # see `Task.teacher_top_k`
     redundant_completions: int = 0  # started besides ``group_size``
     keeps_more: bool = False  # whether these may be part of the group
+    routers: str = ""  # whose choices are asked for, in words (`RouterShape`); "": of none
 
     @classmethod
     def of(cls, task: Task) -> TaskSettings:
         """Return the settings under which a task was made."""
         return cls(
             task.group_size, task.sampling.max_new_tokens, task.environment, task.with_baseline, task.teacher_top_k,
-            task.redundant_completions, task.redundant_wait > 0.0,
+            task.redundant_completions, task.redundant_wait > 0.0, str(task.sampling.routers or ""),
         )  # fmt: skip
 
     @property
@@ -121,6 +122,12 @@ class TaskPromise:
             raise PackError(
                 f"group {group.group_id}: {_of_teacher(group.teacher_top_k)}, its task asked for "
                 f"{' or '.join(sorted(map(_of_teacher, asked)))}; give the workers the trainer's section [teacher]"
+            )
+        wanted = {settings.routers for settings in self.settings}
+        if wanted and str(group.routers or "") not in wanted:
+            raise PackError(
+                f"group {group.group_id}: the engine's choices of {group.routers or 'no experts'}, its task asked for those of "
+                f"{' or '.join(sorted(one or 'no experts' for one in wanted))} (trainer.router_replay)"
             )
         self.check_lengths(group.group_id, group.completion_tokens, group.has_baseline)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.protocol.facts import SINGLE_TURN, Sampling, Split, Task
+from penstock.protocol.routers import Routers, routers_of
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 
 
@@ -17,6 +18,8 @@ class ModelLimits:
 
     vocab_size: int | None
     context_tokens: int | None
+    routers: Routers | None = None  # of a mixture of experts
+    num_layers: int = 0
 
     @classmethod
     def of(cls, folder: Path) -> ModelLimits:
@@ -25,7 +28,12 @@ class ModelLimits:
         try:
             config = json.loads(path.read_bytes())
             config = config.get("text_config", config)  # multimodal models keep the text part here
-            return cls(config.get("vocab_size"), config.get("max_position_embeddings"))
+            return cls(
+                config.get("vocab_size"),
+                config.get("max_position_embeddings"),
+                routers_of(config),
+                config.get("num_hidden_layers") or 0,
+            )
         except (OSError, ValueError, AttributeError) as err:
             raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
 
@@ -86,4 +94,11 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, limits: ModelLi
             "too_long",
             f"{len(prompt_ids)} prompt tokens and up to {sampling.max_new_tokens} new ones exceed the context of "
             f"{limits.context_tokens} tokens",
+        )
+    served = limits.routers.shape if limits.routers is not None else None
+    if sampling.routers is not None and sampling.routers != served:
+        raise TaskRefused(
+            "other_routers",
+            f"the trainer wants the choices of {sampling.routers} (trainer.router_replay), and the served model has "
+            f"{served or 'no experts that are known'}",
         )

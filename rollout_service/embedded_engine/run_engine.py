@@ -93,6 +93,8 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         end_token_ids=ends,
         text=text,
         adapters=adapters.listed,
+        expert_layers=config.expert_layers,
+        num_layers=config.num_layers,
     )
     jobs = JobRunner(engine, adapters)
     app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, read_weights))

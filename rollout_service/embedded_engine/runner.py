@@ -111,6 +111,9 @@ class Runner:
             return
         gone = set(map(id, leaving))
         num = len(self.running)
+        for row, sequence in enumerate(self.running):
+            if sequence.wants_experts and id(sequence) in gone:
+                sequence.experts = self._cache.experts[row, : sequence.num_tokens - 1].cpu().numpy().copy()
         kept = num - len(gone)
         targets = [row for row in range(kept) if id(self.running[row]) in gone]
         sources = [row for row in range(kept, num) if id(self.running[row]) not in gone]

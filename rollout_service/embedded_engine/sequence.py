@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # what schedules sequences needs no torch
+    import numpy as np
+
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 
 NO_ADAPTER = 0  # number of sequences and rows without an adapter
@@ -77,6 +79,8 @@ class Sequence:
     input_logprobs: list[float] | None = None  # of tokens input_logprobs_from + 1 .. len(prompt) - 1
     num_top_logprobs: int = 0  # likeliest tokens to report in the place of each of these
     input_top_logprobs: list[list[tuple[float, int]]] | None = None  # (logprob, token) of each place, likeliest first
+    wants_experts: bool = False
+    experts: np.ndarray | None = None  # [tokens - 1, layers with experts, k] int16, set when it leaves the cache
     spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     num_retractions: int = 0

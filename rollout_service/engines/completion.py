@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.protocol.expert_choices import ExpertChoices
 from penstock.protocol.facts import FinishReason
 from penstock.protocol.trajectory import LOWEST_SAMPLED_LOGPROB
 from penstock.protocol.versions import PolicyVersion, VersionRun
@@ -24,6 +25,9 @@ class Completion:
     version_runs: tuple[VersionRun, ...]  # cover [0, C) without gap or overlap
     finish_reason: FinishReason
     text: str
+    experts: ExpertChoices | None = (
+        None  # of all tokens of prompt and completion but the last, where they were asked for
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class Resumption:
             version_runs=_joined_runs(self.parts),
             finish_reason="length" if finish == "abort" else finish,
             text=text,
+            experts=self.parts[-1].experts,  # which computed all tokens before it again
         )
 
 

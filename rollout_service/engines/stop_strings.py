@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from penstock.protocol.expert_choices import ExpertChoices
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 
@@ -46,4 +47,9 @@ def ended_at(completion: Completion, count: int) -> Completion:
         logprobs=completion.logprobs[:count],
         version_runs=tuple(runs),
         finish_reason="stop",
+        experts=_without_last(completion.experts, len(completion.token_ids) - count),
     )
+
+
+def _without_last(experts: ExpertChoices | None, num: int) -> ExpertChoices | None:
+    return experts if experts is None or not num else replace(experts, ids=experts.ids[:-num])

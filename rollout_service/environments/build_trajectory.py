@@ -39,6 +39,7 @@ def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Traje
         ),
         finish_reason=completion.finish_reason,
         completion_text=completion.text,
+        experts=completion.experts,
     )
 
 

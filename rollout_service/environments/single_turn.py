@@ -44,10 +44,21 @@ class SingleTurn(Environment):
         groups: list[list[Trajectory]] = [[] for _ in tasks]
         for indices, reply in replies:
             for index, kept in zip(indices, reply.result(), strict=True):
+                _check_experts(tasks[index], kept)
                 trajectories = [build_trajectory(tasks[index].prompt_ids, one) for one in kept.completions]
                 is_redundant = tasks[index].redundant_completions > 0
                 groups[index] = KeptTrajectories(trajectories, kept.abandoned) if is_redundant else trajectories
         return groups
+
+
+def _check_experts(task: Task, kept: KeptCompletions) -> None:
+    """Raise TaskRefused if the trainer wants to know the experts of each token, and the engine does not say."""
+    if task.sampling.routers is not None and any(one.experts is None for one in kept.completions):
+        raise TaskRefused(
+            "experts_not_returned",
+            f"{task.group_id}: this worker's engine does not say which experts computed a token; set trainer.router_replay = false, or "
+            "use the embedded engine or SGLang",
+        )
 
 
 async def _sample(

@@ -153,6 +153,28 @@ def test_redundant_completions_need_an_engine_that_ends_single_ones(tmp_path: Pa
     check_engine(trainer, RolloutSettings.model_validate({"worker": {"engine": "sglang"}}))
 
 
+def test_router_replay_needs_routers_and_an_engine_that_says_what_they_choose(tmp_path: Path) -> None:
+    """Both are known from config.json and the run file, before a process is started."""
+    mixture = model_folder(
+        tmp_path / "moe", model_type="qwen3_moe", num_hidden_layers=2, num_experts=4, num_experts_per_tok=2
+    )
+
+    def replaying(model: Path) -> TrainerSettings:
+        found = settings(tmp_path, model)
+        return found.model_copy(update={"trainer": found.trainer.model_copy(update={"router_replay": True})})
+
+    check_inputs(replaying(mixture))
+    with pytest.raises(
+        ConfigError, match=r"router_replay = true, and model\.path = .* is a qwen3 model without routers"
+    ):
+        check_inputs(replaying(model_folder(tmp_path / "dense", model_type="qwen3")))
+    for engine, words in (("vllm", "does not say which experts"), ("sglang", "add --enable-return-routed-experts to")):
+        with pytest.raises(ConfigError, match=words):
+            check_engine(replaying(mixture), RolloutSettings.model_validate({"worker": {"engine": engine}}))
+    flagged = {"worker": {"engine": "sglang"}, "sglang": {"extra_args": ["--enable-return-routed-experts"]}}
+    check_engine(replaying(mixture), RolloutSettings.model_validate(flagged))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

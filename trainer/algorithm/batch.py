@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer.algorithm.balanced_bins import balanced, padded_bins, units_of
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.packed_rows import Layout, Prefixes, common_prefixes, pack
+from penstock.trainer.algorithm.packed_rows import Experts, Layout, PackedRows, Prefixes, common_prefixes, pack
 from penstock.trainer.errors import BatchDoesNotFit
 
 
@@ -39,6 +39,7 @@ class Row:
     ] = ()  # start and end of each, in order, together all sampled tokens; none: one turn
     turn_advantages: Sequence[float] = ()  # of each turn, instead of ``advantage``
     teacher: TeacherRow | None = None  # about its sampled tokens
+    experts: Experts | None = None  # [T - 1, layers, k] that computed its tokens but the last in the engine
 
     def by_turn(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Give every sampled token the value of its turn."""
@@ -66,6 +67,7 @@ class MicroBatch:
     teacher_logprobs: Tensor | None = None  # [N] float32, of the sampled tokens, as the pack stores them
     teacher_top_ids: Tensor | None = None  # [N, k] int64, the teacher's likeliest tokens
     teacher_top_logprobs: Tensor | None = None  # [N, k] float32
+    experts: Tensor | None = None  # [T, layers, k] uint8 or int32, which computed each token in the engine
     reference_kl: Tensor | None = None  # [N] float32, exact KL to it over the vocabulary, for rewards by token
     turn: Tensor | None = None  # [N] int64, which turn the token belongs to; None: every trajectory is one turn
     num_turns: int = 0
@@ -93,9 +95,20 @@ def first_sampled(loss_mask: npt.NDArray[np.bool_]) -> int:
     return int(where[0]) if len(where) else len(loss_mask)
 
 
-def prefixes_of(token_ids: Sequence[npt.NDArray[np.int32]], loss_masks: Sequence[npt.NDArray[np.bool_]]) -> Prefixes:
-    """Return the prefixes that rows share, for `plan_micro_batches`."""
-    return common_prefixes([tokens[:-1] for tokens in token_ids], [first_sampled(mask) for mask in loss_masks])
+def prefixes_of(
+    token_ids: Sequence[npt.NDArray[np.int32]],
+    loss_masks: Sequence[npt.NDArray[np.bool_]],
+    experts: Sequence[Experts | None] = (),
+) -> Prefixes:
+    """Return the prefixes that rows share, for `plan_micro_batches`; ``experts`` as in `Row`."""
+    starts = [first_sampled(mask) for mask in loss_masks]
+    return common_prefixes([tokens[:-1] for tokens in token_ids], starts, of_all_rows(experts))
+
+
+def of_all_rows(experts: Sequence[Experts | None]) -> list[Experts] | None:
+    """Return the experts of rows; None unless they are known of each, for the same layers."""
+    found = [one for one in experts if one is not None]
+    return found if found and len(found) == len(experts) and len({one.shape[1:] for one in found}) == 1 else None
 
 
 def plan_micro_batches(
@@ -156,7 +169,8 @@ def num_computed(piece: Sequence[int], lengths: Sequence[int], prefixes: Prefixe
 def build(rows: Sequence[Row]) -> MicroBatch:
     """Build the tensors of one micro-batch; without rows it contributes nothing to the gradient."""
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
-    packed = pack([row.token_ids[:-1] for row in rows], [first_sampled(row.loss_mask) for row in rows])
+    experts = of_all_rows([row.experts for row in rows])
+    packed = pack([row.token_ids[:-1] for row in rows], [first_sampled(row.loss_mask) for row in rows], experts)
     predictors = [at[where - 1] for at, where in zip(packed.positions, sampled, strict=True)]
     counts = [len(where) for where in sampled]
 
@@ -205,7 +219,16 @@ def build(rows: Sequence[Row]) -> MicroBatch:
         teacher_logprobs=logprobs,
         teacher_top_ids=top_ids,
         teacher_top_logprobs=top_logprobs,
+        experts=None if experts is None else _of_stream(experts, packed),
     )
+
+
+def _of_stream(experts: Sequence[Experts], packed: PackedRows) -> Tensor:
+    """Give every token of a stream its experts; rows that share a token have the same there."""
+    found = np.zeros((len(packed.token_ids), *experts[0].shape[1:]), experts[0].dtype)
+    for one, where in zip(experts, packed.positions, strict=True):
+        found[where] = one
+    return torch.from_numpy(found if found.dtype == np.uint8 else found.astype(np.int32))
 
 
 def _of_teachers(found: Sequence[TeacherRow | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

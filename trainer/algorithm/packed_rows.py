@@ -18,6 +18,7 @@ import numpy.typing as npt
 BRANCH_TOKENS = 16  # rows branch at the end of a prompt or a multiple of this after it: a node costs two kernel calls
 
 Tokens = npt.NDArray[np.int32]
+Experts = npt.NDArray[np.unsignedinteger]  # [T, layers, k]
 
 
 class Node(NamedTuple):
@@ -95,35 +96,42 @@ class Prefixes:
     common: list[int]  # first tokens that the row in this place shares with the one before it
 
 
-def common_prefixes(rows: Sequence[Tokens], starts: Sequence[int]) -> Prefixes:
+def common_prefixes(
+    rows: Sequence[Tokens], starts: Sequence[int], experts: Sequence[Experts] | None = None
+) -> Prefixes:
     """Find the prefixes that rows share.
 
     Args:
         rows: Tokens that are computed, of each row.
         starts: Of each row, its first sampled token. Rows share nothing before they share a whole prompt: a chat
             template's first words alone are not worth a node.
+        experts: Of each row, the experts that compute its tokens, which are then part of what rows share; None: not given.
     """
     keys = [row.astype(">u4").tobytes() for row in rows]  # bytes in the order of the tokens
     order = sorted(range(len(rows)), key=keys.__getitem__)
     common = [0] * len(rows)
     for place in range(1, len(order)):
         one, other = order[place - 1], order[place]
-        common[place] = _common(rows[one], rows[other], min(starts[one], starts[other]))
+        both = None if experts is None else (experts[one], experts[other])
+        common[place] = _common(rows[one], rows[other], min(starts[one], starts[other]), both)
     return Prefixes(order, common)
 
 
-def _common(one: Tokens, other: Tokens, start: int) -> int:
+def _common(one: Tokens, other: Tokens, start: int, experts: tuple[Experts, Experts] | None) -> int:
     shortest = min(len(one), len(other))
-    differ = np.flatnonzero(one[:shortest] != other[:shortest])
+    unequal = one[:shortest] != other[:shortest]
+    if experts is not None:
+        unequal |= (experts[0][:shortest] != experts[1][:shortest]).any(axis=(1, 2))
+    differ = np.flatnonzero(unequal)
     if len(differ) == 0:
         return shortest  # one row continues the other, which needs no branch
     same = int(differ[0])
     return 0 if same < start else start + (same - start) // BRANCH_TOKENS * BRANCH_TOKENS
 
 
-def pack(rows: Sequence[Tokens], starts: Sequence[int]) -> PackedRows:
+def pack(rows: Sequence[Tokens], starts: Sequence[int], experts: Sequence[Experts] | None = None) -> PackedRows:
     """Lay out rows as one stream; arguments as in `common_prefixes`. Without a token, the stream is one token 0."""
-    prefixes = common_prefixes(rows, starts)
+    prefixes = common_prefixes(rows, starts, experts)
     empty = np.empty(0, dtype=np.int64)
     positions, parts = [empty] * len(rows), []
     nodes: list[_Run] = []

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from penstock.protocol.facts import Task
+from penstock.protocol.facts import RouterShape, Task
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
 from penstock.protocol.versions import PolicyVersion, admissible_groups, last_chance_version, staleness
 from penstock.trainer.data.data_order import DataOrder, Place
@@ -378,10 +378,11 @@ class Dispatch:
         stop_token_ids: Sequence[int],
         with_baseline: bool = False,
         teacher_top_k: int | None = None,
+        routers: RouterShape | None = None,
     ) -> None:
         """Start at the first position; call `resume` to continue from a checkpoint.
 
-        ``with_baseline`` and ``teacher_top_k`` are those of every task.
+        ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task.
         """
         self._further = {
             "with_baseline": with_baseline,
@@ -392,7 +393,7 @@ class Dispatch:
         self.order = order
         self._prompts = prompts
         self._rollout = rollout
-        self._sampling = training_sampling(rollout, stop_token_ids)
+        self._sampling = training_sampling(rollout, stop_token_ids, routers)
         self.state = DispatchState(order_id(order, prompts.fingerprint))
         self.issued_before = _NOTHING  # by earlier sessions; set from the run's log
         self._issued: dict[GroupKey, _Issued] = {}  # outstanding groups that this session issued

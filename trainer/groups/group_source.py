@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.facts import RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
@@ -30,6 +31,7 @@ from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
 from penstock.trainer.groups.pack_reader import NeverPublished, PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.groups.group_source")
@@ -88,6 +90,7 @@ def open_generated(
 ) -> GroupSource:
     """Return the group source of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
     rollout, algorithm = settings.rollout, settings.algorithm
+    routers = _routers(settings)
     dispatch = Dispatch(
         prompts,
         order=DataOrder(len(prompts), settings.run.seed, settings.data.shuffle),
@@ -95,6 +98,7 @@ def open_generated(
         stop_token_ids=tokenizer.eos_ids,
         with_baseline=algorithm.needs_baseline,
         teacher_top_k=settings.teacher_top_k,
+        routers=routers,
     )
     if resumed is not None:
         dispatch.resume(resumed.dispatch)
@@ -104,7 +108,7 @@ def open_generated(
         settings.run.folder,
         dispatch.state.order_id,
         may_arrive=dispatch.may_arrive,
-        settings=_session_settings(settings),
+        settings=_session_settings(settings, routers),
         first=dispatch.state.position,
     )
     issuer.keep_log(issue_log)
@@ -132,7 +136,12 @@ def open_generated(
     return GroupSource(issuer, collector, (collector, issuer), before)
 
 
-def _session_settings(settings: TrainerSettings) -> SessionSettings:
+def _routers(settings: TrainerSettings) -> RouterShape | None:
+    found = check_routers(settings.model.path, router_replay=settings.trainer.router_replay)
+    return found.shape if found is not None else None
+
+
+def _session_settings(settings: TrainerSettings, routers: RouterShape | None) -> SessionSettings:
     rollout, held_out = settings.rollout, settings.eval
     return SessionSettings(
         TaskSettings(
@@ -143,6 +152,7 @@ def _session_settings(settings: TrainerSettings) -> SessionSettings:
             settings.teacher_top_k,
             rollout.redundant_completions,
             rollout.redundant_wait > 0.0,
+            str(routers or ""),
         ),
         TaskSettings(
             held_out.samples,

@@ -15,6 +15,7 @@ from penstock.protocol.facts import (
     MAX_FACT_BYTES,
     SINGLE_TURN,
     BlobRef,
+    RouterShape,
     Sampling,
     Split,
     Task,
@@ -65,13 +66,16 @@ def pack_tasks(tasks: Sequence[Task]) -> TaskPack:
     return TaskPack(pack_id, tuple(tasks), blob)
 
 
-def training_sampling(rollout: RolloutSettings, stop_token_ids: Sequence[int]) -> Sampling:
-    """Return how the engines sample what is trained on."""
+def training_sampling(
+    rollout: RolloutSettings, stop_token_ids: Sequence[int], routers: RouterShape | None = None
+) -> Sampling:
+    """Return how the engines sample what is trained on; ``routers`` are those whose choices they return."""
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,
         stop_token_ids=tuple(stop_token_ids),
         stop=rollout.stop,
+        routers=routers,
     )
 
 

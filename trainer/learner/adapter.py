@@ -18,6 +18,8 @@ from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.trainer.errors import UnsupportedModel
 
 _NAME = "default"  # peft's name of an adapter without a name
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # what is adapted of a mixture of experts
+_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "gate", "experts", "router"})
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
 
 
@@ -28,7 +30,9 @@ class Lora:
     rank: int
     alpha: float
     dropout: float = 0.0
-    targets: tuple[str, ...] = ()  # endings of module names; none: every linear layer but the output head
+    targets: tuple[
+        str, ...
+    ] = ()  # endings of module names; none: every linear layer but the output head, of a mixture of experts those of attention
     seed: int = 0  # of A: the same on every rank and after a restart
 
 
@@ -41,8 +45,16 @@ def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
         head: Name of a module that has no adapter and is trained whole beside them.
 
     Raises:
-        UnsupportedModel: No layer matches the targets, or the head does.
+        UnsupportedModel: No layer matches the targets, or the head does, or they are of experts.
     """
+    targets = list(lora.targets)
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        if of_experts := [target for target in targets if target.rpartition(".")[2] in _EXPERTS]:
+            raise UnsupportedModel(
+                f"model.lora.targets = {targets}: {of_experts[0]} is of a layer's experts or its router, for which there are no adapters: "
+                f"all experts are one tensor, and engines serve none; choose of {', '.join(_ATTENTION)}"
+            )
+        targets = targets or list(_ATTENTION)
     if head is not None and head in (target.rpartition(".")[2] for target in lora.targets):
         raise UnsupportedModel(
             f"model.lora.targets = {list(lora.targets)}: {head} is trained whole, beside the adapters; leave it out"
@@ -53,7 +65,7 @@ def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  peft accepts any number
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets) or "all-linear",
+        target_modules=targets or "all-linear",
         task_type="CAUSAL_LM" if head is None else "SEQ_CLS",  # whose "all-linear" leaves the head out
     )
     dtype = next(model.parameters()).dtype

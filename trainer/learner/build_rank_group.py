@@ -47,6 +47,7 @@ def build_rank_group(
         activation_offload=settings.model.activation_offload,
         offload=settings.trainer.offload,
         gradient_dtype=settings.trainer.gradient_dtype,
+        router_replay=settings.trainer.router_replay,
         lora=_lora(settings),
         skip_above=settings.trainer.skip_step_above_grad_norm,
         skip_after=settings.trainer.skip_step_after,

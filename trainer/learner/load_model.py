@@ -11,13 +11,13 @@ from torch import nn
 
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner import adapter
+from penstock.trainer.learner import adapter, expert_tensors
 from penstock.trainer.learner.activation_offload import offload_activations
 from penstock.trainer.learner.attention.models import why_not_packed
 from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.model_folder_check import check_folder
+from penstock.trainer.learner.model_folder_check import check_folder, check_routers
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.sequence_parallel import TokenShares
@@ -38,14 +38,18 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
 
     Raises:
         UnsupportedModel: The folder is missing or holds no causal language model.
-        ConfigError: The dtype does not work with the ZeRO stage, or the model not with the layout of the ranks.
+        ConfigError: The dtype does not work with the ZeRO stage, the model not with the layout of the ranks, or it has no
+            routers to replay.
     """
+    check_routers(model_folder, router_replay=how.router_replay)
     model: Any = load_language_model(model_folder, how, dims)
     attach_adapters(model, how)
     scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
+    if how.router_replay:
+        scorer.replay_routers()
     warn_if_padded(scorer.padding_reason, dims)
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
-    return Policy(Trainable(scorer, how, dims, layers, model=model), scorer, dims)
+    return Policy(Trainable(scorer, how, dims, layers, model=model), scorer, dims, router_replay=how.router_replay)
 
 
 def load_reference(
@@ -70,6 +74,7 @@ def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> 
     """Load a causal language model for training; raises UnsupportedModel and ConfigError as `load_policy` does."""
     model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype, dims)
     check_loaded(model, report, folder)
+    expert_tensors.check_family(model, str(model.config.get_text_config().model_type))
     prepare(model, how)
     return model
 

@@ -21,8 +21,10 @@ from penstock.trainer.algorithm.kl import kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner import router_replay
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.health.flops import pass_cost
+from penstock.trainer.learner.router_replay import Routing
 from penstock.trainer.learner.sequence_parallel import TokenShares
 
 Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]
@@ -60,6 +62,7 @@ class CompletionScorer(nn.Module):
         self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
         self.pair_cost, self.pass_cost = pair_cost(language_model), pass_cost(language_model)  # of the whole model
         self._temperature = temperature
+        self.routing: Routing | None = None  # of the last forward pass that was given experts
         self._shares = shares  # of a stream's tokens; with several, every call is collective
         self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
 
@@ -75,6 +78,7 @@ class CompletionScorer(nn.Module):
         kl_to: Logits | None = None,
         kl_from: Top | None = None,
         hidden_only: bool = False,
+        experts: Tensor | None = None,
     ) -> Tensor:
         """Score sampled tokens.
 
@@ -89,13 +93,19 @@ class CompletionScorer(nn.Module):
                 that ``hidden_only`` returns hidden states of.
             kl_from: Also return the KL from a teacher over these likeliest tokens of it (`kl_from_teacher`).
             hidden_only: Return what the output head is given and nothing else, for `logits`.
+            experts: [T, layers, k], which compute each token, after `replay_routers`; None: those that the routers choose.
 
         Returns:
             [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 to 4, N] with the
             entropies and then the KLs; hidden states [n, H] alone when asked, of the tokens that this rank's share predicts.
         """
         packed, shares = self.padding_reason is None, self._shares
-        hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, shares)
+        self.routing = None
+        if experts is not None:
+            self.routing = Routing(shares.own(experts[None])[0], shares.num_own(input_ids.shape[1]))
+        hidden = read_rows(
+            self.language_model.base_model, input_ids, position_ids, layout, packed, shares, self.routing
+        )
         own, places = shares.own_predictors(predictors, input_ids.shape[1])
         hidden = hidden.index_select(0, own)
         if hidden_only:
@@ -105,6 +115,20 @@ class CompletionScorer(nn.Module):
             kl_from = kl_from[0][places], kl_from[1][places]
         scores = self.scores(hidden, own_targets, with_entropy=with_entropy, kl_to=kl_to, kl_from=kl_from)
         return shares.whole(scores, places, len(targets))
+
+    def replay_routers(self) -> None:
+        """Let `forward` compute with given experts; raises UnsupportedModel for a model for which that is not exact."""
+        if self.padding_reason is not None:
+            raise UnsupportedModel(
+                f"trainer.router_replay: {self.padding_reason}, so that its rows are padded; set it to false"
+            )
+        router_replay.install(self.language_model)
+
+    def routing_figures(self) -> Tensor:
+        """Return `Routing.figures` of the last forward pass, of all shares; zeros if it was given no experts. Collective as `forward`."""
+        if self.routing is None:
+            return torch.zeros(2, dtype=torch.float64)
+        return self._shares.sum(self.routing.figures())
 
     def around(self, language_model: nn.Module) -> CompletionScorer:
         """Return the same around another model of the kind."""

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.routers import FAMILIES, Routers, routers_of
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.parallel_layout import ParallelLayout
 
@@ -58,6 +60,23 @@ def check_folder(folder: Path) -> None:
 def check_layout(folder: Path, layout: ParallelLayout) -> None:
     """Raise ConfigError if the model of a folder cannot be computed in a layout of the ranks, by its config.json."""
     layout.check(_read_object(folder / "config.json", _MAX_INDEX_BYTES), str(folder))
+
+
+def check_routers(folder: Path, *, router_replay: bool) -> Routers | None:
+    """Return the routers whose choices are replayed; None where they are not to be. Raises ConfigError if a model has none."""
+    if not router_replay:
+        return None
+    config = _read_object(folder / "config.json", _MAX_INDEX_BYTES)
+    try:
+        routers = routers_of(config)
+    except ValueError as err:
+        raise UnsupportedModel(f"{folder / 'config.json'}: {err}; restore the file") from None
+    if routers is None:
+        raise ConfigError(
+            f"trainer.router_replay = true, and model.path = {folder} is a {config.get('model_type')} model without routers that are known "
+            f"({', '.join(FAMILIES)}); set it to false"
+        )
+    return routers
 
 
 def _quantisation(config: dict[str, Any]) -> str | None:

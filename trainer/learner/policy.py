@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLay
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.distillation import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
-from penstock.trainer.errors import CheckpointError, TrainingDiverged
-from penstock.trainer.learner import adapter
+from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
+from penstock.trainer.learner import adapter, expert_tensors
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
 from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.health.step_watch import LayerFigures
@@ -70,12 +70,16 @@ class StepFigures:
 class Policy:
     """A causal language model under DeepSpeed."""
 
-    def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
-        """Called by `load_policy`."""
+    def __init__(
+        self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims, *, router_replay: bool = False
+    ) -> None:
+        """Called by `load_policy`; with ``router_replay`` micro-batches bring the experts of their tokens."""
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims
         self._cost = scorer.pass_cost
+        self._router_replay = router_replay
+        self._family = str(scorer.language_model.config.get_text_config().model_type)
         self._work = NO_WORK  # of this rank since `take_work`
         self.steps_done = 0  # batches, whatever number of optimizer steps each had
         self.device = trainable.device
@@ -134,9 +138,9 @@ class Policy:
         for number, batch in enumerate(micro_batches, start=1):
             self._trainable.begin(is_last=number == len(micro_batches))
             outcome = self._outcome(batch.to(self.device), objective, reference)
+            sums_of_step.add(self._routed(outcome))
             self._trainable.backward(outcome.loss)
             self._work = self._work.plus(self._cost.backward(self._load(batch)))
-            sums_of_step.add(outcome)
             if observe is not None:
                 observe(outcome.tokens, batch)
         loss, sums, maxima = sums_of_step.over(self._dims)
@@ -167,7 +171,7 @@ class Policy:
         with torch.no_grad():
             for batch in micro_batches:
                 outcome = self._outcome(batch.to(self.device), objective, reference)
-                sums_of_step.add(outcome)
+                sums_of_step.add(self._routed(outcome))
                 if observe is not None:
                     observe(outcome.tokens, batch)
         self.steps_done += ends_batch
@@ -203,8 +207,11 @@ class Policy:
         specs = []
         for name, tensor, _ in self._published():
             rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            shape = self._trainable.whole_shape(tensor)
-            specs.append(TensorSpec(name, str(rounded).removeprefix("torch."), shape))
+            dtype_name = str(rounded).removeprefix("torch.")
+            for own_name, shape in expert_tensors.published(
+                name, tuple(self._trainable.whole_shape(tensor)), self._family
+            ):
+                specs.append(TensorSpec(own_name, dtype_name, shape))
         return build_layout(specs, bucket_bytes=bucket_bytes)
 
     def copy_to(self, sink: TensorSink, *, merge: bool = True) -> None:
@@ -264,8 +271,13 @@ class Policy:
         """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
         for name, tensor, low_rank in self._published(merge=merge):
             with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())) as (whole, *_):
-                if wanted(name):
-                    take(name, adapter.merged(whole, *low_rank) if low_rank else whole)
+                if low_rank:
+                    if wanted(name):
+                        take(name, adapter.merged(whole, *low_rank))
+                    continue
+                for own_name, part in expert_tensors.parts(name, whole, self._family):
+                    if wanted(own_name):
+                        take(own_name, part)
 
     def capture(self) -> CapturedPart:
         """Copy this rank's part of model, optimizer, schedule and random state, to be written while training goes on."""
@@ -295,10 +307,10 @@ class Policy:
         """Return a context in which the model computes as it does at inference."""
         return self._trainable.without_dropout()
 
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch without a gradient; [N] float32."""
+    def logprobs(self, batch: MicroBatch, *, replays: bool = True) -> Tensor:
+        """Score a micro-batch without a gradient; [N] float32. Unless it ``replays``, the routers choose experts themselves."""
         with torch.no_grad():
-            return self._read(batch.to(self.device))
+            return self._read(batch.to(self.device), replays=replays)
 
     def collisions(self, batch: MicroBatch) -> Tensor:
         """Return, without a gradient, [2, N] float32: log-probabilities, and logs of the sum of squared probabilities."""
@@ -316,12 +328,12 @@ class Policy:
     def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch under the model that training started from; [N] float32."""
         with adapter.switched_off(self._scorer):
-            return self.logprobs(batch)
+            return self.logprobs(batch, replays=False)
 
     def logits_without_adapter(self, batch: MicroBatch) -> Logits:
         """Return the logits of a micro-batch under the model that training started from."""
         with torch.no_grad(), adapter.switched_off(self._scorer):
-            hidden = self._read(batch.to(self.device), hidden_only=True)
+            hidden = self._read(batch.to(self.device), replays=False, hidden_only=True)
 
         def logits(start: int, end: int) -> Tensor:
             with torch.no_grad(), adapter.switched_off(self._scorer):
@@ -343,11 +355,28 @@ class Policy:
         full_kl = next(scores) if logits is not None else None
         return objective(logprobs, batch, entropies, full_kl, next(scores, None))
 
+    def _routed(self, outcome: Outcome) -> Outcome:
+        """Add to an outcome how many (token, layer) pairs had given experts, and for how many the routers now choose others."""
+        if not self._router_replay:
+            return outcome
+        changed, total = self._scorer.routing_figures()
+        return replace(outcome, sums={**outcome.sums, "routed": total, "rerouted": changed})
+
     def _load(self, batch: MicroBatch) -> Load:
         return load_of(batch.layout, batch.input_ids.shape[1], len(batch.targets), padded=self.pads_rows)
 
-    def _read(self, batch: MicroBatch, **what: Any) -> Tensor:
-        """Return the output of `CompletionScorer`; ``what`` are its options."""
+    def _read(self, batch: MicroBatch, *, replays: bool = True, **what: Any) -> Tensor:
+        """Return the output of `CompletionScorer`; ``what`` are its options.
+
+        The model that training started from ``replays`` no router: it is another policy, and chooses experts itself.
+        """
+        if self._router_replay and replays:
+            if batch.experts is None and len(batch.targets):
+                raise UnsupportedModel(
+                    "trainer.router_replay = true, and rows of this batch do not say which experts computed their tokens: they were "
+                    "sampled without it; set it to false"
+                )
+            what["experts"] = batch.experts
         load = self._load(batch)
         self._work = self._work.plus(self._cost.forward(load), load.tokens)
         return self._trainable(

@@ -34,12 +34,20 @@ class TokenShares:
         return self.group is not None
 
     def own(self, values: Tensor) -> Tensor:
-        """Return this rank's range [1, W] of values [1, T] of all tokens; the last ranges are filled up with 0."""
+        """Return this rank's range [1, W, …] of values [1, T, …] of all tokens; the last ranges are filled up with 0."""
         if self.group is None:
             return values
         width = self._width(values.shape[1])
-        padded = F.pad(values, (0, width * self.group.size - values.shape[1]))
+        beside = (0, 0) * (values.dim() - 2)
+        padded = F.pad(values, (*beside, 0, width * self.group.size - values.shape[1]))
         return padded[:, self.group.index * width : (self.group.index + 1) * width]
+
+    def num_own(self, num_tokens: int) -> int:
+        """Return how many of a stream's tokens are in this rank's range."""
+        if self.group is None:
+            return num_tokens
+        width = self._width(num_tokens)
+        return min(width, max(0, num_tokens - self.group.index * width))
 
     def own_predictors(self, predictors: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:
         """Find the predictors in this rank's range.
@@ -63,6 +71,10 @@ class TokenShares:
         if self.group is None or places is None:
             return scores
         return _Whole.apply(scores, places, num, self.group)  # type: ignore[return-value]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sums of values over the ranks that have shares; collective."""
+        return values if self.group is None else self.group.sum(values)
 
     def by_heads(self, states: Tensor, num_tokens: int) -> Tensor:
         """Exchange the own tokens of all heads [1, H, W, D] for all tokens of the own heads [1, H / S, T, D]; collective.

@@ -214,7 +214,9 @@ def _micro_batches(rows: Sequence[Trajectory], capacity: Capacity) -> tuple[tupl
         list(map(len, tokens)),
         budget_tokens=capacity.budget_tokens,
         num_ranks=capacity.num_shares,
-        prefixes=prefixes_of(tokens, [row.loss_mask for row in rows]),
+        prefixes=prefixes_of(
+            tokens, [row.loss_mask for row in rows], [row.experts and row.experts.ids for row in rows]
+        ),
         pair_cost=capacity.pair_cost,
         padded=capacity.padded,
     )
@@ -291,6 +293,7 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
                 turns=[(turn.start, turn.end) for turn in group.turns[planned.trajectory]],
                 turn_advantages=planned.turn_advantages,
                 teacher=group.teacher.rows[planned.trajectory] if group.teacher is not None else None,
+                experts=trajectory.experts.ids if trajectory.experts is not None else None,
             )
         )
     return rows

@@ -60,6 +60,7 @@ class Optimisation:
     offload: Literal["none", "optimizer", "parameters"] = "none"  # to host memory
     gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums over micro-batches and ranks
     keep_whole_below: int = KEEP_WHOLE_BELOW
+    router_replay: bool = False  # compute tokens with the experts that the engine chose
     lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
     skip_above: float | None = None  # steps whose gradient norm is above this multiple of recent ones are left out
     skip_after: int = 1  # the first steps, of which none is left out

@@ -93,7 +93,11 @@ def _adapters(shape: ModelShape, method: Method) -> int:
 
 def _largest_tensor(shape: ModelShape, method: Method) -> int:
     if not method.lora_rank:
-        return max(shape.table, *(inputs * outputs for inputs, outputs in shape.linears.values()))
+        mixture = shape.mixture
+        of_experts = (
+            mixture.experts * 2 * mixture.intermediate * shape.hidden if mixture else 0
+        )  # gate and up, one tensor
+        return max(shape.table, of_experts, *(inputs * outputs for inputs, outputs in shape.linears.values()))
     return method.lora_rank * max(max(sizes) for sizes in shape.adapted(method.lora_targets))
 
 
@@ -101,9 +105,24 @@ def _activations(shape: ModelShape, method: Method, tokens: int) -> tuple[int, i
     """Return what the forward pass keeps of all layers, and what the backward pass of one layer adds."""
     kept, h, m = tokens * _kept_of_token(shape, method), shape.hidden, shape.intermediate
     temporary = tokens * method.width * max(3 * m, 2 * shape.query + 2 * h)
+    more = num = 0
+    if (mixture := shape.mixture) is not None:
+        num = mixture.layers
+        more = tokens * _kept_of_experts(shape, method) - tokens * 4 * m * method.width  # in the place of the MLP's
+        temporary = max(temporary, tokens * method.width * mixture.top_k * (3 * mixture.intermediate + 2 * h))
     if method.checkpointing:
-        return shape.layers * tokens * h * method.width, kept + temporary
-    return shape.layers * kept, temporary
+        return shape.layers * tokens * h * method.width, kept + max(0, more) + temporary
+    return shape.layers * kept + num * more, temporary
+
+
+def _kept_of_experts(shape: ModelShape, method: Method) -> int:
+    """Return what the experts of one layer keep of one token: as a dense MLP, for each of its experts, and the router's part."""
+    mixture = shape.mixture
+    assert mixture is not None
+    of_expert = (
+        shape.hidden * 3 + mixture.intermediate * 4
+    )  # input, output and its product with the gate; as of a dense MLP
+    return mixture.top_k * of_expert * method.width + 3 * mixture.experts * FLOAT32
 
 
 def _kept_of_token(shape: ModelShape, method: Method) -> int:

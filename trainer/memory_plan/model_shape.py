@@ -8,15 +8,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.routers import routers_of
 from penstock.trainer.errors import NotEstimated
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # model_type in config.json; measured, see benchmarks/trainer_memory.md
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)  # model_type in config.json; measured, see benchmarks/trainer_memory.md
 _MAX_BYTES = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The layers that have experts instead of a gated MLP."""
+
+    layers: int
+    experts: int  # of a layer
+    top_k: int  # that compute one token
+    intermediate: int  # of one expert
+
+    def weights(self, hidden: int, experts: int) -> int:
+        """Return the weights of a layer's router, and of so many of its experts."""
+        return self.experts * hidden + experts * 3 * hidden * self.intermediate
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with grouped-query attention and a gated MLP, as the families of `FAMILIES` are built."""
+    """A decoder with grouped-query attention and a gated MLP or experts, as the families of `FAMILIES` are built."""
 
     family: str
     layers: int
@@ -27,6 +47,7 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool  # embedding and output head are one tensor
+    mixture: ExpertShape | None = None  # None: every layer has a gated MLP
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -51,7 +72,7 @@ class ModelShape:
     @property
     def has_head_norms(self) -> bool:
         """True if queries and keys are normalised by head."""
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
 
     @property
     def table(self) -> int:
@@ -60,7 +81,7 @@ class ModelShape:
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of one block, by name."""
+        """Inputs and outputs of the linear layers of a block without experts, by name."""
         return {
             "q_proj": (self.hidden, self.query),
             "k_proj": (self.hidden, self.key_value),
@@ -73,7 +94,7 @@ class ModelShape:
 
     @property
     def block(self) -> int:
-        """Parameters of one block."""
+        """Parameters of a block without experts."""
         weights = sum(inputs * outputs for inputs, outputs in self.linears.values())
         biases = self.query + 2 * self.key_value if self.family == "qwen2" else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.has_head_norms else 0)
@@ -82,7 +103,19 @@ class ModelShape:
     @property
     def body(self) -> int:
         """Parameters without embedding and output head."""
-        return self.layers * self.block + self.hidden
+        return self.layers * self.block + self._beside_blocks(self.mixture.experts if self.mixture else 0)
+
+    @property
+    def active_body(self) -> int:
+        """Those that one token is computed with: of a layer's experts, ``top_k``."""
+        return self.layers * self.block + self._beside_blocks(self.mixture.top_k if self.mixture else 0)
+
+    def _beside_blocks(self, experts: int) -> int:
+        """Return the last norm, and what so many experts have more than the MLP in whose place they are."""
+        if self.mixture is None:
+            return self.hidden
+        more = self.mixture.weights(self.hidden, experts) - 3 * self.hidden * self.intermediate
+        return self.hidden + self.mixture.layers * more
 
     @property
     def parameters(self) -> int:
@@ -99,6 +132,8 @@ class ModelShape:
     def adapted(self, targets: Collection[str]) -> Collection[tuple[int, int]]:
         """Return the sizes of the linear layers of a block that get adapters; ``targets`` are endings of names, none: all."""
         ends = {target.rpartition(".")[2] for target in targets}
+        if self.mixture is not None and not ends:
+            ends = {"q_proj", "k_proj", "v_proj", "o_proj"}
         return [sizes for name, sizes in self.linears.items() if not ends or name in ends]
 
     def adapter(self, rank: int, targets: Collection[str]) -> int:
@@ -145,7 +180,19 @@ def shape_of(config: Mapping[str, Any], where: str) -> ModelShape:
         intermediate=_count(config, "intermediate_size", where),
         vocabulary=_count(config, "vocab_size", where),
         tied=bool(config.get("tie_word_embeddings", False)),
+        mixture=_mixture(config, where) if family == "qwen3_moe" else None,
     )
+
+
+def _mixture(config: Mapping[str, Any], where: str) -> ExpertShape | None:
+    try:
+        routers = routers_of(config)
+    except ValueError as err:
+        raise NotEstimated(f"{where}: {err}; restore the file of the model") from None
+    if routers is None:
+        return None
+    intermediate = _count(config, "moe_intermediate_size", where)
+    return ExpertShape(len(routers.layers), routers.num_experts, routers.top_k, intermediate)
 
 
 def _count(config: Mapping[str, Any], key: str, where: str) -> int:

@@ -78,7 +78,7 @@ class PlanInputs:
     def operations(self) -> float:
         """Floating-point operations of an optimizer step on the rank that has the most, without the critic's.
 
-        For each parameter of a block and token 2 in the forward pass, 4 in the backward pass (2 where it is frozen) and 2 where
+        For each parameter of a block that computes a token (of experts, those of the token) 2 in the forward pass, 4 in the backward pass (2 where it is frozen) and 2 where
         layers are recomputed; for each pair of a query and a key 4 · width in the forward pass and twice that in the backward.
         """
         method, shape = self.method, self.rank_shape
@@ -90,7 +90,7 @@ class PlanInputs:
             tokens, predictors = sum(one for one, _ in bins), sum(sampled for _, sampled in bins)
             pairs = tokens * self.row_tokens / 2
             found.append(
-                passes * shape.body * tokens
+                passes * shape.active_body * tokens
                 + of_head * predictors
                 + pair_passes * 4 * shape.layers * shape.query * pairs
             )
@@ -155,4 +155,4 @@ def plan_inputs(
 
 def _pair_cost(shape: ModelShape) -> float:
     """Return the cost of a token attending to one, relative to a token's other computation, as `attention/models.py` does."""
-    return 2 * shape.layers * shape.query / shape.body
+    return 2 * shape.layers * shape.query / shape.active_body

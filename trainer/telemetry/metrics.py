@@ -41,6 +41,7 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `reward_kl`                | nats     | KL(sampler ‖ reference) per token, subtracted from the reward      |
 | `kl_coefficient`           |          | used by the step, in loss or reward, adaptive or fixed             |
 | `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
+| `rerouted_fraction`        | share    | (token, layer) pairs whose router chooses other experts than the engine did |
 | `value_loss`               |          | the critic's, on the batch before its update; ppo only             |
 | `explained_variance`       | share    | of the returns, by the critic; 1 perfect, 0 no better than the mean|
 | `value_mean`, `return_mean`|          | the critic's values per token, and its targets                     |
@@ -200,4 +201,6 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
         found["rejected_by"] = by_rule
     if sums.get("ess_weight_squared"):
         found["ess_lr"] = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+    if sums.get("routed"):
+        found["rerouted_fraction"] = sums["rerouted"] / sums["routed"]
     return found

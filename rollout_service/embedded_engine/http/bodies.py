@@ -78,7 +78,8 @@ class GenerateBody(Body):
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # of the prompt's positions
     token_ids_logprob: None = None
     return_hidden_states: Literal[False] = False
-    return_routed_experts: Literal[False] = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: Literal[0] = 0
     return_sampling_mask: Literal[False] | None = None
     lora_path: str | list[str | None] | None = None  # name of a loaded adapter, or one for each prompt
     session_params: None = None

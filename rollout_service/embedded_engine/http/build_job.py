@@ -28,6 +28,8 @@ class ServedModel:
     end_token_ids: tuple[int, ...]
     text: Text
     adapters: Mapping[str, Adapter]  # by name; a live view
+    expert_layers: tuple[int, ...] = ()  # numbers of the layers that have experts
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class RequestedJob:
     is_list: bool  # the reply is a list: a batch was sent, or n > 1
     return_logprob: bool
     return_prompt_token_ids: bool
+    expert_layers: tuple[int, ...] = ()  # of the model, where the reply names the experts of each token
+    num_layers: int = 0
 
 
 def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
@@ -48,6 +52,8 @@ def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
         RequestRefused: names the value that cannot be served and the possible ones.
     """
     prompts, is_batch = _prompts(body, model.text)
+    if body.return_routed_experts and not model.expert_layers:
+        raise RequestRefused("return_routed_experts=true, but the model has no experts")
     params = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
     num_samples = params[0].n
     if any(item.n != num_samples for item in params):
@@ -70,6 +76,7 @@ def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
                     adapter=adapter,
                     input_logprobs_from=start,
                     num_top_logprobs=_num_top_logprobs(body, start, sampling, model),
+                    wants_experts=body.return_routed_experts,
                 )
             )
             their_params.append(requested)
@@ -79,6 +86,8 @@ def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
         is_list=is_batch or num_samples > 1,
         return_logprob=bool(body.return_logprob),
         return_prompt_token_ids=body.return_prompt_token_ids,
+        expert_layers=model.expert_layers,
+        num_layers=model.num_layers,
     )
 
 

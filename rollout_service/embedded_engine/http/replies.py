@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Any
+
+import numpy as np
 
 from penstock.rollout_service.embedded_engine.http.bodies import SamplingParams
 from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob
@@ -82,6 +85,8 @@ def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency
     }
     if requested.return_logprob:
         meta |= _output_logprobs(sequence.output_ids, sequence.output_logprobs)
+    if sequence.experts is not None:
+        meta["routed_experts"] = _routed_experts(sequence, requested)
     if sequence.input_logprobs_from is not None and sequence.input_logprobs is not None:
         tokens = sequence.prompt[sequence.input_logprobs_from :]
         meta["input_token_logprobs"] = _triples((None, *sequence.input_logprobs), tokens)
@@ -92,6 +97,15 @@ def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency
     if requested.return_prompt_token_ids:
         reply["prompt_token_ids"] = sequence.prompt
     return reply
+
+
+def _routed_experts(sequence: Sequence, requested: RequestedJob) -> str:
+    """Return SGLang's ``routed_experts``: base64 of int32 [tokens - 1, layers, k], zero in layers without experts."""
+    assert sequence.experts is not None
+    chosen = sequence.experts[: sequence.num_tokens - 1]
+    table = np.zeros((len(chosen), requested.num_layers, chosen.shape[2]), dtype="<i4")
+    table[:, list(requested.expert_layers)] = chosen
+    return base64.b64encode(table.tobytes()).decode("ascii")
 
 
 def _output_logprobs(tokens: list[int], logprobs: list[float]) -> dict[str, Any]:

@@ -32,6 +32,10 @@ def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str
         tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         pairs = pair_tensors(config, shapes, expected_shapes(model))
+        if of_experts := [layer for layer in pairs if ".mlp.experts." in layer or layer.endswith(".mlp.gate")]:
+            raise AdapterUnfit(
+                f"it adapts {of_experts[0]}: adapters of experts and routers are not computed by this engine"
+            )
     except (OSError, ValueError, AdapterUnfit) as error:
         raise CheckpointRefused(f"{folder}: {error}") from error
     for name, tensor in tensors.items():

@@ -1,5 +1,7 @@
 """Keys and values in one rectangular tensor: a row per running sequence, as long as the longest of them.
 
+The experts that computed each token, in a model that has some, stand beside them.
+
 The running sequences always occupy rows 0..n-1, so attention reads views and never gathers. The tensor grows on
 demand and never exceeds ``max_tokens`` rows x columns, which the scheduler guarantees by what it admits.
 """
@@ -21,6 +23,7 @@ class KVCache:
         self._config = config
         self._max_tokens = max_tokens
         self.data = self._zeros(0, 0, device, dtype)
+        self.experts = self._no_experts(0, 0, device)  # [row, column, layer with experts, k] int16
 
     @property
     def num_rows(self) -> int:
@@ -46,10 +49,13 @@ class KVCache:
         self.data = self._zeros(rows, columns, old.device, old.dtype)
         kept_rows, kept_columns = min(rows, old.shape[1]), min(columns, old.shape[4])
         self.data[:, :kept_rows, :, :, :kept_columns] = old[:, :kept_rows, :, :, :kept_columns]
+        old_experts, self.experts = self.experts, self._no_experts(rows, columns, old.device)
+        self.experts[:kept_rows, :kept_columns] = old_experts[:kept_rows, :kept_columns]
 
     def move_rows(self, sources: list[int], targets: list[int], num_columns: int) -> None:
         """Copy the first ``num_columns`` tokens of each source row over its target row."""
         self.data[:, targets, :, :, :num_columns] = self.data[:, sources, :, :, :num_columns]
+        self.experts[targets, :num_columns] = self.experts[sources, :num_columns]
 
     def clear_rows(self, rows: list[int]) -> None:
         """Set rows to zero that are not finite: 0 x NaN would be NaN in the next sequence of that row."""
@@ -60,3 +66,8 @@ class KVCache:
         config = self._config
         shape = (config.num_layers, rows, config.num_kv_heads, 2, columns, config.head_dim)
         return torch.zeros(shape, device=device, dtype=dtype)
+
+    def _no_experts(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+        mixture = self._config.mixture
+        sizes = (len(mixture.layers), mixture.top_k) if mixture is not None else (0, 0)
+        return torch.zeros(rows, columns, *sizes, device=device, dtype=torch.int16)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.routers import routers_of
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_MIXTURE = "Qwen3MoeForCausalLM"
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -31,8 +33,19 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """Which layers have experts, and how many."""
+
+    layers: tuple[int, ...]  # in rising order; all others have a dense MLP
+    num_experts: int
+    top_k: int  # experts that compute one token
+    intermediate_size: int  # of one expert
+    normalised: bool  # the gates of a token add up to 1
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a dense decoder; two checkpoints are interchangeable if and only if these are equal."""
+    """Shape of a decoder; two checkpoints are interchangeable if and only if these are equal."""
 
     architecture: str
     vocab_size: int
@@ -50,6 +63,12 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     rope: Rope
+    mixture: Mixture | None = None  # None: every layer has a dense MLP
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        return self.mixture.layers if self.mixture is not None else ()
 
     @property
     def kv_floats_per_token(self) -> int:
@@ -94,8 +113,28 @@ def read_model_config(folder: Path) -> ModelConfig:
         qkv_bias=architecture == "Qwen2ForCausalLM" or llama_bias,
         output_bias=architecture != "Qwen2ForCausalLM" and llama_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", _MIXTURE),
         rope=rope,
+        mixture=_read_mixture(folder, raw) if architecture == _MIXTURE else None,
+    )
+
+
+def _read_mixture(folder: Path, raw: dict[str, Any]) -> Mixture | None:
+    try:
+        routers = routers_of(raw)
+    except ValueError as error:
+        raise UnsupportedModel(f"{folder}/config.json: {error}") from None
+    if routers is None:
+        return None
+    size = raw.get("moe_intermediate_size")
+    if not isinstance(size, int) or size < 1:
+        raise UnsupportedModel(f"{folder}/config.json: moe_intermediate_size = {size!r}, expected a positive number")
+    return Mixture(
+        layers=routers.layers,
+        num_experts=routers.num_experts,
+        top_k=routers.top_k,
+        intermediate_size=size,
+        normalised=bool(raw.get("norm_topk_prob", False)),
     )
 
 

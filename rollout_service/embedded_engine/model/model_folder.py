@@ -31,9 +31,6 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, query),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
     }
     if config.qkv_bias:
         layer |= {"self_attn.q_proj.bias": (query,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
@@ -49,8 +46,28 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tied_head:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    dense = _mlp(hidden, inner)
     for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        mlp = _experts(config) if index in config.expert_layers else dense
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in (layer | mlp).items()}
+    return shapes
+
+
+def _mlp(hidden: int, inner: int, prefix: str = "mlp") -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }
+
+
+def _experts(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer with experts, as transformers and the model hub store them: each expert's apart."""
+    mixture = config.mixture
+    assert mixture is not None
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (mixture.num_experts, config.hidden_size)}
+    for expert in range(mixture.num_experts):
+        shapes |= _mlp(config.hidden_size, mixture.intermediate_size, f"mlp.experts.{expert}")
     return shapes
 
 

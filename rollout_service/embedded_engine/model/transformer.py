@@ -1,4 +1,4 @@
-"""The forward pass of dense Llama, Qwen2 and Qwen3 decoders in plain torch, for prompts and for one step.
+"""The forward pass of Llama, Qwen2, Qwen3 and Qwen3-MoE decoders in plain torch, for prompts and for one step.
 
 Differs from transformers in layout only:
 
@@ -19,12 +19,20 @@ import torch
 from torch.nn import functional
 
 from penstock.protocol.weights.digest import tensor_digest, weights_digest
+from penstock.rollout_service.embedded_engine.model.experts import Experts, Linear
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import RowAdapters, Site, interleaved_halves
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, Rope
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
 Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's update to a product, in place
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """The dense MLP of a layer."""
+
+    gate_up: Linear  # [*, hidden] -> [*, 2 * intermediate]: all gate, then all up
+    down: Linear  # [*, intermediate] -> [*, hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +44,7 @@ class Layer:
     qk_norm: torch.Tensor | None  # [heads + kv heads, head_dim], reordered like q and k
     output: Linear  # [*, heads * head_dim] -> [*, hidden]
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: Linear  # [*, hidden] -> [*, 2 * intermediate]: all gate, then all up
-    down: Linear  # [*, intermediate] -> [*, hidden]
+    mlp: Mlp | Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def prepare_weights(
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        attention = f"{prefix}self_attn."
         qkv = torch.cat(
             [
                 by_head(f"{attention}q_proj.weight"),
@@ -98,11 +105,6 @@ def prepare_weights(
         if config.qk_norm:
             query, key = get(f"{attention}q_norm.weight")[order], get(f"{attention}k_norm.weight")[order]
             qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
-        gate_up = torch.cat([get(f"{mlp}gate_proj.weight"), get(f"{mlp}up_proj.weight")])
-        mlp_biases = (None, None)
-        if config.mlp_bias:
-            joined = torch.cat([get(f"{mlp}gate_proj.bias"), get(f"{mlp}up_proj.bias")])
-            mlp_biases = (joined, get(f"{mlp}down_proj.bias"))
         return Layer(
             attention_norm=get(f"{prefix}input_layernorm.weight"),
             qkv=_linear(qkv, qkv_bias),
@@ -111,8 +113,26 @@ def prepare_weights(
                 get(f"{attention}o_proj.weight"), get(f"{attention}o_proj.bias") if config.output_bias else None
             ),
             mlp_norm=get(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=_linear(gate_up, mlp_biases[0]),
-            down=_linear(get(f"{mlp}down_proj.weight"), mlp_biases[1]),
+            mlp=experts(f"{prefix}mlp.") if index in config.expert_layers else mlp(f"{prefix}mlp."),
+        )
+
+    def mlp(prefix: str) -> Mlp:
+        gate_up = torch.cat([get(f"{prefix}gate_proj.weight"), get(f"{prefix}up_proj.weight")])
+        biases = (None, None)
+        if config.mlp_bias:
+            joined = torch.cat([get(f"{prefix}gate_proj.bias"), get(f"{prefix}up_proj.bias")])
+            biases = (joined, get(f"{prefix}down_proj.bias"))
+        return Mlp(_linear(gate_up, biases[0]), _linear(get(f"{prefix}down_proj.weight"), biases[1]))
+
+    def experts(prefix: str) -> Experts:
+        assert config.mixture is not None
+        each = [mlp(f"{prefix}experts.{number}.") for number in range(config.mixture.num_experts)]
+        return Experts(
+            router=get(f"{prefix}gate.weight"),
+            gate_up=tuple(one.gate_up for one in each),
+            down=tuple(one.down for one in each),
+            top_k=config.mixture.top_k,
+            normalised=config.mixture.normalised,
         )
 
     embedding = get("model.embed_tokens.weight")
@@ -161,11 +181,14 @@ class Transformer:
         """
         rotations = self._rotations[batch.positions].unsqueeze(1)
         hidden = functional.embedding(batch.token_ids, weights.embedding)
+        chosen: list[torch.Tensor] = []
         for index, layer in enumerate(weights.layers):
             change = None if adapters is None else functools.partial(adapters.add, index)
             qkv = self._project(layer, change, hidden, rotations)
             attended = self._attend_prompts(qkv, batch, cache.data[index])
-            hidden = self._finish_layer(layer, change, hidden, attended)
+            hidden = self._finish_layer(layer, change, hidden, attended, chosen)
+        if chosen:
+            _store_prompts(torch.stack(chosen, dim=1), batch, cache.experts)
         return self._norm(hidden, weights.final_norm)
 
     def decode(
@@ -199,6 +222,7 @@ class Transformer:
         hidden = functional.embedding(token_ids, weights.embedding)
         bias = None if mask is None else self._mask_bias(mask)
         kv_start = config.num_heads * config.head_dim
+        chosen: list[torch.Tensor] = []
         for index, layer in enumerate(weights.layers):
             change = None if adapters is None else functools.partial(adapters.add, index)
             qkv = self._project(layer, change, hidden, rotations)
@@ -206,7 +230,9 @@ class Transformer:
             new = qkv[:, kv_start:].view(num, 2, config.num_kv_heads, config.head_dim).transpose(1, 2)
             stored[rows, :, :, positions] = new
             attended = self._attend_step(qkv[:, :kv_start], stored[:num, :, :, :num_columns], bias)
-            hidden = self._finish_layer(layer, change, hidden, attended)
+            hidden = self._finish_layer(layer, change, hidden, attended, chosen)
+        if chosen:
+            cache.experts[rows, positions] = torch.stack(chosen, dim=1).to(cache.experts.dtype)
         return self.logits(weights, self._norm(hidden, weights.final_norm))
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
@@ -274,12 +300,22 @@ class Transformer:
         return mask[:, None, :].repeat_interleave(self.config.num_kv_heads, dim=0)
 
     def _finish_layer(
-        self, layer: Layer, change: Change | None, hidden: torch.Tensor, attended: torch.Tensor
+        self,
+        layer: Layer,
+        change: Change | None,
+        hidden: torch.Tensor,
+        attended: torch.Tensor,
+        chosen: list[torch.Tensor],
     ) -> torch.Tensor:
+        """Return the layer's output; the experts [N, k] of one that has some are added to ``chosen``."""
         hidden = _product(layer.output, attended, "output", change).add_(hidden)
         normed = self._norm(hidden, layer.mlp_norm)
-        gate, up = _product(layer.gate_up, normed, "gate_up", change).chunk(2, dim=-1)
-        return _product(layer.down, functional.silu(gate).mul_(up), "down", change).add_(hidden)
+        if isinstance(layer.mlp, Experts):  # adapters have no factors for them
+            gates, experts = layer.mlp.choose(normed)
+            chosen.append(experts)
+            return layer.mlp.compute(normed, gates, experts).add_(hidden)
+        gate, up = _product(layer.mlp.gate_up, normed, "gate_up", change).chunk(2, dim=-1)
+        return _product(layer.mlp.down, functional.silu(gate).mul_(up), "down", change).add_(hidden)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.norm_eps)
@@ -301,6 +337,15 @@ def _llama3_frequencies(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1.0 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _store_prompts(chosen: torch.Tensor, batch: PromptBatch, stored: torch.Tensor) -> None:
+    """Store the experts of packed prompts, [N, layers, k], in the cache rows of each prompt's copies."""
+    token, prompt, row = 0, 0, batch.first_row
+    for num, length in batch.spans:
+        for _ in range(num):
+            stored[row : row + batch.copies[prompt], :length] = chosen[token : token + length].to(stored.dtype)
+            token, row, prompt = token + length, row + batch.copies[prompt], prompt + 1
 
 
 def _product(linear: Linear, rows: torch.Tensor, site: Site, change: Change | None) -> torch.Tensor:

@@ -13,4 +13,4 @@ def _launches(options: EmbeddedOptions, environ: Mapping[str, str]) -> list[Serv
     return [ServerLaunch(embedded_command(options), "engine.log", prepare=PREPARE)]
 
 
-EMBEDDED = EngineKind("embedded", SglangClient, _launches, section="worker")
+EMBEDDED = EngineKind("embedded", SglangClient, _launches, section="worker", returns_experts=True)

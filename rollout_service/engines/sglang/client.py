@@ -109,6 +109,9 @@ class SglangClient:
             "sampling_params": params[0] if all(one == params[0] for one in params) else params,
             "return_logprob": True,
         }
+        routers = self.limits.routers if request.sampling.routers is not None else None
+        if routers is not None:
+            body["return_routed_experts"] = True
         if self._cache_key is not None:
             body["extra_key"] = self._cache_key
         if request.adapter is not None:
@@ -127,6 +130,8 @@ class SglangClient:
                 num_prompt_tokens=len(prompts[index // n]),
                 max_new_tokens=sequence.num_left,
                 interrupted=interrupted,
+                routers=routers,
+                num_layers=self.limits.num_layers,
             )
             for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
         ]

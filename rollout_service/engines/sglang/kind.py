@@ -23,5 +23,5 @@ def _launches(settings: SglangSettings, environ: Mapping[str, str]) -> list[Serv
     ]
 
 
-SGLANG_URL = EngineKind("sglang-url", SglangClient)
-SGLANG = EngineKind("sglang", SglangClient, _launches, options=SglangSettings, section="sglang")
+SGLANG_URL = EngineKind("sglang-url", SglangClient, returns_experts=True)
+SGLANG = EngineKind("sglang", SglangClient, _launches, options=SglangSettings, section="sglang", returns_experts=True)

@@ -5,10 +5,17 @@ The requests are in `client.py`.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import json
 from typing import Any
 
+import numpy as np
+
+from penstock.protocol.errors import PackError
+from penstock.protocol.expert_choices import ExpertChoices, dtype_of
+from penstock.protocol.routers import Routers
 from penstock.rollout_service.engines.completion import (
     Completion,
     EngineChecksum,
@@ -33,8 +40,18 @@ def read_checksum(answer: Any) -> EngineChecksum | None:
     return EngineChecksum(value, f"{len(ranks)}-{digest[:12]}", is_of_files=sharding == _EMBEDDED)
 
 
-def read_completion(row: Any, *, num_prompt_tokens: int, max_new_tokens: int, interrupted: bool = False) -> Completion:
+def read_completion(
+    row: Any,
+    *,
+    num_prompt_tokens: int,
+    max_new_tokens: int,
+    interrupted: bool = False,
+    routers: Routers | None = None,
+    num_layers: int = 0,
+) -> Completion:
     """Read one row of a reply; raises ReplyRefused or EngineAborted, naming what does not fit.
+
+    ``routers`` are those whose choices were asked for, in a model of ``num_layers``.
 
     The engine may have aborted a row of an ``interrupted`` request, even before its first token: its tokens so far are
     returned with the finish reason ``"abort"``.
@@ -63,4 +80,37 @@ def read_completion(row: Any, *, num_prompt_tokens: int, max_new_tokens: int, in
     if not isinstance(text, str):
         raise ReplyRefused("a completion has no text; start the server without --skip-tokenizer-init")
     runs = read_version_runs(meta.get("weight_versions"), len(token_ids), engine="SGLang")
-    return Completion(token_ids, logprobs, runs, finish, text)
+    experts = None
+    if routers is not None and (not is_part or "routed_experts" in meta):
+        experts = read_experts(meta, routers, num_layers, num_tokens=num_prompt_tokens + len(token_ids))
+    return Completion(token_ids, logprobs, runs, finish, text, experts)
+
+
+def read_experts(meta: dict[str, Any], routers: Routers, num_layers: int, *, num_tokens: int) -> ExpertChoices:
+    """Read ``routed_experts``: base64 of int32 [num_tokens - 1, num_layers, k], where layers without experts are zero.
+
+    The last token of a sequence is sampled and not computed. Raises ReplyRefused for what is not of this form.
+    """
+    text = meta.get("routed_experts")
+    if not isinstance(text, str):
+        raise ReplyRefused(
+            "a completion does not say which experts computed its tokens (trainer.router_replay); start SGLang with "
+            "--enable-return-routed-experts (sglang.extra_args)"
+        )
+    shape = (num_tokens - 1, num_layers, routers.top_k)
+    try:
+        ids = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+    except (binascii.Error, ValueError) as err:
+        raise ReplyRefused(f"routed_experts is not base64 of int32 ({err}): {shorten(text)}") from None
+    if ids.size != shape[0] * shape[1] * shape[2]:
+        raise ReplyRefused(
+            f"routed_experts has {ids.size} numbers, expected {list(shape)}: tokens - 1, layers, experts of a token"
+        )
+    chosen = np.sort(ids.reshape(shape)[:, list(routers.layers)], axis=-1)
+    if chosen.size and (int(chosen.min()) < 0 or int(chosen.max()) >= routers.num_experts):
+        wrong = int(chosen.min()) if int(chosen.min()) < 0 else int(chosen.max())
+        raise ReplyRefused(f"routed_experts names expert {wrong}, expected 0 to {routers.num_experts - 1}")
+    try:
+        return ExpertChoices(routers.shape, chosen.astype(dtype_of(routers.shape)))
+    except PackError as err:
+        raise ReplyRefused(f"routed_experts: {err}") from None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.captured_state import CapturedPart
 from penstock.trainer.learner.health.layer_groups import layer_groups
@@ -61,6 +62,14 @@ TENSOR: dict[str, dict[str, Any]] = {  # both ranks have a part of the weights
     "tensor-2": {"zero_stage": 2, "gradient_checkpointing": True},
     "tensor-3": {"zero_stage": 3},
 }
+EXPERTS = "experts"  # a mixture of experts, with given ones for every token
+WITHOUT_EXPERTS = "without experts"
+EXPERTS_OF_TWO: dict[str, dict[str, Any]] = {
+    "experts-1": {},
+    "experts-3": {"zero_stage": 3, "gradient_checkpointing": True},
+    "experts-sequence-1": {},
+    "experts-sequence-3": {"zero_stage": 3},
+}
 FROM_DIVIDED, DIVIDED_SAVED = "from-tensor-1", "divided.saved"
 ONE_KEY_HEAD = "one key head"  # fewer than ranks
 MEASURED: dict[str, dict[str, Any]] = {
@@ -85,13 +94,41 @@ def rows() -> list[Row]:
     return found
 
 
-def micro_batches(dims: ParallelDims) -> list[MicroBatch]:
+def with_experts(some: Sequence[Row]) -> list[Row]:
+    """Return rows with random experts: 2 of 4 in both layers, the same for the same tokens of a prompt."""
+    found = []
+    for row in some:
+        num_prompt = int(np.flatnonzero(row.loss_mask)[0])
+        order = [
+            np.random.default_rng(row.token_ids[: at + 1] if at < num_prompt else row.token_ids).random((at + 1, 2, 4))[
+                -1
+            ]
+            for at in range(len(row.token_ids) - 1)
+        ]
+        experts = np.sort(np.stack(order).argsort(-1)[..., :2], axis=-1)
+        found.append(replace(row, experts=experts.astype(np.uint8)))
+    return found
+
+
+def mixture(folder: Path) -> Path:
+    """Write a tiny Qwen3-MoE."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=55, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, initializer_range=0.1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def micro_batches(dims: ParallelDims, *, replays: bool = False) -> list[MicroBatch]:
     """Return this rank's micro-batches."""
-    chosen = rows()
+    chosen = with_experts(rows()) if replays else rows()
     tokens, masks = [row.token_ids for row in chosen], [row.loss_mask for row in chosen]
-    plan = plan_micro_batches(
-        list(map(len, tokens)), budget_tokens=40, num_ranks=dims.rows.count, prefixes=prefixes_of(tokens, masks)
-    )
+    prefixes = prefixes_of(tokens, masks, [row.experts for row in chosen])
+    plan = plan_micro_batches(list(map(len, tokens)), budget_tokens=40, num_ranks=dims.rows.count, prefixes=prefixes)
     found = [build([chosen[number] for number in piece]) for piece in plan[dims.rows.index]]
     assert len(found) > 1 or dims.rows.count > 2, "a rank adds up the gradients of several micro-batches"
     return found
@@ -115,15 +152,16 @@ def trained(model: Path, folder: Path, plain: Path, how: Optimisation, dims: Par
     policy = load_policy(model, how, dims, temperature=1.0)
     policy._scorer._chunk_tokens = 7
     objective = build_objective(AlgorithmSettings(entropy_coefficient=0.01))
-    steps = [policy.train_step(micro_batches(dims), objective) for _ in range(NUM_STEPS - 1)]
+    batches = micro_batches(dims, replays=how.router_replay)
+    steps = [policy.train_step(batches, objective) for _ in range(NUM_STEPS - 1)]
     policy.save(folder)
-    steps.append(policy.train_step(micro_batches(dims), objective))
+    steps.append(policy.train_step(batches, objective))
     tensors = policy.snapshot()
     policy.load(folder)
-    policy.train_step(micro_batches(dims), objective)
+    policy.train_step(batches, objective)
     again = policy.snapshot()
     policy.load(plain)
-    policy.train_step(micro_batches(dims), objective)
+    policy.train_step(batches, objective)
     from_plain = policy.snapshot()
     return {
         "resumed_equal": all(torch.equal(tensor, again[name]) for name, tensor in tensors.items()),
@@ -263,6 +301,13 @@ class Cases:
         own.mkdir(exist_ok=True)
         self.results[name] = measured(self.model, own, replace(HOW, **changes), dims)
 
+    def add_experts(self, together: ParallelDims) -> None:
+        """Add what two ranks do with given experts, of rows of their own or ``together``."""
+        model = mixture(self.folder / f"experts-of-2-{self.ranks.rank}")
+        for name, changes in EXPERTS_OF_TWO.items():
+            dims = together if "sequence" in name else self.dims
+            self.add(name, dims, {**changes, "router_replay": True}, model=model)
+
     def add_sums(self) -> None:
         """Add how far sums of bfloat16 gradients are from those in float32."""
         for stage in (1, 2, 3):
@@ -270,6 +315,17 @@ class Cases:
             self.results[f"sum-{stage}"] = error_of_sum(how, self.dims)
             self.results[f"offloaded-sum-{stage}"] = error_of_sum(replace(how, offload="optimizer"), self.dims)
             self.results[f"rounded-sum-{stage}"] = error_of_sum(replace(how, gradient_dtype="as-trained"), self.dims)
+
+
+def without_experts(model: Path, dims: ParallelDims) -> list[Any]:
+    """Return how a policy that replays routers refuses rows without experts, and its mean score of them without replay."""
+    policy = load_policy(model, replace(HOW, router_replay=True), dims, temperature=1.0)
+    batch = micro_batches(dims)[0]
+    try:
+        policy.logprobs(batch)
+    except UnsupportedModel as err:
+        return [str(err), float(policy.logprobs(batch, replays=False).mean())]
+    return ["", 0.0]
 
 
 def weights_after(model: Path, checkpoint: Path, dims: ParallelDims) -> dict[str, float]:
@@ -292,6 +348,9 @@ def main(arguments: Sequence[str]) -> int:
             cases.add(f"{stage}", dims, {"zero_stage": stage, "gradient_checkpointing": stage == 2})
     elif num == 1:
         cases.add(ONE_KEY_HEAD, cases.dims, {}, model=with_one_key_head(model, folder / "one-key-head"))
+        experts = mixture(folder / "experts-of-1")
+        cases.add(EXPERTS, cases.dims, {"router_replay": True}, model=experts)
+        cases.results[WITHOUT_EXPERTS] = without_experts(experts, cases.dims)
         for name, changes in MEASURED.items():
             cases.measure(name, cases.dims, changes)
         wait_for((folder / DIVIDED_SAVED).exists, "a checkpoint of ranks that share the weights", 700.0)
@@ -302,6 +361,7 @@ def main(arguments: Sequence[str]) -> int:
         together = ParallelDims(ranks, ParallelLayout(sequence_parallel=2))
         one_key_head = with_one_key_head(model, folder / f"one-key-head-of-{ranks.rank}")
         cases.add(ONE_KEY_HEAD, together, {}, model=one_key_head)
+        cases.add_experts(together)
         cases.measure(MEASURED_SEQUENCE, together, {})
         for name, changes in SEQUENCE.items():
             cases.add(name, together, changes)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from tests.trainer.learner.forks import Fork
 from tests.trainer.learner.layout_check import (
+    EXPERTS,
+    EXPERTS_OF_TWO,
     FROM_DIVIDED,
     MEASURED,
     MEASURED_DIVIDED,
@@ -17,6 +19,7 @@ from tests.trainer.learner.layout_check import (
     PLAIN,
     SEQUENCE,
     TENSOR,
+    WITHOUT_EXPERTS,
 )
 
 from penstock.deploy.quickstart_task import write_model
@@ -41,10 +44,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", [PLAIN, *OFFLOADS, *SEQUENCE, *TENSOR, ONE_KEY_HEAD])
+@pytest.mark.parametrize("case", [PLAIN, *OFFLOADS, *SEQUENCE, *TENSOR, ONE_KEY_HEAD, *EXPERTS_OF_TWO])
 def test_two_ranks_in_every_layout_train_what_one_process_trains(results: dict[int, dict[str, Any]], case: str) -> None:
     """The loss agrees to 2e-6, the norm to 5e-5, figures and published weights too, with entropy in the loss."""
-    alone, together = results[1][case if case == ONE_KEY_HEAD else PLAIN], results[2][case]
+    of_one = case if case == ONE_KEY_HEAD else EXPERTS if case in EXPERTS_OF_TWO else PLAIN
+    alone, together = results[1][of_one], results[2][case]
     assert together["loss"] == pytest.approx(alone["loss"], abs=LOSS)
     assert together["norm"] == pytest.approx(alone["norm"], rel=NORM)
     for own, expected in zip(together["sums"], alone["sums"], strict=True):
@@ -53,6 +57,13 @@ def test_two_ranks_in_every_layout_train_what_one_process_trains(results: dict[i
     assert alone["resumed_equal"]
     for weights in (together["weights"], together["weights_from_plain"]):
         assert weights == pytest.approx(alone["weights"], rel=1e-4, abs=1e-5)
+
+
+def test_rows_without_experts_are_refused_where_routers_are_replayed(results: dict[int, dict[str, Any]]) -> None:
+    """Only a pass that says so, as the comparison of an export, lets the routers choose."""
+    refusal, mean = results[1][WITHOUT_EXPERTS]
+    assert "rows of this batch do not say which experts computed their tokens" in refusal
+    assert -20.0 < mean < 0.0
 
 
 @pytest.mark.parametrize("case", MEASURED)

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner import router_replay
 from penstock.trainer.learner.attention import backends
+from penstock.trainer.learner.health.flops import share_of_experts
+from penstock.trainer.learner.router_replay import Routing
 from penstock.trainer.learner.sequence_parallel import TokenShares
 
 NAME = "penstock_packed"
@@ -78,7 +81,11 @@ def pair_cost(model: Any) -> float:
     config = model.config.get_text_config()
     tables = [held for held in (model.get_input_embeddings(), model.get_output_embeddings()) if held is not None]
     embedded = {id(held.weight) for held in tables}
-    sizes = [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if id(p) not in embedded]  # ZeRO-3 empties p
+    sizes = [
+        getattr(p, "ds_numel", p.numel()) * (share_of_experts(config) if ".experts." in name else 1.0)
+        for name, p in model.named_parameters()
+        if id(p) not in embedded
+    ]  # ZeRO-3 empties p
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_attention_heads * head / max(1, sum(sizes))
 
@@ -90,6 +97,7 @@ def read_rows(
     layout: Layout | None,
     packed: bool,
     shares: TokenShares = WHOLE,
+    routing: Routing | None = None,
 ) -> Tensor:
     """Return the last hidden states [T, hidden] of a stream of rows, or those [W, hidden] of the own tokens; then collective.
 
@@ -100,17 +108,19 @@ def read_rows(
         layout: Which token attends to which; None: one row.
         packed: True if `use_packed_rows` accepted the model; otherwise rows are padded.
         shares: Which tokens this rank computes. Several shares need packed rows with a layout.
+        routing: The experts of these tokens, in a model that `router_replay` prepared; None: those that its routers choose.
     """
     if shares.are_several:
         assert packed, "refused before the model was loaded"
         assert position_ids is not None, "a micro-batch has positions and a layout"
         input_ids, position_ids = shares.own(input_ids), shares.own(position_ids)
     if layout is None:
-        return body(input_ids=input_ids, use_cache=False).last_hidden_state[0]
+        return body(input_ids=input_ids, use_cache=False, **router_replay.given(routing)).last_hidden_state[0]
     if not packed:
+        assert routing is None, "refused when the model was loaded"
         return _read_padded(body, input_ids, layout)
     layout.num_calls = 0
-    given = {"layout": layout, "shares": shares}
+    given = {"layout": layout, "shares": shares, **router_replay.given(routing)}
     hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
     expected = body.config.get_text_config().num_hidden_layers
     if layout.num_calls != expected:

@@ -71,7 +71,7 @@ def pass_cost(model: Any) -> PassCost:
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the tensor
         if id(parameter) in tables or len(shape) < 2:
             continue
-        used = float(np.prod(shape)) * (_share_of_experts(config) if ".experts." in name else 1.0)
+        used = float(np.prod(shape)) * (share_of_experts(config) if ".experts." in name else 1.0)
         total += used
         learning += used if parameter.requires_grad else 0.0
     width = config.num_attention_heads * (
@@ -103,7 +103,7 @@ def _triangle(num: int) -> int:
     return num * (num + 1) // 2
 
 
-def _share_of_experts(config: Any) -> float:
+def share_of_experts(config: Any) -> float:
     """Return the share of a layer's experts that compute one token."""
     total = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     used = getattr(config, "num_experts_per_tok", None)

@@ -1,0 +1,207 @@
+"""The experts of each token in packs: they round-trip, the prompt's once, and what no router can choose is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.groups import make_group
+from tests.trainer.groups.stored_groups import taught
+
+from penstock.protocol.errors import PackError
+from penstock.protocol.expert_choices import ExpertChoices, dtype_of
+from penstock.protocol.facts import GeneratedGroup, RouterShape, Sampling, Task
+from penstock.protocol.packs import expert_columns, group_pack, pack_bounds
+from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.trajectory import Group
+
+SMALL = RouterShape(num_layers=3, num_experts=8, top_k=2)
+LARGE = RouterShape(num_layers=2, num_experts=300, top_k=4)
+PROMPT = (5, 6, 7, 8, 9, 10)
+
+
+def choices(shape: RouterShape, num_tokens: int, random: np.random.Generator) -> np.ndarray:
+    """Return random experts [num_tokens, layers, k], rising along k."""
+    order = random.random((num_tokens, shape.num_layers, shape.num_experts)).argsort(-1)[..., : shape.top_k]
+    return np.sort(order, axis=-1).astype(dtype_of(shape))
+
+
+def routed(group: Group, shape: RouterShape, *, seed: int = 0) -> Group:
+    """Return a group whose trajectories say which experts computed their tokens: the same for the prompt's."""
+    random = np.random.default_rng(seed)
+    prompt = choices(shape, group.num_prompt_tokens, random)
+    rows = []
+    for row in group.trajectories:
+        own = choices(shape, len(row.token_ids) - 1 - len(prompt), random)
+        rows.append(replace(row, experts=ExpertChoices(shape, np.concatenate([prompt, own]))))
+    return replace(group, trajectories=tuple(rows))
+
+
+def group(number: int = 0) -> Group:
+    return make_group(f"e0.p{number}.a0", size=3, prompt_ids=PROMPT, seed=number)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_a_pack_gives_back_which_experts_computed_each_token(shape: RouterShape) -> None:
+    """In 8 or 16 bits, with a teacher and without, beside a group that says nothing."""
+    groups = [routed(group(0), shape), group(1), taught(routed(group(2), shape), 2)]
+    for kept in (groups[:2], groups):
+        data = group_pack.encode(kept)
+        found = group_pack.decode(data, described=[one.summary(n) for n, one in enumerate(kept)])
+        assert [one.routers for one in found] == [shape, None, shape][: len(kept)]
+        for before, after in zip(kept, found, strict=True):
+            for one, other in zip(before.trajectories, after.trajectories, strict=True):
+                assert (one.experts is None) == (other.experts is None)
+                if one.experts is not None and other.experts is not None:
+                    assert one.experts.ids.dtype == other.experts.ids.dtype
+                    np.testing.assert_array_equal(one.experts.ids, other.experts.ids)
+        assert group_pack.decode_texts(data, [0])[0].group_id == "e0.p0.a0"
+        assert group_pack.decode(data, [1])[0].routers is None
+
+
+def test_the_choices_of_a_prompt_are_stored_once() -> None:
+    """Rows whose first tokens have the same experts as those of the first row refer to it; where they differ they do not."""
+    whole = routed(group(), SMALL)
+    layers, top_k, experts, shared, stored = (column.to_pylist() for column in expert_columns.columns([whole]))
+    assert (layers[0], top_k[0], experts[0]) == (3, 2, 8)
+    assert shared[0] == 0
+    assert all(count >= len(PROMPT) for count in shared[1:])
+    for row, count, one in zip(whole.trajectories, shared, stored, strict=True):
+        assert len(one) == (len(row.token_ids) - 1 - count) * SMALL.bytes_per_token
+    other = whole.trajectories[1].experts
+    assert other is not None
+    ids = other.ids.copy()
+    ids[2, 0] = [6, 7] if ids[2, 0].tolist() != [6, 7] else [0, 1]
+    rows = (whole.trajectories[0], replace(whole.trajectories[1], experts=ExpertChoices(SMALL, ids)))
+    changed = replace(whole, trajectories=rows)
+    assert expert_columns.columns([changed])[3].to_pylist() == [0, 2]
+    (found,) = group_pack.decode(group_pack.encode([changed]))
+    assert found.trajectories[1].experts is not None
+    np.testing.assert_array_equal(found.trajectories[1].experts.ids, ids)
+
+
+def test_messages_without_experts_are_what_they_were() -> None:
+    """Services of an earlier release read them: they have no field that these do not know."""
+    plain = group().summary(0)
+    assert "routers" not in plain.model_dump()
+    assert "routers" not in plain.model_dump(exclude_defaults=True)  # as a step's digest does it
+    assert "routers" not in Sampling(max_new_tokens=3).model_dump()
+    known = GeneratedGroup.model_validate(routed(group(), SMALL).summary(0).model_dump(), strict=True)
+    assert known.routers == SMALL
+
+
+def _outside(ids: np.ndarray) -> np.ndarray:
+    ids[1, 0, -1] = 8
+    return ids
+
+
+def _twice(ids: np.ndarray) -> np.ndarray:
+    ids[0, 2] = 3
+    return ids
+
+
+def _short(ids: np.ndarray) -> np.ndarray:
+    return ids[:-1]
+
+
+def _wide(ids: np.ndarray) -> np.ndarray:
+    return ids.astype(np.uint16)
+
+
+def _flat(ids: np.ndarray) -> np.ndarray:
+    return ids[:, :1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_outside, "expert 8, expected one of 0 to 7"),
+        (_twice, "the same expert twice"),
+        (_short, r"experts of \d+ tokens in a trajectory of \d+, expected \d+: all but the last"),
+        (_wide, r"uint16 of shape .*, expected uint8"),
+        (_flat, r"of shape \(\d+, 1, 2\), expected uint8 of shape \(tokens, 3, 2\)"),
+    ],
+)
+def test_what_no_router_can_choose_is_refused(change: Callable[[np.ndarray], np.ndarray], words: str) -> None:
+    """When a trajectory is made, with what was expected and found."""
+    row = routed(group(), SMALL).trajectories[1]
+    assert row.experts is not None
+    with pytest.raises(PackError, match=words):
+        replace(row, experts=ExpertChoices(SMALL, change(row.experts.ids.copy())))
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "words"),
+    [
+        (
+            "experts",
+            lambda values: [values[0], values[1][:-1], values[2]],
+            r"bytes, expected \d+: 2 of 8 experts in 3 layers",
+        ),
+        (
+            "experts",
+            lambda values: [values[0], b"\xff" * len(values[1]), values[2]],
+            "expert 255, expected one of 0 to 7",
+        ),
+        (
+            "experts_shared",
+            lambda values: [0, 99, 0],
+            "shares the experts of 99 tokens with its group's first row, expected 0 to",
+        ),
+        ("experts_shared", lambda values: [1, *values[1:]], "shares the experts of 1 tokens .* expected 0 to 0"),
+        ("expert_layers", lambda values: [0, 0, 0], "experts of tokens in a group of a model without experts"),
+        ("expert_layers", lambda values: [3, 2, 3], "differ in expert_layers"),
+        ("num_experts", lambda values: [0, 0, 0], "num_experts"),
+    ],
+)
+def test_a_hostile_pack_of_experts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, column: str, change: Callable[[list], list], words: str
+) -> None:
+    """A worker can write anything; a reader names what does not fit."""
+    whole, real = routed(group(), SMALL), expert_columns.columns
+    place = [field.name for field in expert_columns.FIELDS].index(column)
+
+    def columns(groups: list[Group]) -> list:
+        found = real(groups)
+        found[place] = type(found[place]).from_pandas(change(found[place].to_pylist()), type=found[place].type)
+        return found
+
+    with monkeypatch.context() as hostile:
+        hostile.setattr(expert_columns, "columns", columns)
+        data = group_pack.encode([whole])
+    with pytest.raises(PackError, match=words):
+        group_pack.decode(data)
+
+
+def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None:
+    """The trainer refuses what an engine of other routers, or of none, returns."""
+    plain = group()
+    task = Task(
+        group_id=plain.group_id, prompt_ids=PROMPT, prompt_text=plain.prompt_text, group_size=3,
+        sampling=Sampling(max_new_tokens=64, routers=SMALL), reward=plain.reward, split="train", attempt=plain.attempt, issued_version=1,
+    )  # fmt: skip
+    promise = TaskPromise.of(task)
+    promise.check(routed(plain, SMALL))
+    for other, named in ((plain, "no experts"), (routed(plain, LARGE), "4 of 300 experts in 2 layers")):
+        with pytest.raises(
+            PackError, match=rf"choices of {named}, its task asked for those of 2 of 8 experts in 3 layers"
+        ):
+            promise.check(other)
+    assert TaskSettings.of(task).routers == "2 of 8 experts in 3 layers"
+
+
+def test_a_group_says_it_of_all_its_trajectories() -> None:
+    """Or of none."""
+    whole = routed(group(), SMALL)
+    with pytest.raises(PackError, match="expected the same of all, or of none"):
+        replace(whole, trajectories=(*whole.trajectories[:2], replace(whole.trajectories[2], experts=None)))
+
+
+def test_a_pack_may_be_larger_by_the_experts_of_its_tokens() -> None:
+    """And by no more: the limit grows with the tokens that the message names and the bytes of each."""
+    one = group().summary(0).model_copy(update={"completion_tokens": (10_000, 10_000, 10_000)})
+    plain = pack_bounds.max_bytes([one])
+    more = pack_bounds.max_bytes([one.model_copy(update={"routers": SMALL})])
+    assert more == plain + 6 * (30_000 + 3 * len(PROMPT))
