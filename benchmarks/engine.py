@@ -9,7 +9,8 @@ Workloads: ``equal`` (B prompts of 32 tokens, 64 new tokens each), ``mixed`` (4 
 tokens, log-uniform 8..256 new tokens; the baseline runs them in waves of B, each as long as its longest),
 ``quickstart`` (12 prompts x 8 samples, 21 prompt tokens, 9 new ones; also over HTTP), ``adapters`` (``equal``, its rows
 split over 1, 2 or 4 adapters of all layers in one batch; compared with the weights alone, and with one batch per adapter
-in sequence).
+in sequence), ``sessions`` (episodes of several turns, 8 of a prompt, whose turns arrive one by one; with keys and values kept
+from turn to turn and computed again each time).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def build_model(folder: Path, **shape: Any) -> Any:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        **shape, tie_word_embeddings=True, max_position_embeddings=512, eos_token_id=None, pad_token_id=0
+        **{"max_position_embeddings": 512, **shape}, tie_word_embeddings=True, eos_token_id=None, pad_token_id=0
     )
     config.bos_token_id = None
     model = Qwen3ForCausalLM(config).float().eval()
@@ -133,6 +134,66 @@ def adapters_table(folder: Path, batch: int, rank: int, repeats: int) -> list[st
         f"| B={batch}, rank {rank} | {name} | {rate:,.0f} | {rate / rates[0]:.2f} |"
         for name, rate in zip([*names, f"4 batches of {batch // 4}, an adapter each"], rates, strict=True)
     ]
+
+
+def run_sessions(
+    folder: Path, *, groups: int, turns: int, prompt: int, new: int, said: int, max_kept_tokens: int
+) -> Callable[[], int]:
+    """Return a function that plays all episodes and returns their sampled tokens.
+
+    8 episodes of each of ``groups`` prompts of ``prompt`` tokens; in each of ``turns`` turns they sample ``new`` tokens and are told
+    ``said``. A turn of an episode arrives at a random moment of the steps after the one before, as if a tool had answered.
+    """
+    config, device = read_model_config(folder), torch.device("cpu")
+    limits = Limits(256, max_total_tokens=2**20, max_prefill_tokens=8192)
+    with torch.inference_mode():
+        weights = prepare_weights(config, read_checkpoint(folder, config), device=device, dtype=torch.float32)
+        cache = KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=torch.float32)
+        model = Transformer(config, device=device, dtype=torch.float32)
+        runner = Runner(
+            model, weights, cache, max_running=256, find_stop_string=lambda _: None, max_kept_tokens=max_kept_tokens
+        )
+
+    def serve() -> int:
+        draw = random.Random(3)
+        with torch.inference_mode():
+            runner.weights = weights  # a version begins: nothing is kept of the one before
+            first = [tuple(draw.randrange(512) for _ in range(prompt)) for _ in range(groups)]
+            due = [(draw.randrange(2 * new), n, first[n // 8], 0) for n in range(8 * groups)]
+            waiting: deque[Sequence] = deque()
+            turn_of: dict[str, int] = {}
+            step = 0
+            while due or waiting or runner.running:
+                for one in sorted(one for one in due if one[0] <= step):
+                    due.remove(one)
+                    _, number, tokens, turn = one
+                    turn_of[str(number)] = turn
+                    waiting.append(
+                        Sequence(str(number), tokens, Sampling(max_new_tokens=new, seed=draw.getrandbits(63)))
+                    )
+                newcomers = choose_admissions(waiting, runner.running, limits, runner.num_new_tokens)
+                for _ in newcomers:
+                    waiting.popleft()
+                ended = runner.start(newcomers) if newcomers else runner.step() if runner.running else []
+                step += 1
+                for one in ended:
+                    if (turn := turn_of[one.rid] + 1) < turns:
+                        told = tuple(draw.randrange(512) for _ in range(said))
+                        due.append((step + draw.randrange(2 * new), int(one.rid), (*one.tokens(), *told), turn))
+        return 8 * groups * turns * new
+
+    return serve
+
+
+def sessions_table(folder: Path, repeats: int) -> list[str]:
+    """Return rows of the table of sessions: tokens per CPU second without and with kept prefixes, alternating."""
+    rows = []
+    for turns, prompt, new, said in ((2, 24, 4, 4), (4, 200, 16, 40), (10, 200, 16, 40), (4, 1000, 32, 100)):
+        shape = {"groups": 4, "turns": turns, "prompt": prompt, "new": new, "said": said}
+        both = [run_sessions(folder, **shape, max_kept_tokens=kept) for kept in (0, 2**20)]
+        before, after = tokens_per_cpu_second(both, repeats)
+        rows.append(f"| {turns} | {prompt} | {new} + {said} | {before:,.0f} | {after:,.0f} | {after / before:.2f} |")
+    return rows
 
 
 def run_transformers(model: Any, requests: list[Request], wave: int, dtype: torch.dtype) -> Callable[[], int]:
@@ -272,6 +333,15 @@ def main() -> None:
             print("\n| batch | adapters in it | tok/cpu-s | relative to the weights alone |\n|---|---|---|---|")
             for batch, rank in ((64, 8), (64, 32), (16, 8)):
                 print(*adapters_table(small, batch, rank, options.repeats), sep="\n", flush=True)
+        if "sessions".startswith(options.only):
+            long = Path(scratch) / "long"
+            shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
+            build_model(long, **shape, num_key_value_heads=2, head_dim=32, vocab_size=512, max_position_embeddings=4096)
+            print(
+                "\n| turns | first prompt | sampled + told a turn | computed again, tok/cpu-s | kept, tok/cpu-s | ratio |"
+                "\n|---|---|---|---|---|---|"
+            )
+            print(*sessions_table(long, options.repeats), sep="\n", flush=True)
         if "http".startswith(options.only):
             generate_ms, update_ms = http_cost(tiny, 100 * options.repeats)
             print(

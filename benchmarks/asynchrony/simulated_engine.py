@@ -43,6 +43,7 @@ from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
 from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.model.model_config import read_eos_token_ids, read_model_config
 from penstock.rollout_service.embedded_engine.parent_watch import exit_with_parent
 from penstock.rollout_service.embedded_engine.scheduler import Limits
@@ -125,6 +126,7 @@ class SimulatedRunner:
         find_stop_string: Callable[[Sequence], str | None],
     ) -> None:
         self.weights = weights
+        self.kept = KeptPrefixes(0)
         self.running: list[Sequence] = []
         self.count_tokens: Callable[[int], None] = lambda _: None
         self._mix, self._pace, self._fail_share = options.mix, options.pace, options.fail_share
@@ -140,6 +142,10 @@ class SimulatedRunner:
     @property
     def num_stored_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in list(self.running))
+
+    def num_new_tokens(self, prefix: Prefix) -> int:
+        """Return how many tokens of a prompt would have to be computed."""
+        return len(prefix[1])
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context without an effect: nothing is computed."""

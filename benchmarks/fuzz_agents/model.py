@@ -30,6 +30,7 @@ from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.engines.completion import Completion
 
 VOCAB = 440
+_KEPT_TOKENS = 4000  # of about thirty episodes at once: some of what is kept is evicted, and computed again
 PHRASES = [
     '<tool_call>\n{"name": "look", "arguments": {"word": "sun", "times": 2}}\n</tool_call>',
     '<tool_call>{"arguments":{"times":1e3,"word":"m\\u006fon"},"name":"look"}</tool_call>',
@@ -122,7 +123,9 @@ class EmbeddedEngine:
             prepared = prepare_weights(config, read_checkpoint(weights, config), device=device, dtype=torch.float32)
             cache = KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=torch.float32)
             model = Transformer(config, device=device, dtype=torch.float32)
-            runner = Runner(model, prepared, cache, max_running=64, find_stop_string=lambda _: None)
+            runner = Runner(
+                model, prepared, cache, max_running=64, find_stop_string=lambda _: None, max_kept_tokens=_KEPT_TOKENS
+            )
         self._thread = EngineThread(runner, limits, version="3", model_path="", on_failure=lambda: None)
         self._thread.start()
         self._random = random.Random(seed)
@@ -153,6 +156,15 @@ class EmbeddedEngine:
             table = self._judge(ids.unsqueeze(0), use_cache=False).logits[0].double().log_softmax(-1)
         at = torch.from_numpy(np.flatnonzero(mask))
         return table[at - 1, ids[at]].numpy()
+
+    def figures(self) -> dict[str, int]:
+        """Return how many prompt tokens came, were known, and had to make room."""
+        metrics = self._thread.metrics
+        return {
+            "prompt_tokens": metrics.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "evicted_tokens": self._thread.num_evicted_tokens,
+        }
 
     def stop(self) -> None:
         """End the engine's thread."""

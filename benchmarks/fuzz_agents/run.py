@@ -76,6 +76,10 @@ class Fuzzer:
             for one in done:
                 one.result()
 
+    def engine_figures(self) -> dict[str, int]:
+        """Return the embedded engine's counts of prompt tokens."""
+        return {} if self._engine is None else self._engine.figures()
+
     def stop(self) -> None:
         """Stop the engine."""
         if self._engine is not None:
@@ -165,6 +169,7 @@ def main() -> int:
         "worst_logprob_difference": found.worst_logprob,
         "wall_s": round(time.monotonic() - began, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
+        "engine_tokens": fuzzer.engine_figures(),
         "counts": dict(sorted(fuzzer.counts.items())),
     }
     print(json.dumps(report, indent=2))

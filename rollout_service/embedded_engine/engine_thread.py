@@ -135,6 +135,16 @@ class EngineThread:
         """Tokens whose keys and values are in the cache."""
         return self._runner.num_stored_tokens
 
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of ended sequences and prompts whose keys and values are kept."""
+        return self._runner.kept.num_tokens
+
+    @property
+    def num_evicted_tokens(self) -> int:
+        """Tokens whose kept keys and values had to make room for others, since the start."""
+        return self._runner.kept.num_evicted
+
     def submit(self, job: Job) -> None:
         """Queue a job; its ``on_done`` is called in the engine thread."""
         with self._changed:
@@ -187,8 +197,15 @@ class EngineThread:
         return self._command(lambda: self._abort(lambda item: item.job is job, "Client disconnected"))
 
     def flush(self) -> Future[bool]:
-        """Return True if the cache is empty; keys and values are dropped when their sequence ends."""
-        return self._command(lambda: not self._runner.running and not (self._waiting and not self.paused))
+        """Drop all kept keys and values; return False, and drop nothing, while sequences run or wait."""
+
+        def command() -> bool:
+            is_idle = not self._runner.running and not (self._waiting and not self.paused)
+            if is_idle:
+                self._runner.kept.clear()
+            return is_idle
+
+        return self._command(command)
 
     def drop_adapter(self, adapter: Adapter) -> Future[None]:
         """Drop the tensors of an adapter that no sequence uses any more."""
@@ -236,7 +253,8 @@ class EngineThread:
         started = time.monotonic()
         self._admit_jobs()
         if self._can_compute():
-            admitted = choose_admissions(self._waiting, self._runner.running, self.limits)
+            runner = self._runner
+            admitted = choose_admissions(self._waiting, runner.running, self.limits, runner.num_new_tokens)
             if admitted:
                 finished = self._runner.start(admitted)
                 for _ in admitted:  # after start: if it raises, `_fail_all` still finds their jobs

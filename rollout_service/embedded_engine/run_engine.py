@@ -35,6 +35,7 @@ from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
 
 _DEFAULT_KV_BYTES = 2 * 1024**3
+_DEFAULT_KEPT_BYTES = 512 * 1024**2
 
 log = structlog.get_logger("embedded_engine.run_engine")
 
@@ -77,7 +78,14 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     with torch.inference_mode():
         cache = KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=dtype)
         model = Transformer(config, device=device, dtype=dtype)
-        runner = Runner(model, weights, cache, max_running=limits.max_running, find_stop_string=text.find_stop_string)
+        runner = Runner(
+            model,
+            weights,
+            cache,
+            max_running=limits.max_running,
+            find_stop_string=text.find_stop_string,
+            max_kept_tokens=_max_kept_tokens(settings, config, dtype),
+        )
     engine = EngineThread(
         runner,
         limits,
@@ -137,6 +145,12 @@ class _Server(uvicorn.Server):
         """Fail unfinished requests, then close the connections."""
         await asyncio.to_thread(self._on_stop)
         await super().shutdown(sockets)
+
+
+def _max_kept_tokens(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) -> int:
+    if settings.max_kept_tokens is not None:
+        return settings.max_kept_tokens
+    return _DEFAULT_KEPT_BYTES // (config.kv_floats_per_token * dtype.itemsize)
 
 
 def _limits(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) -> Limits:

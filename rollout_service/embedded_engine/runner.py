@@ -6,19 +6,21 @@ rows move into their places, so that the running rows stay 0..n-1.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import torch
 
+from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, AdapterMix, RowAdapters
 from penstock.rollout_service.embedded_engine.model.sampler import Choice, sample, uniforms
 from penstock.rollout_service.embedded_engine.model.transformer import PromptBatch, Transformer, Weights
+from penstock.rollout_service.embedded_engine.prompts import Prompt, packed, prompts_of, spans_of
 from penstock.rollout_service.embedded_engine.rows import NO_TOKEN, Rows
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
 from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Prefix, Sequence
@@ -38,9 +40,15 @@ class Runner:
         *,
         max_running: int,
         find_stop_string: Callable[[Sequence], str | None],
+        max_kept_tokens: int = 0,
     ) -> None:
-        """Start with nothing running; ``find_stop_string`` looks for a stop string at a completion's end."""
-        self.weights = weights
+        """Start with nothing running; ``find_stop_string`` looks for a stop string at a completion's end.
+
+        Keys and values of up to ``max_kept_tokens`` tokens are kept for sequences that begin alike.
+        """
+        self.kept = KeptPrefixes(max_kept_tokens)
+        self._weights = weights
+        self._num_weights = 1  # sets of weights since the start
         self.running: list[Sequence] = []
         self._model = model
         self._cache = cache
@@ -48,6 +56,21 @@ class Runner:
         self._device = cache.data.device
         self._find_stop_string = find_stop_string
         self._mixes: OrderedDict[tuple[int, ...], AdapterMix] = OrderedDict()  # least recently used first
+
+    @property
+    def weights(self) -> Weights:
+        """What the next token is computed with; setting it drops what others computed, except of running sequences."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._weights = weights
+        self._num_weights += 1
+        self.kept.clear()
+
+    def num_new_tokens(self, prefix: Prefix) -> int:
+        """Return how many tokens of a prompt would have to be computed, about."""
+        return max(1, len(prefix[1]) - self.kept.num_known(prefix))
 
     @property
     def num_stored_tokens(self) -> int:
@@ -60,25 +83,24 @@ class Runner:
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
         """Compute the prompts of ``admitted`` sequences and sample one token each; return those that finished."""
-        groups: dict[Prefix, list[Sequence]] = {}
-        for sequence in admitted:
-            groups.setdefault(sequence.prefix(), []).append(sequence)
-        by_prefix = sorted(groups.items(), key=lambda item: len(item[0][1]))
-        prompts = [tokens for (_, tokens), _ in by_prefix]
-        ordered = [sequence for _, same in by_prefix for sequence in same]
-        first = len(self.running)
-        self._cache.ensure(padded_rows(first + len(ordered)), len(prompts[-1]) + 1)
-        copies = [len(same) for _, same in by_prefix]
-        batch = self._pack(prompts, copies, first)
-        adapters = self._prompt_adapters([(same[0].adapter, len(tokens)) for (_, tokens), same in by_prefix])
-        hidden = self._model.prefill(self.weights, batch, self._cache, adapters)
-        ends = np.cumsum([len(prompt) for prompt in prompts])
-        for ((_, tokens), same), end in zip(by_prefix, ends.tolist(), strict=True):
-            self._report_prompt(same, hidden[end - len(tokens) : end])
-        for row, sequence in enumerate(ordered, start=first):
+        prompts = prompts_of(admitted, self.kept)
+        first, copies = len(self.running), [len(one.sequences) for one in prompts]
+        self._cache.ensure(padded_rows(first + len(admitted)), max(len(one.tokens) for one in prompts) + 1)
+        starts = (first + np.cumsum([0, *copies[:-1]])).tolist()
+        for prompt, row in zip(prompts, starts, strict=True):
+            self._cache.fill_rows(row, len(prompt.sequences), prompt.reused.parts)
+        ids, positions = map(self._to_device, packed(prompts))
+        batch = PromptBatch(ids, positions, spans_of(prompts), copies, first)
+        hidden = self._model.prefill(self.weights, batch, self._cache, self._prompt_adapters(prompts))
+        ends = np.cumsum([len(one.new_tokens) for one in prompts])
+        for prompt, row, end in zip(prompts, starts, ends.tolist(), strict=True):
+            self._report_prompt(prompt, hidden[end - len(prompt.new_tokens) : end])
+            self.kept.keep(prompt.prefix, partial(self._cache.read, row))
+        for row, sequence in enumerate((one for prompt in prompts for one in prompt.sequences), start=first):
             self._rows.fill(row, sequence)
             self._rows.position[row] = sequence.num_tokens
-        self.running.extend(ordered)
+            sequence.computed_with = self._num_weights
+            self.running.append(sequence)
         last = np.zeros(padded_rows(len(prompts)), dtype=np.int64)
         last[: len(prompts)] = ends - 1
         logits = self._model.logits(self.weights, hidden[self._to_device(last)])[: len(prompts)]
@@ -126,17 +148,19 @@ class Runner:
         del self.running[kept:]
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Drop the tensors of an adapter with which no sequence runs."""
+        """Drop the tensors of an adapter with which no sequence runs, and what was computed with it."""
+        self.kept.drop_adapter(adapter.number)
         for numbers in [numbers for numbers in self._mixes if adapter.number in numbers]:
             del self._mixes[numbers]
 
-    def _prompt_adapters(self, prompts: list[tuple[Adapter | None, int]]) -> RowAdapters | None:
-        """Return the adapters of packed prompts, given as (adapter, tokens); None when none has one."""
-        given = [adapter for adapter, _ in prompts if adapter is not None]
+    def _prompt_adapters(self, prompts: list[Prompt]) -> RowAdapters | None:
+        """Return the adapters of packed prompts; None when none has one."""
+        adapters = [one.sequences[0].adapter for one in prompts]
+        given = [adapter for adapter in adapters if adapter is not None]
         if not given:
             return None
-        lengths = [length for _, length in prompts]
-        numbers = [NO_ADAPTER if adapter is None else adapter.number for adapter, _ in prompts]
+        lengths = [len(one.new_tokens) for one in prompts]
+        numbers = [NO_ADAPTER if adapter is None else adapter.number for adapter in adapters]
         padding = padded_rows(sum(lengths)) - sum(lengths)
         return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))
 
@@ -158,16 +182,10 @@ class Runner:
             self._mixes.popitem(last=False)
         return mix
 
-    def _pack(self, prompts: list[tuple[int, ...]], copies: list[int], first_row: int) -> PromptBatch:
-        spans = [(len(list(same)), length) for length, same in itertools.groupby(map(len, prompts))]
-        num_tokens = sum(map(len, prompts))
-        positions, token_ids = np.zeros((2, padded_rows(num_tokens)), dtype=np.int64)
-        positions[:num_tokens] = np.concatenate([np.tile(np.arange(length), num) for num, length in spans])
-        token_ids[:num_tokens] = list(itertools.chain.from_iterable(prompts))
-        return PromptBatch(self._to_device(token_ids), self._to_device(positions), spans, copies, first_row)
-
-    def _report_prompt(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
-        """Set cached tokens and prompt logprobs of sequences that share a prompt. ``hidden`` is [prompt tokens, hidden]."""
+    def _report_prompt(self, prompt: Prompt, hidden: torch.Tensor) -> None:
+        """Set cached tokens and prompt logprobs of sequences that share a prompt. ``hidden`` is [new tokens, hidden]."""
+        sequences, known = prompt.sequences, prompt.reused.length
+        sequences[0].cached_tokens = min(known, len(sequences[0].prompt))
         for sequence in sequences[1:]:
             sequence.cached_tokens = len(sequence.prompt)
         requesting = [
@@ -180,7 +198,7 @@ class Runner:
             tops: list[list[tuple[float, int]]] = []
             for start in range(first, last, _LOGPROB_CHUNK_TOKENS):
                 end = min(start + _LOGPROB_CHUNK_TOKENS, last)
-                logprobs = self._model.logits(self.weights, hidden[start:end]).log_softmax(-1)
+                logprobs = self._model.logits(self.weights, hidden[start - known : end - known]).log_softmax(-1)
                 found += logprobs.gather(1, targets[start - first : end - first].unsqueeze(1)).squeeze(1).tolist()
                 if sequence.num_top_logprobs:
                     values, tokens = logprobs.topk(sequence.num_top_logprobs, dim=1)
@@ -204,7 +222,10 @@ class Runner:
         stopped = (tokens[:, None] == rows.stop_ids[here]).any(1)
         ended = stopped | (rows.num_output[here] >= rows.max_output[here]) | ~np.isfinite(logprobs)
         ended |= rows.has_stop_strings[here]
-        finished = [sequences[index] for index in np.flatnonzero(ended).tolist() if self._has_ended(sequences[index])]
+        finished = [first + index for index in np.flatnonzero(ended).tolist() if self._has_ended(sequences[index])]
+        for row in finished:
+            self._keep_row(row)
+        finished = [self.running[row] for row in finished]
         self._clear_not_finite(finished)
         self.remove(finished)
         return finished
@@ -225,6 +246,14 @@ class Runner:
         elif len(sequence.output_ids) >= sampling.max_new_tokens:
             sequence.finish = FinishReason("length")
         return sequence.finish is not None
+
+    def _keep_row(self, row: int) -> None:
+        """Keep keys and values of a sequence that has ended, unless they are not finite or of several weights."""
+        sequence = self.running[row]
+        failed = sequence.finish is not None and sequence.finish.status_code is not None
+        if not failed and sequence.computed_with == self._num_weights:
+            key, tokens = sequence.prefix()
+            self.kept.keep((key, tokens[: int(self._rows.position[row])]), partial(self._cache.read, row))
 
     def _clear_not_finite(self, finished: list[Sequence]) -> None:
         not_finite = {id(sequence) for sequence in finished if sequence.finish and sequence.finish.status_code}

@@ -5,7 +5,8 @@ First come, first served, so no sequence starves. Three rules:
 1. The KV rectangle must hold the worst case: (padded rows x longest possible sequence) <= ``max_total_tokens``.
    An admitted sequence is therefore never evicted for lack of memory.
 2. One prompt pass computes at most ``max_prefill_tokens`` different prompt tokens (a single longer prompt
-   is computed alone). Sequences with the same tokens, key and adapter are computed once, at no further cost.
+   is computed alone). Sequences with the same tokens, key and adapter are computed once, at no further cost;
+   tokens whose keys and values are known cost nothing either.
 3. While sequences run, new ones are admitted by an eighth of the rows at a time (or all that wait, if
    fewer): a prompt pass stalls every running sequence, so it should start many.
 """
@@ -13,7 +14,7 @@ First come, first served, so no sequence starves. Three rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.rollout_service.embedded_engine.sequence import Prefix, Sequence
@@ -49,8 +50,20 @@ def are_admitted(num_free: int, num_waiting: int, num_running: int, max_running:
     return not num_running or num_free >= min(num_waiting, max(1, max_running // 8))
 
 
-def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], limits: Limits) -> list[Sequence]:
-    """Return the head of ``waiting`` that starts now, possibly empty; removes nothing."""
+def _num_tokens(prefix: Prefix) -> int:
+    return len(prefix[1])
+
+
+def choose_admissions(
+    waiting: deque[Sequence],
+    running: Iterable[Sequence],
+    limits: Limits,
+    num_new_tokens: Callable[[Prefix], int] = _num_tokens,
+) -> list[Sequence]:
+    """Return the head of ``waiting`` that starts now, possibly empty; removes nothing.
+
+    ``num_new_tokens`` returns how many tokens of a prompt would have to be computed.
+    """
     current = list(running)
     free = limits.max_running - len(current)
     if not are_admitted(free, len(waiting), len(current), limits.max_running):
@@ -65,7 +78,7 @@ def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], lim
             break
         prefix = sequence.prefix()
         if prefix not in prefixes:
-            num_tokens = len(prefix[1])
+            num_tokens = num_new_tokens(prefix)
             if chosen and prefill_tokens + num_tokens > limits.max_prefill_tokens:
                 break
             prefixes.add(prefix)

@@ -82,7 +82,8 @@ class Sequence:
     wants_experts: bool = False
     experts: np.ndarray | None = None  # [tokens - 1, layers with experts, k] int16, set when it leaves the cache
     spans: list[VersionSpan] = field(default_factory=list)
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, that another sequence had computed
+    computed_with: int = 0  # which set of weights computed its first keys and values; the runner counts them
     num_retractions: int = 0
     finish: FinishReason | None = None
     final_version: str = ""  # the weights that served it last

@@ -24,6 +24,14 @@ class EngineSettings(BaseModel):
         int | None, Field(ge=1, description="tokens the KV cache holds; default: as many as fit into 2 GiB")
     ] = None
     max_prefill_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one pass")] = 8192
+    max_kept_tokens: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="tokens whose keys and values are kept for sequences that begin alike; 0: none; default: as many as fit "
+            "into 512 MiB",
+        ),
+    ] = None
     device: Annotated[str, Field(description="torch device: cpu, cuda, cuda:1")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="dtype of weights and KV cache")] = "float32"
     max_lora_rank: Annotated[int, Field(ge=1, description="largest rank of an adapter")] = 256

@@ -8,6 +8,8 @@ demand and never exceeds ``max_tokens`` rows x columns, which the scheduler guar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
@@ -51,6 +53,18 @@ class KVCache:
         self.data[:, :kept_rows, :, :, :kept_columns] = old[:, :kept_rows, :, :, :kept_columns]
         old_experts, self.experts = self.experts, self._no_experts(rows, columns, old.device)
         self.experts[:kept_rows, :kept_columns] = old_experts[:kept_rows, :kept_columns]
+
+    def fill_rows(self, row: int, num_rows: int, parts: Sequence[torch.Tensor]) -> None:
+        """Copy keys and values [layer, kv head, 2, tokens, head_dim], one part after the other, to the beginnings of rows."""
+        column = 0
+        for part in parts:
+            end = column + part.shape[3]
+            self.data[:, row : row + num_rows, :, :, column:end] = part.unsqueeze(1)
+            column = end
+
+    def read(self, row: int, start: int, end: int) -> torch.Tensor:
+        """Return a copy of the keys and values of tokens [start, end) of a row: [layer, kv head, 2, tokens, head_dim]."""
+        return self.data[:, row, :, :, start:end].clone()
 
     def move_rows(self, sources: list[int], targets: list[int], num_columns: int) -> None:
         """Copy the first ``num_columns`` tokens of each source row over its target row."""

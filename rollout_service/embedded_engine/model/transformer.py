@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -23,6 +24,8 @@ from penstock.rollout_service.embedded_engine.model.experts import Experts, Line
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import RowAdapters, Site, interleaved_halves
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, Rope
+
+_QUERIES_AT_ONCE = 512  # a mask has so many rows, and a column for each known token
 
 Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's update to a product, in place
 
@@ -59,17 +62,24 @@ class Weights:
     checksum: str  # `weights_digest` of the tensors they were made from, as they were stored
 
 
+class PromptSpan(NamedTuple):
+    """Neighbouring prompts that are alike in length."""
+
+    num: int
+    start: int  # tokens of each whose keys and values the cache rows hold already
+    length: int  # tokens of each that are computed, behind these
+
+
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
     """Prompts packed one after the other; neighbours of equal length share one attention call.
 
-    ``spans`` holds (number of prompts, tokens of each) in packed order. Their keys and values go to
-    consecutive cache rows from ``first_row`` on, ``copies`` rows for each prompt.
+    Their keys and values go to consecutive cache rows from ``first_row`` on, ``copies`` rows for each prompt.
     """
 
     token_ids: torch.Tensor  # [N] int64; tokens beyond the last span are padding, computed and discarded
     positions: torch.Tensor  # [N] int64
-    spans: Sequence[tuple[int, int]]
+    spans: Sequence[PromptSpan]
     copies: Sequence[int]  # per prompt: how many cache rows receive it
     first_row: int
 
@@ -258,22 +268,43 @@ class Transformer:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         attended = torch.empty(qkv.shape[0], heads * dim, device=qkv.device, dtype=qkv.dtype)
         token, prompt, row = 0, 0, batch.first_row
-        for num, length in batch.spans:
+        for num, start, length in batch.spans:
             rows = slice(token, token + num * length)
             parts = qkv[rows].view(num, length, heads + 2 * kv_heads, dim).transpose(1, 2)
             query, key, value = parts.split((heads, kv_heads, kv_heads), dim=1)
-            out = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=heads != kv_heads
-            )
-            attended[rows].view(num, length, heads, dim).copy_(out.transpose(1, 2))
             pairs = torch.stack((key, value), dim=2)  # [num, kv heads, 2, length, dim]
             copies = batch.copies[prompt : prompt + num]
             if any(count != 1 for count in copies):
                 pairs = pairs.repeat_interleave(torch.tensor(copies, device=qkv.device), dim=0)
-            stored[row : row + pairs.shape[0], :, :, :length] = pairs
+            stored[row : row + pairs.shape[0], :, :, start : start + length] = pairs
+            if start:
+                own = stored[row : row + len(pairs)]
+                if len(pairs) != num:  # of each prompt one of its rows
+                    own = own[torch.tensor([0, *copies[:-1]], device=qkv.device).cumsum(0), :, :, : start + length]
+                out = self._attend_behind(query, own[:, :, :, : start + length], start)
+            else:
+                out = functional.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, enable_gqa=heads != kv_heads
+                )
+            attended[rows].view(num, length, heads, dim).copy_(out.transpose(1, 2))
             token, prompt, row = token + num * length, prompt + num, row + pairs.shape[0]
         attended[token:] = 0
         return attended
+
+    def _attend_behind(self, query: torch.Tensor, stored: torch.Tensor, start: int) -> torch.Tensor:
+        """Attend from tokens behind ``start`` known ones.
+
+        ``query`` is [n, heads, length, dim], ``stored`` [n, kv heads, 2, start + length, dim]; returns what ``query`` is.
+        """
+        length, out = query.shape[2], []
+        for at in range(0, length, _QUERIES_AT_ONCE):
+            part = query[:, :, at : at + _QUERIES_AT_ONCE]
+            columns = start + at + part.shape[2]
+            visible = torch.ones(part.shape[2], columns, dtype=torch.bool, device=query.device).tril_(start + at)
+            keys, values = stored[:, :, 0, :columns], stored[:, :, 1, :columns]
+            gqa = query.shape[1] != stored.shape[1]
+            out.append(functional.scaled_dot_product_attention(part, keys, values, attn_mask=visible, enable_gqa=gqa))
+        return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
     def _attend_step(self, query: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Attend from one token per sequence; ``stored`` is [n, kv heads, 2, columns, dim]."""
@@ -342,9 +373,10 @@ def _llama3_frequencies(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
 def _store_prompts(chosen: torch.Tensor, batch: PromptBatch, stored: torch.Tensor) -> None:
     """Store the experts of packed prompts, [N, layers, k], in the cache rows of each prompt's copies."""
     token, prompt, row = 0, 0, batch.first_row
-    for num, length in batch.spans:
+    for num, start, length in batch.spans:
         for _ in range(num):
-            stored[row : row + batch.copies[prompt], :length] = chosen[token : token + length].to(stored.dtype)
+            copies, columns = slice(row, row + batch.copies[prompt]), slice(start, start + length)
+            stored[copies, columns] = chosen[token : token + length].to(stored.dtype)
             token, row, prompt = token + length, row + batch.copies[prompt], prompt + 1
 
 

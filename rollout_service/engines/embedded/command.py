@@ -23,6 +23,11 @@ class EmbeddedOptions(Protocol):
         ...
 
     @property
+    def kept_tokens(self) -> int | None:
+        """Tokens kept for prompts that begin with them; None: as many as fit into 512 MiB."""
+        ...
+
+    @property
     def device(self) -> str:
         """``cpu`` or ``cuda``."""
         ...
@@ -42,6 +47,7 @@ def embedded_command(options: EmbeddedOptions) -> LaunchCommand:
             *("--model-path", str(folder)),
             *("--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)),
             *("--max-running", str(options.max_running)),
+            *(() if options.kept_tokens is None else ("--max-kept-tokens", str(options.kept_tokens))),
             *("--device", options.device, "--dtype", options.dtype),
             *("--weight-version", str(version)),
             *("--die-with-parent", "--parent-pid", str(os.getpid())),

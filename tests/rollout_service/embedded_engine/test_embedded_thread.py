@@ -10,13 +10,17 @@ import pytest
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import EngineStopped
 from penstock.rollout_service.embedded_engine.scheduler import Limits
-from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Sampling, Sequence
+from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Prefix, Sampling, Sequence
 
 
 class BrokenRunner:
     """A runner whose every computation fails, as a bug or exhausted memory would make it."""
 
     running: list[Sequence] = []  # noqa: RUF012  (stays empty)
+
+    def num_new_tokens(self, prefix: Prefix) -> int:
+        """Nothing is known."""
+        return len(prefix[1])
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is computed."""
