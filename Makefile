@@ -14,7 +14,6 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: bench-async docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
-.PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
 .PHONY: compose-test
 .PHONY: bench-checkpoints test-environments bench-page-overhead proof-page proof-upgrade
 
@@ -114,6 +113,10 @@ soak: $(STAMP)  ## run at full speed for SOAK_S seconds (an hour) and fail when 
 
 fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed (REQUESTS=100000: ten minutes)
 	$(BIN)/python -m benchmarks.fuzz_agents --requests $(REQUESTS)
+
+.PHONY: proof-agents
+proof-agents: $(STAMP)  ## kill workers, proxies and an environment server at random while agents are trained: audit, replay, survivors (minutes)
+	$(BIN)/python -m benchmarks.proofs.agents
 
 proof-runs-api: $(STAMP)  ## create, kill the console, pause, audit, resume, queue and delete real runs through the Runs API (a minute)
 	$(BIN)/python -m benchmarks.proofs.runs_api

@@ -14,6 +14,21 @@ def group_pack(run_id: str, version: PolicyVersion, pack_id: str, attempt_id: st
     return f"runs/{run_id}/groups/v{version:08d}/{pack_id}.{attempt_id}.parquet"
 
 
+def finished_episodes_prefix(run_id: str, group_id: str, attempt: int) -> str:
+    """Return the prefix of the episodes of one attempt at a group that ended before the group was complete."""
+    return f"{all_finished_episodes_prefix(run_id)}{group_id}/{attempt}/"
+
+
+def finished_episode(prefix: str, kind: str, index: int, sha256: str) -> str:
+    """Return the key of one such episode, addressed by content; ``kind`` is ``sampled`` or ``greedy``."""
+    return f"{prefix}{kind}.{index}.{sha256}.parquet"
+
+
+def all_finished_episodes_prefix(run_id: str) -> str:
+    """Return the prefix of all such episodes."""
+    return f"runs/{run_id}/episodes/"
+
+
 def task_list(run_id: str, pack_id: str) -> str:
     """Return the key of a task list that does not fit into a message."""
     return f"runs/{run_id}/tasks/{pack_id}.msgpack"

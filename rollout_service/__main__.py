@@ -31,6 +31,7 @@ from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
+from penstock.rollout_service.packs.finished_episodes import FinishedEpisodes
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import TaskSource
@@ -157,6 +158,11 @@ async def _wire(
         own = await own_servers.find(settings.nats, settings.s3)
         for environment in environments.values():
             environment.never_call(own)
+    episodes = FinishedEpisodes(blobs, engine, metrics, run_id=run_id)
+    most = settings.worker.max_episodes
+    places = asyncio.Semaphore(most) if most else None
+    for environment in environments.values():
+        environment.use_worker(episodes, places)
     packs = PackGenerator(
         engine=engine,
         environments=environments,
@@ -166,6 +172,7 @@ async def _wire(
         blobs=blobs,
         settlement=settlement,
         activity=activity,
+        episodes=episodes,
         teacher=Teacher.of(settings.teacher),
     )
     announcer = PackAnnouncer(

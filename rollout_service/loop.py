@@ -79,3 +79,4 @@ async def _work(worker: Worker, received: ReceivedPack) -> None:
     async with worker.settlement.settling(received):
         groups = await worker.packs.generate(received)
         await worker.announcer.announce(received, groups)
+        await worker.packs.announced(groups)

@@ -22,6 +22,9 @@ class WorkerMetrics:
     packs_distrusted: int = 0  # of these, because it was unknown which weights sampled them
     groups_dead_lettered: int = 0
     weights_applied: int = 0
+    episodes_stored: int = 0  # ended, and protected until their pack is announced
+    episodes_not_stored: int = 0  # of those that should have been
+    episodes_continued: int = 0  # that an earlier delivery of their pack had played
     _token_counts: collections.deque[tuple[float, int]] = field(
         default_factory=lambda: collections.deque(maxlen=_WINDOW), repr=False
     )
@@ -42,5 +45,8 @@ class WorkerMetrics:
             "packs_distrusted": self.packs_distrusted,
             "groups_dead_lettered": self.groups_dead_lettered,
             "weights_applied": self.weights_applied,
+            "episodes_stored": self.episodes_stored,
+            "episodes_not_stored": self.episodes_not_stored,
+            "episodes_continued": self.episodes_continued,
             "tokens_per_s": (self.tokens_generated - then) / elapsed if elapsed > 0 else 0.0,
         }

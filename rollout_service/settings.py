@@ -81,7 +81,19 @@ class WorkerSettings(Section):
         description="Packs worked on at once: one is stored and announced while the next generates. 0: as many as the engine "
         "makes use of, by the sequences and tokens per second that it reports.",
     )
+    max_episodes: int = Field(
+        0,
+        ge=0,
+        description="Episodes of all environments together that the worker plays at once; others wait, and hold no place in the engine. "
+        "One that waits for a tool counts, since its keys and values are kept. 0: as many as the environments allow.",
+    )
     max_running: int = Field(256, ge=1, description="Sequences the embedded engine decodes at once.")
+    kept_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Tokens whose keys and values the embedded engine keeps after their sequence has ended, for prompts that begin with "
+        "them: the next turn of an episode, or its group. 0: none. Default: as many as fit into 512 MiB.",
+    )
     device: str = Field("cpu", description="Where the embedded engine computes: 'cpu' or 'cuda'.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the embedded engine.")
     cache_dir: Path | None = Field(
@@ -265,7 +277,7 @@ class RolloutSettings(Section):
         return self
 
     def _refuse_options_of_the_embedded_engine(self) -> None:
-        for key in ("device", "dtype", "max_running"):
+        for key in ("device", "dtype", "max_running", "kept_tokens"):
             if getattr(self.worker, key) != _default(self.worker, key):
                 raise ValueError(
                     f"worker.{key} does nothing with worker.engine = {self.worker.engine}: it is an option of the embedded "

@@ -123,6 +123,7 @@ ROLLOUT = Dashboard(
                 of("Packs of unknown weights", "penstock_rollout_packs_unverified_total"),
                 of("Packs held", "penstock_rollout_packs_held"),
                 of("Completions abandoned", "penstock_rollout_abandoned_completions_total"),
+                of("Ended episodes, by outcome", "penstock_rollout_episodes_total"),
                 of("Groups generated", "penstock_groups_total", expr=f'sum by (outcome) (rate(penstock_groups_total{{outcome=~"generated|dead_lettered"}}[{INTERVAL}]))', legend="{{outcome}}"),
                 of("Version served", "penstock_weights_version", expr='penstock_weights_version{role="rollout"}', legend="{{worker}}"),
                 of("Versions behind the trainer", "penstock_weights_version", expr=_BEHIND, legend="{{worker}}"),

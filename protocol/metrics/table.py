@@ -119,6 +119,7 @@ _ROLLOUT = _rows(
     ("penstock_rollout_packs_held", "gauge", "packs", "", "Packs received and not settled."),
     ("penstock_rollout_weights_applied_total", "counter", "versions", "", "Versions that the engine loaded."),
     ("penstock_rollout_abandoned_completions_total", "counter", "completions", "", "Started and not kept, since enough of their group had ended (rollout.redundant_completions)."),
+    ("penstock_rollout_episodes_total", "counter", "episodes", "outcome", "Long episodes that ended before their pack: stored, not_stored (S3 failed), and continued from an earlier delivery of the pack."),
     ("penstock_rollout_tokens_per_second", "gauge", "tokens/s", "", "Mean over about ten heartbeats."),
     ("penstock_engine_running", "gauge", "sequences", "", "Sequences decoding."),
     ("penstock_engine_queued", "gauge", "sequences", "", "Sequences waiting in the engine."),

@@ -7,6 +7,7 @@ written against this protocol, and the contract tests run against it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -39,6 +40,15 @@ class Generates(Protocol):
         until it is whole. Raises EngineError of the kind that fits: a reply is used as a whole or not at all. Raises
         TaskRefused, and sends nothing, for a request that no engine can serve, or that would crash one.
         """
+        ...
+
+
+@runtime_checkable
+class PlacesEpisodes(Protocol):
+    """Routes over several engines, and keeps the requests of an episode on one of them, which has their keys and values."""
+
+    def placed(self) -> AbstractContextManager[Generates]:
+        """Give one episode a place in the block: what is asked there goes to one engine, as long as that can be asked."""
         ...
 
 

@@ -2,12 +2,17 @@
 
 A group's samples stay together, so that their prompt is computed once. One call is spread over the ready engines that
 serve the newest version: an engine that still drains before it can load gets no new requests.
+
+The turns of an episode are asked of one engine, which keeps what it computed. An episode is placed with its first turn, on the
+engine that plays the fewest, since one that waits for a tool has no pending tokens; it moves when its engine cannot be asked, or
+others serve a newer version: then nothing that was computed is of use any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,6 +130,7 @@ class _Router:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
         self._pending_tokens = [0] * len(engines)  # upper bound for each engine
+        self._num_episodes = [0] * len(engines)  # that have their place there
 
     async def generate(
         self,
@@ -141,6 +147,45 @@ class _Router:
             return await client.generate([prompts[index] for index in wanted], sampling, n, adapter, own)
 
         return await self._spread(len(prompts), n * sampling.max_new_tokens, ask)
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[Generates]:
+        """Give one episode a place in the block; see `PlacesEpisodes.placed`."""
+        place = _Place(self)
+        try:
+            yield place
+        finally:
+            self.move(place, None)
+
+    def move(self, place: _Place, to: int | None) -> None:
+        """Count an episode at another engine; None: at none."""
+        if place.number is not None:
+            self._num_episodes[place.number] -= 1
+        place.number = to
+        if to is not None:
+            self._num_episodes[to] += 1
+
+    async def generate_at(
+        self,
+        place: _Place,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None,
+        seeds: Sequence[int] | None,
+    ) -> list[list[Completion]]:
+        """Sample at an episode's place, which is chosen anew where its engine cannot be asked."""
+        usable = self._usable()
+        if place.number not in usable:
+            self.move(place, None)
+            self.move(place, min(usable, key=lambda one: (self._num_episodes[one], self._pending_tokens[one], one)))
+        number, cost = place.number, len(prompts) * n * sampling.max_new_tokens
+        assert number is not None
+        self._pending_tokens[number] += cost
+        try:
+            return await self._engines[number].client.generate(prompts, sampling, n, adapter, seeds)
+        finally:
+            self._pending_tokens[number] -= cost
 
     async def generate_redundantly(
         self,
@@ -184,17 +229,40 @@ class _Router:
 
     def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
         """Assign each prompt to the engine with the fewest pending tokens: engine number → prompt numbers."""
+        usable = self._usable()
+        assigned: dict[int, list[int]] = {}
+        for index in range(num_prompts):
+            least_busy = min(usable, key=lambda number: (self._pending_tokens[number], number))
+            self._pending_tokens[least_busy] += cost
+            assigned.setdefault(least_busy, []).append(index)
+        return assigned
+
+    def _usable(self) -> list[int]:
+        """Return the numbers of the engines that are ready and serve the newest version; raises EngineUnreachable if none is ready."""
         ready = [number for number, engine in enumerate(self._engines) if engine.ready.is_set()]
         if not ready:
             raise EngineUnreachable(f"none of the {len(self._engines)} engines is ready")
         newest = _newest_of(self._engines[number].version for number in ready)
-        ready = [number for number in ready if self._engines[number].version == newest]
-        assigned: dict[int, list[int]] = {}
-        for index in range(num_prompts):
-            least_busy = min(ready, key=lambda number: (self._pending_tokens[number], number))
-            self._pending_tokens[least_busy] += cost
-            assigned.setdefault(least_busy, []).append(index)
-        return assigned
+        return [number for number in ready if self._engines[number].version == newest]
+
+
+class _Place:
+    """Where an episode is sampled."""
+
+    def __init__(self, router: _Router) -> None:
+        self.number: int | None = None  # of its engine; None: nothing was asked yet
+        self._router = router
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt; see `Generates.generate`."""
+        return await self._router.generate_at(self, prompts, sampling, n, adapter, seeds)
 
 
 class _AnyReady:

@@ -6,8 +6,11 @@ package with an entry point in the group ``penstock.environments``, or in any fi
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
@@ -49,6 +52,32 @@ class SamplesRedundantly(Protocol):
         ...
 
 
+@runtime_checkable
+class SamplesEpisodes(Protocol):
+    """A sampler that keeps the turns of an episode on the engine that has computed what they begin with: that of a worker."""
+
+    def in_episode(self) -> AbstractContextManager[Sampler]:
+        """Return the sampler of one episode, for the block."""
+        ...
+
+
+def in_episode(sampler: Sampler) -> AbstractContextManager[Sampler]:
+    """Return what samples one episode; a sampler of one engine is the same for all."""
+    return sampler.in_episode() if isinstance(sampler, SamplesEpisodes) else contextlib.nullcontext(sampler)
+
+
+class EpisodeStore(Protocol):
+    """Holds the episodes of groups that are not complete, so that a killed worker's are not played again."""
+
+    def take(self, task: Task) -> Sequence[Episode]:
+        """Return those of a task that an earlier delivery of its pack had ended; the next call returns none."""
+        ...
+
+    async def keep(self, task: Task, episode: Episode) -> None:
+        """Store an episode that has ended; a failure to store it is counted, and is no error."""
+        ...
+
+
 class KeptTrajectories(list[Trajectory]):
     """The trajectories of a group for which more were started than are kept."""
 
@@ -63,11 +92,19 @@ class Environment(ABC):
 
     name: ClassVar[str]  # in `Task.environment`
 
+    @property
+    def kept_staleness(self) -> int | None:
+        """The most versions by which an ended episode of an earlier delivery may be behind; None: none are stored."""
+        return None
+
     def use_model(self, folder: Path, context_tokens: int | None) -> None:  # noqa: B027 - most need no tokenizer
         """Learn the model, before the first task: its folder, and its context; None: not limited."""
 
     def never_call(self, servers: Sequence[OwnServer]) -> None:  # noqa: B027 - most call no server
         """Learn the run's own servers, before the first task: an environment that calls servers calls none of these."""
+
+    def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:  # noqa: B027 - most end with their request
+        """Learn, before the first task, where ended episodes are stored, and the places of all episodes of the worker; None: enough."""
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Environment:
         """Return this environment under another name, with its own options and limits; raises ConfigError."""

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import hashlib
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,7 @@ from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import Task
 from penstock.protocol.seeds import derived_seed
-from penstock.rollout_service.environments.environment import Environment, Sampler
+from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
 from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition, EpisodeSettings
 from penstock.rollout_service.environments.play_episode import Played
 from penstock.rollout_service.errors import EngineError, TaskRefused
@@ -106,6 +108,8 @@ class EpisodeEnvironment(Environment):
         self._folder = Path()
         self._context_tokens: int | None = None
         self._site: Site | None = None
+        self._store: EpisodeStore | None = None
+        self._worker_places: asyncio.Semaphore | None = None
 
     @abstractmethod
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
@@ -126,6 +130,15 @@ class EpisodeEnvironment(Environment):
         other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has its own)
         other.settings, other.chosen = definition, chosen
         return other
+
+    @property
+    def kept_staleness(self) -> int:
+        """The most versions by which an ended episode of an earlier delivery may be behind."""
+        return self.settings.kept_staleness
+
+    def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:
+        """Note where ended episodes are stored, and the places that all episodes of the worker share."""
+        self._store, self._worker_places = store, running
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         """Note where the model is; its tokenizer and chat template are read with the first task, which may never come."""
@@ -152,11 +165,13 @@ class EpisodeEnvironment(Environment):
         return Site(model, asyncio.Semaphore(self.settings.max_running), executor)
 
     async def _group(self, site: Site, task: Task, sampler: Sampler) -> list[Episode] | TaskRefused:
+        ended = {one.index: one for one in self._store.take(task) if self._continues(task, one)} if self._store else {}
         async with asyncio.TaskGroup() as playing:
-            numbers = range(task.group_size)
+            numbers = [index for index in range(task.group_size) if index not in ended]
             attempts = [playing.create_task(self._episode(site, task, index, sampler)) for index in numbers]
         found = [attempt.result() for attempt in attempts]
-        episodes = [one.episode for one in found if one.episode is not None]
+        episodes = [*ended.values(), *(one.episode for one in found if one.episode is not None)]
+        episodes.sort(key=lambda one: one.index)
         needed = task.group_size if task.min_episodes is None else task.min_episodes
         if len(episodes) >= max(needed, 1):
             return episodes
@@ -168,20 +183,27 @@ class EpisodeEnvironment(Environment):
         )
 
     async def _episode(self, site: Site, task: Task, index: int, sampler: Sampler) -> _Attempted:
-        seed, problem = group_seed(task), ""
+        seed, problem, begun_at = group_seed(task), "", time.monotonic()
         for number in range(self.settings.attempts):
             begun = Begun(f"{task.group_id}.{index}", task, number, seed)
-            async with site.running:
+            async with site.running, self._worker_places or contextlib.nullcontext():
                 try:
-                    attempt = await self.attempt(site, begun, sampler)
+                    with in_episode(sampler) as own:
+                        attempt = await self.attempt(site, begun, own)
                 except RowUnfit as err:
                     return _Attempted(None, f"no play for this row: {err}")
                 episode = self._record(begun, index, attempt)
             if episode is not None:
+                if self._store is not None and time.monotonic() - begun_at >= self.settings.keep_after_s:
+                    await self._store.keep(task, episode)
                 return _Attempted(episode, "")
             problem = f"{attempt.played.status}: {attempt.played.problem}"
             log.warning("episode begun again", episode=begun.name, attempt=number, problem=problem)
         return _Attempted(None, problem)
+
+    def _continues(self, task: Task, episode: Episode) -> bool:
+        """Return True for an ended episode of an earlier delivery that this environment would play alike."""
+        return (episode.environment, episode.seed) == (self.name, group_seed(task)) and episode.index < task.group_size
 
     def limits(self) -> EpisodeLimits:
         """Return what one episode may use."""

@@ -34,6 +34,18 @@ class EpisodeSettings(Section):
         description="How often an episode is begun, with the same seed, before its group is dead-lettered as environment_failed. A "
         "failure is never a reward.",
     )
+    keep_after_s: float = Field(
+        10.0,
+        ge=0,
+        description="Episodes that took at least so many seconds are stored as soon as they have ended: if the worker is killed before their "
+        "pack is complete, the next one does not play them again.",
+    )
+    kept_staleness: int = Field(
+        1,
+        ge=0,
+        description="Most versions by which such an episode may be behind when the next worker begins; older ones are played again. "
+        "rollout.max_staleness is the most that is trained.",
+    )
     thinking: Thinking = Field(
         "keep",
         description="What the policy sees of its earlier reasoning: keep all of it, tool_cycle until the next user message, strip it.",

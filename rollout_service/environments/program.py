@@ -22,15 +22,14 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import structlog
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.protocol.facts import Sampling
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.environments import program_process
+from penstock.rollout_service.environments import program_process, program_sandbox
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.environments.episode_environment import (
     Attempt,
@@ -43,9 +42,7 @@ from penstock.rollout_service.environments.episode_environment import (
 from penstock.rollout_service.environments.play import Row
 from penstock.rollout_service.environments.program_outcome import MAX_RESULT_BYTES, outcome
 from penstock.rollout_service.proxy.proxy import AgentProxy, path
-from penstock.rollout_service.proxy.server import serving
-
-log = structlog.get_logger("rollout.program")
+from penstock.rollout_service.proxy.server import serving, serving_at
 
 _ALWAYS_PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ")  # others of the worker hold its logins
 
@@ -59,9 +56,30 @@ class ProgramOptions(PlayOptions):
     pass_variables: list[str] = Field(
         default_factory=list, description="Variables of the worker that it gets too; without them PATH, HOME and LANG."
     )
+    sandbox: bool = Field(
+        False,
+        description="Confine it with bubblewrap: no network but the episode's URL, nothing to write but TMPDIR, processes of its own.",
+    )
+    readable: list[str] = Field(
+        default_factory=list,
+        description="Absolute paths that it may read in the sandbox, besides folder, system and Python.",
+    )
     version: str = Field(
         "", max_length=200, description="Recorded with each episode; raise it when the program changes."
     )
+
+    @model_validator(mode="after")
+    def _readable_in_a_sandbox(self) -> ProgramOptions:
+        if self.readable and not self.sandbox:
+            raise ValueError("readable is read in the sandbox alone: set sandbox = true, or leave it out")
+        if self.sandbox and self.folder == ".":
+            raise ValueError(
+                "sandbox = true needs a folder, which the program can read whole: the worker's own may hold the logins of the run file"
+            )
+        for one in self.readable:
+            if not Path(one).is_absolute():
+                raise ValueError(f"readable: {one!r} is no absolute path")
+        return self
 
 
 class Program(EpisodeEnvironment):
@@ -74,12 +92,17 @@ class Program(EpisodeEnvironment):
         """Start without a model, and so without a proxy."""
         super().__init__()
         self._served: _ServedProxy | None = None
+        self._sweeper: program_process.Sweeper | None = None
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is; the proxy is served from the first task on."""
+        """Note where the model is; the proxy is served from the first task on. Raises ConfigError for a sandbox that cannot be had."""
         super().use_model(folder, context_tokens)
+        if self.chosen is not None and self.chosen.sandbox:
+            program_sandbox.program()
         self.version = self.chosen.version if self.chosen else ""  # pyright: ignore[reportAttributeAccessIssue]
         self._served = _ServedProxy(AgentProxy(self.limits()))
+        if self.chosen is not None and self._sweeper is None:
+            self._sweeper = program_process.Sweeper(Path(tempfile.gettempdir()))
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         """Run the program once; raises EngineError, or RowUnfit."""
@@ -92,17 +115,18 @@ class Program(EpisodeEnvironment):
             Row.of(begun.task)
         except ValueError as err:
             raise RowUnfit(str(err)) from None
-        url = await served.url()
+        url = await served.url(on_socket=self.chosen.sandbox)
         timed, proxy = _TimedSampler(sampler), served.proxy
         session = proxy.begin(begun.name, site.model, timed, begun.task.sampling, begun.sampling_seed)
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(site.executor, _write_task, begun)
         started = time.monotonic()
         try:
+            variables = self._variables(begun, folder, url + path(session))
             ended = await program_process.run(
-                self.chosen.command,
+                self._confined(folder, variables) if self.chosen.sandbox else self.chosen.command,
                 Path(self.chosen.folder),
-                self._variables(begun, folder, url + path(session)),
+                variables,
                 self.settings.episode_deadline_s,
             )
             policy_s = timed.seconds()
@@ -123,14 +147,22 @@ class Program(EpisodeEnvironment):
 
     async def close(self) -> None:
         """End the proxy's server; there is none in a worker that is stopped before its first weights."""
+        if self._sweeper is not None:
+            self._sweeper.close()
         if self._served is not None:
             await self._served.close()
 
-    def _prepare(self) -> Site:
-        killed, deleted = program_process.sweep(Path(tempfile.gettempdir()))
-        if killed or deleted:
-            log.warning("programs of a worker that is gone", processes_killed=killed, folders_deleted=deleted)
-        return super()._prepare()
+    def _confined(self, folder: Path, variables: Mapping[str, str]) -> list[str]:
+        served = self._served
+        assert served is not None
+        return program_sandbox.confined(
+            self.chosen.command,
+            start_in=Path(self.chosen.folder),
+            readable=self.chosen.readable,
+            writable=folder,
+            socket=served.socket,
+            variables=variables,
+        )
 
     def _variables(self, begun: Begun, folder: Path, url: str) -> dict[str, str]:
         passed = {
@@ -153,17 +185,24 @@ class Program(EpisodeEnvironment):
 
 
 class _ServedProxy:
-    """A proxy whose server is started once, with the first episode."""
+    """A proxy whose server is started once, with the first episode, on a port of this machine or on a Unix socket."""
 
     def __init__(self, proxy: AgentProxy) -> None:
         self.proxy = proxy
         self._running = contextlib.AsyncExitStack()
         self._starting = asyncio.Lock()
         self._url = ""
+        self.socket = Path()  # once it is served there
 
-    async def url(self) -> str:
-        """Return the server's URL."""
+    async def url(self, *, on_socket: bool) -> str:
+        """Return the server's URL, as a program sees it."""
         async with self._starting:
+            if not self._url and on_socket:
+                folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
+                self._running.callback(shutil.rmtree, folder, ignore_errors=True)
+                self.socket = folder / "proxy"
+                await self._running.enter_async_context(serving_at(self.proxy, self.socket))
+                self._url = f"http://127.0.0.1:{program_sandbox.PROXY_PORT}"
             self._url = self._url or await self._running.enter_async_context(serving(self.proxy))
         return self._url
 

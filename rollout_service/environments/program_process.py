@@ -1,8 +1,8 @@
 """Run one program of an episode in a process group of its own, and end all of the group; find those of workers that are gone.
 
 The kernel kills the program when its worker dies (`engines/parent_death.py`). What the program itself had started then, or what had
-left its process group, carries the worker's mark in its environment variables, as the folders do in their names: the next worker on
-the machine ends and deletes both.
+left its process group, carries the worker's mark in its environment variables, as the folders do in their names: every worker with
+programs on the machine looks for those of workers that are gone, when it begins and every half minute, and ends and deletes both.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from penstock.rollout_service.engines import parent_death
 
+log = structlog.get_logger("rollout.program")
+
+SWEEP_S = 30.0
 MARK = "PENSTOCK_PROGRAM_OF"  # the variable that names the worker of a program
 PREFIX = "penstock-program-"  # of the folders of episodes; the worker's mark follows
 _KEPT_BYTES = 4096  # the end of what a program prints
@@ -109,18 +115,52 @@ def mark() -> str:
 def sweep(parent: Path) -> tuple[int, int]:
     """Kill programs and delete folders in ``parent`` of workers of this PID namespace that are gone; return how many."""
     killed = deleted = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        if _is_left(_mark_of(process)) and int(process.name) != os.getpid():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(process.name), signal.SIGKILL)
-                killed += 1
-    for folder in parent.glob(f"{PREFIX}*"):
-        if _is_left(folder.name.removeprefix(PREFIX).rpartition("-")[0]):
-            with contextlib.suppress(FileNotFoundError):  # another worker deletes it too
-                if folder.lstat().st_uid == os.getuid():
-                    shutil.rmtree(folder, ignore_errors=True)
-                    deleted += 1
+    for pid in left_processes():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+    for folder in left_folders(parent):
+        shutil.rmtree(folder, ignore_errors=True)
+        deleted += 1
     return killed, deleted
+
+
+def left_processes() -> list[int]:
+    """Return the programs of workers of this PID namespace that are gone, and what these have started."""
+    found = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def left_folders(parent: Path) -> list[Path]:
+    """Return the folders in ``parent`` of such programs, as far as they are this user's."""
+    found = []
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # another worker deletes it too
+            if _is_left(folder.name.removeprefix(PREFIX).rpartition("-")[0]) and folder.lstat().st_uid == os.getuid():
+                found.append(folder)
+    return found
+
+
+class Sweeper:
+    """Sweeps a folder at once and then every ``period_s``, in a thread, until `close`."""
+
+    def __init__(self, parent: Path, period_s: float = SWEEP_S) -> None:
+        """Start the thread."""
+        self._parent, self._period_s = parent, period_s
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="sweep-programs", daemon=True).start()
+
+    def close(self) -> None:
+        """End it, after the sweep under way."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while True:
+            killed, deleted = sweep(self._parent)
+            if killed or deleted:
+                log.warning("programs of a worker that is gone", processes_killed=killed, folders_deleted=deleted)
+            if self._closed.wait(self._period_s):
+                return
 
 
 def _mark_of(process: Path) -> str:

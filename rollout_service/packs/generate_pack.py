@@ -23,6 +23,7 @@ from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.environments.build_trajectory import as_baseline, build_group, rows_of
 from penstock.rollout_service.environments.environment import Environment, KeptTrajectories, Sampler
 from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
+from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import ReceivedPack
 from penstock.rollout_service.retry import retry
@@ -48,6 +49,7 @@ class PackGenerator:
         blobs: Blobs,
         settlement: Settlement,
         activity: Activity,
+        episodes: FinishedEpisodes,
         teacher: Teacher | None = None,
     ) -> None:
         """Prepare; `use_model` follows once the first weights are loaded."""
@@ -60,6 +62,7 @@ class PackGenerator:
         self._blobs = blobs
         self._settlement = settlement
         self._activity = activity
+        self._episodes = episodes
         self._teacher = teacher
 
     def use_model(self, folder: Path) -> None:
@@ -87,6 +90,23 @@ class PackGenerator:
         Raises EngineError, PackError or TaskRefused, which `Settlement` handles.
         """
         tasks = await self._accepted_tasks(received)
+        if received.delivery.num_delivered > 1:
+            await self._episodes.load(tasks, vocab_size=self.limits.vocab_size, max_staleness=self._kept_staleness())
+        try:
+            return await self._generate(received, tasks)
+        except BaseException:
+            await self._episodes.forget([task.group_id for task in tasks], delete=False)
+            raise
+
+    async def announced(self, groups: Sequence[Group]) -> None:
+        """Delete what was stored of groups whose pack is announced."""
+        await self._episodes.forget([group.group_id for group in groups], delete=True)
+
+    def _kept_staleness(self) -> dict[str, int]:
+        found = {name: environment.kept_staleness for name, environment in self._environments.items()}
+        return {name: versions for name, versions in found.items() if versions is not None}
+
+    async def _generate(self, received: ReceivedPack, tasks: Sequence[Task]) -> list[Group]:
         by_pin: dict[int | None, list[Task]] = {}
         for task in tasks:
             by_pin.setdefault(task.pinned_version, []).append(task)
@@ -99,6 +119,8 @@ class PackGenerator:
             groups += await self._taught(same, made)
             for task, reason in refused:
                 await self._settlement.refuse(received, [task], reason)
+            if refused:
+                await self._episodes.forget([task.group_id for task, _ in refused], delete=True)
         return groups
 
     async def _taught(self, tasks: Sequence[Task], groups: Sequence[Group]) -> Sequence[Group]:
@@ -192,7 +214,10 @@ class PackGenerator:
             if isinstance(members, TaskRefused):
                 refused.append((task, members))
                 continue
-            self._check_origin(task, [row for one in members.kept for row in rows_of(one)])
+            played = [
+                one for one in members.kept if not isinstance(one, ContinuedEpisode)
+            ]  # others were checked before
+            self._check_origin(task, [row for one in played for row in rows_of(one)])
             groups.append(build_group(task, members.kept, members.abandoned))
         return groups, refused
 
@@ -216,7 +241,7 @@ class PackGenerator:
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
         """Raise ReplyRefused for tokens that this model, or this version of it, cannot have sampled."""
-        highest = max(int(row.token_ids.max()) for row in trajectories)
+        highest = max((int(row.token_ids.max()) for row in trajectories), default=0)
         if self.limits.vocab_size is not None and highest >= self.limits.vocab_size:
             raise ReplyRefused(
                 f"{task.group_id}: token id {highest}, but the model has {self.limits.vocab_size} tokens"

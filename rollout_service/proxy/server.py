@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -28,9 +31,35 @@ async def serving(proxy: AgentProxy, host: str = "127.0.0.1", port: int = 0) -> 
 
 
 @contextlib.asynccontextmanager
+async def serving_at(proxy: AgentProxy, path: Path) -> AsyncIterator[None]:
+    """Serve the proxy on a Unix socket inside the block, which any user may open who can enter its folder; raises OSError."""
+    with _listening_at(path) as listener:
+        async with _serving(ProxyApp(proxy), listener):
+            yield
+
+
+def _listening_at(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.asynccontextmanager
 async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIterator[str]:
     """Serve an ASGI app inside the block; yields its URL. Raises ConfigError, which names the setting ``key`` or the certificate."""
     listener = listening_socket.listen(host, port, key=key, backlog=_BACKLOG)
+    async with _serving(app, listener, **http_tls.server_options(host)):
+        yield f"{http_tls.scheme(host)}://{host}:{listener.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def _serving(app: object, listener: socket.socket, **tls: Any) -> AsyncIterator[None]:
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
         log_config=None,
@@ -42,12 +71,12 @@ async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIt
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
-        **http_tls.server_options(host),
+        **tls,
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"{http_tls.scheme(host)}://{host}:{listener.getsockname()[1]}"
+        yield
     finally:
         server.should_exit = True
         await running

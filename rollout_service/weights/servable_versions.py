@@ -20,13 +20,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import KeptCompletions, able_to_abandon
+from penstock.rollout_service.engines.engine_client import (
+    Generates,
+    KeptCompletions,
+    PlacesEpisodes,
+    able_to_abandon,
+)
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.errors import EngineRefused
 from penstock.rollout_service.weights.mirror import MirroredVersion
@@ -117,6 +122,17 @@ class VersionSampler:
     servable: ServableVersions
     engine: Engine
     pin: PolicyVersion | None
+    place: Generates | None = None  # of an episode; None: any engine of the worker
+
+    @contextlib.contextmanager
+    def in_episode(self) -> Iterator[VersionSampler]:
+        """Return the sampler of one episode, whose requests go to one engine of several."""
+        client = self.engine.client
+        if not isinstance(client, PlacesEpisodes):
+            yield self
+            return
+        with client.placed() as place:
+            yield replace(self, place=place)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
@@ -124,7 +140,7 @@ class VersionSampler:
         """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
         adapter = self.servable.adapter_of(self.pin)
         with self.servable.using(adapter):
-            return await self.engine.client.generate(prompts, sampling, n, adapter, seeds)
+            return await (self.place or self.engine.client).generate(prompts, sampling, n, adapter, seeds)
 
     async def generate_redundantly(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, redundancy: Redundancy

@@ -97,6 +97,24 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path):
     assert broken == []
 
 
+def test_every_known_failure_of_agents_has_its_test():
+    """Each of the sixty cases is in the table, and each test and proof that it names exists."""
+    rows = re.findall(
+        r"^\| ([\d, to]+) \|.*\| `([^`]+)` \|$", (ROOT / "docs" / "agent_failures.md").read_text(), re.MULTILINE
+    )
+    numbers = set[int]()
+    for cases, name in rows:
+        first, *rest = map(int, re.findall(r"\d+", cases))
+        numbers |= set(range(first, rest[-1] + 1)) if " to " in cases else {first, *rest}
+        if name.startswith("make "):
+            assert f"\n{name.removeprefix('make ')}:" in (ROOT / "Makefile").read_text(), name
+            continue
+        file, _, function = name.partition("::")
+        found = ROOT / "tests" / ("" if file.startswith("trainer/") else "rollout_service") / file
+        assert f"def {function}(" in found.read_text(), name
+    assert numbers == set(range(1, 61))
+
+
 def test_every_linked_page_is_on_the_site():
     """A Markdown file that a page of docs/ links to matches a pattern of docs/conf.py; else the site cannot be built."""
     source = ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Deletes packs, task lists and log-probabilities whose retention has ended (`protocol/config/retention.py`), in a separate thread.
+"""Deletes packs, ended episodes, task lists and log-probabilities whose retention has ended (`protocol/config/retention.py`), in a separate thread.
 
 What is still needed is read from storage, as an audit does: the queues in the order in which a group passes them, so that
 none is missed, then the dead letters, then the record that the newest checkpoint names. The packs of a rescored input
@@ -75,7 +75,12 @@ class GroupGc:
     def sweep(self) -> list[str]:
         """Delete what has expired; return its keys. Raises BlobError, BusError or WireError."""
         run = self._run_id
-        prefixes = (blob_keys.groups_prefix(run), blob_keys.task_lists_prefix(run), blob_keys.logprobs_prefix(run))
+        prefixes = (
+            blob_keys.groups_prefix(run),
+            blob_keys.all_finished_episodes_prefix(run),
+            blob_keys.task_lists_prefix(run),
+            blob_keys.logprobs_prefix(run),
+        )
         stored = [stat for prefix in prefixes for stat in self._blobs.list(prefix)]
         named = set(self._named()) | packs_of_input(run, self._blobs)
         if self._settings.trained_packs_h:  # before the record is read: a pack may be newer than the listing

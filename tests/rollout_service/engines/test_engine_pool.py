@@ -13,6 +13,7 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
+from penstock.rollout_service.engines.engine_client import PlacesEpisodes
 from penstock.rollout_service.engines.engine_metrics import aggregate_metrics
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.sglang.client import SglangClient
@@ -78,6 +79,46 @@ async def test_the_engine_with_the_fewest_pending_tokens_gets_the_group(model: P
             assert (len(one.requests), len(other.requests)) == (1, 6)
             one.flow.set()
             await long
+
+
+async def test_an_episode_stays_on_its_engine(model: Path):
+    """All turns of an episode go to one engine, those of a new one to the engine with the fewest, though nothing is pending."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            router = pool.client
+            assert isinstance(router, PlacesEpisodes)
+            with router.placed() as first, router.placed() as second, router.placed() as third:
+                for turn in range(3):
+                    for number, place in enumerate((first, second, third)):
+                        [[answer]] = await place.generate([[10 * number + 5] * (turn + 1)], SAMPLING, 1)
+                        assert answer.token_ids
+            asked = [{request["input_ids"][0][0] for request in server.requests} for server in (one, other)]
+            assert asked == [{5, 25}, {15}]
+            with router.placed() as fourth:  # the others have ended
+                await fourth.generate([[35]], SAMPLING, 1)
+            assert one.requests[-1]["input_ids"] == [[35]]
+
+
+async def test_an_episode_moves_when_its_engine_cannot_be_asked_or_is_behind(model: Path):
+    """An engine that is not ready, or still serves an older version, gets no turn; the error of an engine is raised as it is."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            router = pool.client
+            assert isinstance(router, PlacesEpisodes)
+            with router.placed() as place:
+                await place.generate([[5]], SAMPLING, 1)
+                pool._engines[0].ready.clear()  # pyright: ignore[reportAttributeAccessIssue]
+                await place.generate([[5, 6]], SAMPLING, 1)
+                pool._engines[0].ready.set()  # pyright: ignore[reportAttributeAccessIssue]
+                await place.generate([[5, 6, 7]], SAMPLING, 1)
+                assert (len(one.requests), len(other.requests)) == (1, 2)
+                await pool._engines[0].load(model, V1)
+                [[newest]] = await place.generate([[5, 6, 7, 8]], SAMPLING, 1)
+                assert {run.version for run in newest.version_runs} == {V1}
+                assert (len(one.requests), len(other.requests)) == (2, 2)
+                one.status = 500
+                with pytest.raises(EngineRefused, match="500"):
+                    await place.generate([[5]], SAMPLING, 1)
 
 
 async def test_an_engine_that_is_not_ready_gets_no_requests(model: Path):

@@ -56,18 +56,19 @@ class Pack:
         nothing: Any = SimpleNamespace(
             applied={0}, wait_for_version=self._at_once, wait_for_ordinary=self._at_once,
             ordinary_waiting=contextlib.nullcontext, sampler=lambda _: None, check_health=self._check_health, refuse=self._refuse,
+            forget=self._at_once,
         )  # fmt: skip
         self._generator = PackGenerator(
             engine=nothing, environments={one.name: one for one in environments}, weights=nothing, servable=nothing,
-            gate=nothing, blobs=nothing, settlement=nothing, activity=Activity(),
+            gate=nothing, blobs=nothing, settlement=nothing, activity=Activity(), episodes=nothing,
         )  # fmt: skip
 
     async def generate(self) -> list[Group]:
         fact = SimpleNamespace(tasks=self._tasks, tasks_blob=None, pack_id="p0")
-        received: Any = SimpleNamespace(delivery=SimpleNamespace(fact=fact), split="train")
+        received: Any = SimpleNamespace(delivery=SimpleNamespace(fact=fact, num_delivered=1), split="train")
         return await self._generator.generate(received)
 
-    async def _at_once(self, *_: object) -> None:
+    async def _at_once(self, *_: object, **__: object) -> None:
         pass
 
     async def _check_health(self) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
+from tests.servers import wait_for
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import ConfigError
@@ -220,9 +224,86 @@ def test_programs_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
         worker.send_signal(signal.SIGKILL)
         worker.wait(10)
     wait_until_ended(direct)
-    killed, deleted = program_process.sweep(tmp_path)
-    assert (killed >= 1, deleted) == (True, 1)
+    sweeper = program_process.Sweeper(tmp_path, period_s=600)  # another worker on the machine
     wait_until_ended(escaped)
+    wait_for(lambda: not list(tmp_path.glob(f"{program_process.PREFIX}*")), "the folder's deletion")
+    sweeper.close()
+
+
+needs_bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
+)
+
+
+@needs_bubblewrap
+def test_a_program_in_the_sandbox_reaches_the_proxy_and_nothing_else(model: Path, tmp_path: Path) -> None:
+    """It asks, writes its result, and reads what it is given; no other address, file, process or variable."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "given").write_text("here")
+    (tmp_path / "hidden").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        code = f"""
+import socket
+ask(task["messages"])
+def fails(function, *arguments):
+    try:
+        function(*arguments)
+    except OSError as err:
+        return err
+    raise AssertionError((function, arguments))
+for address in (("127.0.0.1", {other.getsockname()[1]}), ("127.0.0.1", 4222), ("192.0.2.1", 80)):
+    fails(socket.create_connection, address, 5)
+assert open({str(tmp_path / "data" / "given")!r}).read() == "here"
+for path in ({str(tmp_path / "hidden")!r}, "/etc/passwd", {str(ROOT / "pyproject.toml")!r}):
+    fails(open, path)
+for path in ({str(tmp_path / "data" / "new")!r}, "/usr/new", "/new"):
+    fails(open, path, "w")
+assert os.getuid() != 0 and all(int(one) < 20 for one in os.listdir("/proc") if one.isdecimal())
+assert "OWN" in os.environ and "PENSTOCK_S3_SECRET_KEY" not in os.environ
+result(json.dumps({{"reward": 0.25}}))
+"""
+        options = {"sandbox": True, "readable": [str(tmp_path / "data")], "variables": {"OWN": "2"}, "folder": "/usr"}
+        (episode,), engine = run(model, python(code), options=options)
+    assert (episode.status, episode.reward, len(engine.prompts)) == ("done", 0.25, 1)
+
+
+@needs_bubblewrap
+def test_nothing_outlives_a_sandbox(model: Path) -> None:
+    """Its exit status is known, a signal as a shell says it, and a process that left the group is gone with it."""
+    name = f"600.{os.getpid()}"
+    code = f"{_ASKED}subprocess.Popen(['setsid', 'sleep', '{name}']); time.sleep(0.2); "
+    for end, said in (("sys.exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "exit status 137")):
+        found, _ = run(model, python(code + end), attempts=1, options={"sandbox": True, "folder": "/usr"})
+        assert said in str(found)
+        wait_for(lambda: not sleeping(name), "the end of the process")
+
+
+def sleeping(name: str) -> list[str]:
+    """The processes that sleep for ``name`` seconds."""
+    wanted = f"sleep\0{name}\0".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [process.name] if (process / "cmdline").read_bytes() == wanted else []
+    return found
+
+
+def test_a_sandbox_is_refused_before_the_first_episode(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the run file where it says something impossible, by a worker that has no bubblewrap before its first task."""
+
+    def define(**options: Any) -> Any:
+        return PROGRAM.defined("a", EnvironmentDefinition(type="program", options={"command": ["true"], **options}))
+
+    with pytest.raises(ConfigError, match="readable is read in the sandbox alone"):
+        define(readable=["/data"])
+    with pytest.raises(ConfigError, match="'data' is no absolute path"):
+        define(sandbox=True, folder="/usr", readable=["data"])
+    with pytest.raises(ConfigError, match="needs a folder"):
+        define(sandbox=True)
+    own = define(sandbox=True, folder="/usr")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="apt install bubblewrap"):
+        own.use_model(model, 8192)
 
 
 def read_pid(file: Path) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,62 @@ def test_no_more_episodes_are_played_at_once_than_allowed(model: Path) -> None:
     engine = Engine(ChatTokenizer.read(model), script=["a<|im_end|>"] * 9, before=count)
     asyncio.run(playing(model, Script(lambda: done(1.0)), max_running=2).rollout([task_of(size=6)], engine))
     assert most == [2]
+
+
+def test_episodes_of_all_environments_share_the_places_of_the_worker(model: Path) -> None:
+    """``worker.max_episodes`` counts episodes, those that wait for a tool too; the engine's places are free meanwhile."""
+    running, most, asked = [0], [0], [0]
+
+    class Waiting(Script):
+        def play(self, seed: int, row: Row, options: Any) -> Play:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            return super().play(seed, row, options)
+
+    async def tool() -> Reply:
+        assert asked[0] < running[0], "the episode of this tool asks nothing"
+        await asyncio.sleep(0.02)
+        running[0] -= 1
+        return done(1.0)
+
+    async def answer() -> None:
+        asked[0] += 1
+        await asyncio.sleep(0)
+        asked[0] -= 1
+
+    class Placing(Engine):
+        """Gives each episode a sampler of its own, and has them back at its end."""
+
+        num_placed = num_left = 0
+
+        @contextlib.contextmanager
+        def in_episode(self) -> Iterator[Engine]:
+            self.num_placed += 1
+            yield self
+            self.num_left += 1
+
+    async def play_both() -> Placing:
+        engine = Placing(ChatTokenizer.read(model), script=["a<|im_end|>"] * 12, before=answer)
+        places, nowhere = asyncio.Semaphore(3), Nowhere()
+        environments = [playing(model, Waiting(tool)) for _ in range(2)]
+        for one in environments:
+            one.use_worker(nowhere, places)
+        await asyncio.gather(*(one.rollout([task_of(size=6)], engine) for one in environments))
+        return engine
+
+    engine = asyncio.run(play_both())
+    assert most == [3]
+    assert (engine.num_placed, engine.num_left, asked) == (12, 12, [0])
+
+
+class Nowhere:
+    """A store that has nothing and keeps nothing."""
+
+    def take(self, task: Task) -> Sequence[Episode]:
+        return ()
+
+    async def keep(self, task: Task, episode: Episode) -> None:
+        pass
 
 
 def test_a_row_that_is_no_question_is_refused(model: Path) -> None:

@@ -196,7 +196,7 @@ async def _generate(bus: Bus, blobs: Blobs, run_id: str, tasks: Sequence[Task], 
     )  # fmt: skip
     generator = PackGenerator(
         engine=nothing, environments={"lookup": Lookup()}, weights=nothing, servable=nothing, gate=nothing,
-        blobs=blobs, settlement=nothing, activity=Activity(),
+        blobs=blobs, settlement=nothing, activity=Activity(), episodes=nothing,
     )  # fmt: skip
     groups = await generator.generate(received)
     announcer = PackAnnouncer(
