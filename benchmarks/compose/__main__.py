@@ -80,11 +80,11 @@ def _run(folder: Path, scale: int, steps: int) -> int:
             return sum('"kind":"step"' in line.replace(" ", "") for line in lines)
 
         for at, container in ((2, stack.of("rollout-cpu")[0]), (4, stack.of("reward")[0]), (6, trainer)):
-            stack.wait(lambda at=at: steps_done() >= at, f"step {at}", 300)
+            stack.wait(lambda at=at: steps_done() >= at, f"step {at}", 900)
             restarts = container.restarts
             container.kill(signal.SIGKILL)
             stack.wait(lambda one=container, n=restarts: one.restarts > n and one.code is None, "restart", 60)
-        stack.wait(lambda: trainer.code == 0, "end of the trainer", 400)
+        stack.wait(lambda: trainer.code == 0, "end of the trainer", 900)
         wall_s = time.monotonic() - started
         done = steps_done()
         stack.wait(
@@ -157,7 +157,7 @@ def _tool(stack: Stack, trainer: Service, number: int, words: Sequence[str]) -> 
     )  # fmt: skip
     container = stack.container(service, number)
     stack.start(container)
-    stack.wait(lambda: container.code is not None, f"end of {words[0]}", 180)
+    stack.wait(lambda: container.code is not None, f"end of {words[0]}", 900)
     text = container.log.read_text()
     return container.code or 0, text.strip().rpartition("\n")[2] if "--json" in words else text
 

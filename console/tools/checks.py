@@ -106,7 +106,7 @@ def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
         yield Finding("S3", "ok", "not configured; the quickstart starts its own (or: penstock up)")
     else:
         where = f"{settings.s3.endpoint}/{settings.s3.bucket}"
-        yield _reach("S3", where, lambda: Blobs(settings.s3).check(deadline_s=_REACH_S))
+        yield _reach("S3", where, lambda: Blobs(settings.s3).check(settings.run.id, deadline_s=_REACH_S))
 
 
 def python() -> Finding:

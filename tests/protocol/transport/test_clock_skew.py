@@ -20,7 +20,7 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 blobs = Blobs(S3Settings.model_validate_json(sys.argv[1]), deadline_s=0.2)
-for call in (lambda: blobs.check(deadline_s=0.2), lambda: blobs.put("runs/x/y", b"abc"), lambda: blobs.exists("runs/x/y")):
+for call in (lambda: blobs.check("x", deadline_s=0.2), lambda: blobs.put("runs/x/y", b"abc"), lambda: blobs.exists("runs/x/y")):
     try:
         call()
     except PenstockError as err:
