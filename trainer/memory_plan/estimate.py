@@ -15,6 +15,7 @@ from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.memory_plan.zero_states import REDUCE_BUCKET, zero_states
 
 MAX_LOGITS = 32 * 1024 * 1024  # elements of logits in one chunk, as in `learner/logprobs.py`
+LOSS = "log-probabilities and loss"
 _MOST_GATHERED = 1_000_000_000  # parameters, DeepSpeed's default
 _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
 
@@ -60,7 +61,7 @@ def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
             {**(parameters if on_host else {}), **states.held.host},
         ),
         phases={
-            "log-probabilities and loss": Needs(
+            LOSS: Needs(
                 {**before, "activations": on_device + head, "logits": _logits(shape, method, largest)}, kept_on_host
             ),
             "backward": Needs({**before, "activations": on_device + head + one_layer}, kept_on_host),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.trainer.memory_plan.estimate import MAX_LOGITS, Network, checkpoint_copy, network
+from penstock.trainer.memory_plan.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, network
 from penstock.trainer.memory_plan.method import FLOAT32, Method, Needs, Sizes
 from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.memory_plan.plan_inputs import PlanInputs
@@ -16,6 +16,8 @@ _COPIES = 2  # of the weights: the newest published one, which the next patch is
 # What libraries hold on a CPU besides tensors, measured: half of it is code that oneDNN compiles for each shape of a product.
 _FLOAT32_KERNELS, _BFLOAT16_KERNELS, _BFLOAT16_KERNELS_OF_ADAPTERS = 10_000_000, 35_000_000, 55_000_000
 COPY = "copy of the weights"
+LAST_RANK = f"{LOSS} on the last rank"  # which samples the most of shared tokens, and copies no weights where there are few buckets
+_HELD_COPIES = "copies of the weights"
 PARKED = "log-probabilities of the parked reference"
 CHECKPOINT = "copy for a checkpoint"  # of weights and optimizer states, until a thread has written it
 
@@ -48,7 +50,12 @@ class MemoryPlan:
 
     @cached_property
     def _policy(self) -> Network:
-        return network(self.inputs.rank_shape, self.inputs.method, self.inputs.largest)
+        return network(self.inputs.rank_shape, self.inputs.method, self._largest)
+
+    @property
+    def _largest(self) -> Pass:
+        """The largest micro-batch of the rank that holds copies of the weights."""
+        return self.inputs.largest if self._all_ranks_copy else self.inputs.largest_of_first_rank
 
     @cached_property
     def _critic(self) -> Network | None:
@@ -72,7 +79,7 @@ class MemoryPlan:
                 held.update({f"{name} of the critic": size for name, size in sizes.items()})
         (host if self.inputs.reference_on_host else device)["reference"] = self._reference
         copies = 1 if self.inputs.publishes_adapter else _COPIES  # of the adapters' base, which is never copied again
-        host["copies of the weights"] = copies * self._copy
+        host[_HELD_COPIES] = copies * self._copy
         host[CHECKPOINT] = checkpoint_copy(self.inputs.rank_shape, self.inputs.method)
         if self.inputs.critic is not None:
             host[CHECKPOINT] += checkpoint_copy(*self._critics)
@@ -94,6 +101,10 @@ class MemoryPlan:
 
     def _phases(self) -> Iterator[Phase]:
         yield from (Phase(name, needs, self.held) for name, needs in self._policy.phases.items())
+        if self._largest != self.inputs.largest:
+            others = network(self.inputs.rank_shape, self.inputs.method, self.inputs.largest)
+            host = {name: size for name, size in self.held.host.items() if name != _HELD_COPIES}
+            yield Phase(LAST_RANK, others.phases[LOSS], replace(self.held, host=host))
         if self._critic is not None:
             yield from (Phase(f"critic: {name}", needs, self.held) for name, needs in self._critic.phases.items())
         if self.inputs.reference is not None and self.inputs.reference_on_host:
@@ -124,9 +135,16 @@ class MemoryPlan:
         """Bytes of a rank's share of a copy: whole buckets, the embedding in one of its own if it is larger."""
         shape, width = self.inputs.shape, self.inputs.published_width
         whole = shape.parameters * width
-        buckets = -(-whole // BUCKET_BYTES)
-        of_rank = -(-buckets // self.inputs.method.num_ranks)
-        return max(whole * of_rank // buckets, shape.table * width)
+        of_rank = -(-self._buckets // self.inputs.method.num_ranks)
+        return max(whole * of_rank // self._buckets, shape.table * width)
+
+    @property
+    def _buckets(self) -> int:
+        return -(-self.inputs.shape.parameters * self.inputs.published_width // BUCKET_BYTES)
+
+    @property
+    def _all_ranks_copy(self) -> bool:
+        return self._buckets >= self.inputs.method.num_ranks
 
     @property
     def _reference(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -73,6 +73,14 @@ class PlanInputs:
         tokens, predictors = max((one for bins in self._passes for one in bins), default=(0, 0))
         tokens = -(-tokens // self.method.sequence_parallel)
         return Pass(tokens, min(predictors, tokens), max(map(len, self._passes)))
+
+    @property
+    def largest_of_first_rank(self) -> Pass:
+        """The same of the first rank, whose tokens begin with a prompt: it samples fewer where ranks share tokens."""
+        largest = self.largest
+        if self.method.sequence_parallel == 1:
+            return largest
+        return replace(largest, predictors=min(largest.predictors, max(0, largest.tokens - self.batch.prompt_tokens)))
 
     @property
     def operations(self) -> float:

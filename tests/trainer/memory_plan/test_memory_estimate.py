@@ -33,7 +33,7 @@ def _inputs(name: str, **changes: Any) -> PlanInputs:
     one, fields = MEASURED[name]["configuration"], MEASURED[name]["fields"]
     method = Method(
         dtype=one["dtype"], zero_stage=one["zero_stage"], num_ranks=one["num_ranks"], checkpointing=one["checkpointing"],
-        sequence_parallel=one.get("sequence_parallel", 1), gradient_dtype=one["gradient_dtype"], offload=one["offload"], lora_rank=one["lora"], with_entropy=one["entropy"],
+        sequence_parallel=one.get("sequence_parallel", 1), tensor_parallel=one.get("tensor_parallel", 1), gradient_dtype=one["gradient_dtype"], offload=one["offload"], lora_rank=one["lora"], with_entropy=one["entropy"],
     )  # fmt: skip
     batch = Batch(one["prompt"], one["answer"], one["group_size"], one["groups"])
     method = replace(method, **changes)
@@ -59,6 +59,8 @@ def test_what_is_recorded() -> None:
     }
     assert layouts >= {(stage, ranks, False) for stage in (1, 2, 3) for ranks in (1, 2)}
     assert layouts >= {(stage, 2, True) for stage in (1, 2, 3)}
+    shared = {(one["dtype"], one.get("sequence_parallel", 1), one.get("tensor_parallel", 1)) for one in chosen}
+    assert shared >= {(dtype, *shares) for dtype in ("float32", "bfloat16") for shares in ((2, 1), (1, 2))}
 
 
 @pytest.mark.parametrize("name", MEASURED)
