@@ -58,10 +58,11 @@ test-sglang: $(STAMP) $(SGLANG)/.installed  ## run the engine contract tests aga
 test-trackers: .venv-trackers/.installed  ## run the tracker tests with the real W&B, MLflow, trackio, SwanLab and TensorBoard, offline (two minutes to install)
 	PENSTOCK_TEST_TRACKERS=1 .venv-trackers/bin/python -m pytest --noconftest -o addopts= tests/console/tracking/test_writers.py
 
-test-environments: .venv-environments/.installed  ## play environments with the real GEM, OpenEnv and TRL, and train an agent and tools for a step (minutes to install)
+test-environments: .venv-environments/.installed  ## play environments with the real GEM, OpenEnv, verifiers and TRL, and train an agent and tools for a step (minutes to install)
 	PENSTOCK_TEST_GEM_PYTHON=$(CURDIR)/.venv-environments/gem/bin/python \
 	PENSTOCK_TEST_OPENENV_PYTHON=$(CURDIR)/.venv-environments/openenv/bin/python \
 	PENSTOCK_TEST_TRL_PYTHON=$(CURDIR)/.venv-environments/trl/bin/python \
+	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
 		$(BIN)/python -m pytest --timeout 600 tests/rollout_service/environments/adapters tests/system/test_train_agent.py
 
@@ -213,11 +214,12 @@ $(VENV)/.docs: $(STAMP) pyproject.toml constraints.txt
 
 # One environment for each: they need different versions of the same packages.
 .venv-environments/.installed: $(STAMP)
-	for one in gem openenv trl; do test -d .venv-environments/$$one || $(PYTHON) -m venv .venv-environments/$$one; done
+	for one in gem openenv trl verifiers; do test -d .venv-environments/$$one || $(PYTHON) -m venv .venv-environments/$$one; done
 	.venv-environments/gem/bin/pip install --quiet gem-llm==0.1.0 -e '.[rollout]'
 	.venv-environments/openenv/bin/pip install --quiet openenv==0.10.0
 	.venv-environments/trl/bin/pip install --quiet -c constraints.txt torch
 	.venv-environments/trl/bin/pip install --quiet trl==1.16.0
+	.venv-environments/verifiers/bin/pip install --quiet uv verifiers==0.4.0
 	touch $@
 
 # --no-deps: the lock file lists every package, and SGLang's own requirements would pull gigabytes for CUDA.

@@ -41,14 +41,14 @@ def options(url: str, name: str, **more: Any) -> dict[str, Any]:
 @needs_gem
 def test_a_game_is_played_with_the_groups_seed(model: Path, url: str) -> None:
     """Episodes that are played at once draw from generators of their own: the same number is found in all, and again."""
-    guesses = [f"\\boxed{{{number}}}" for number in (1, 2, 3)]
+    guesses = ["\\boxed{12}"] * 12  # equal: which episode gets which answer is not certain
     task = task_of(size=4)
     ends = []
     for _ in range(2):
         found, _ = play(
             model,
             HTTP,
-            [guesses[0]] * 4 + [guesses[1]] * 4 + [guesses[2]] * 4,
+            guesses,
             task,
             options=options(url, "game:GuessTheNumber-v0-random"),
             max_turns=3,
