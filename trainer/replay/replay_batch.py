@@ -185,7 +185,7 @@ class BatchReplay:
     def _published(self, store: Blobs, folder: Path) -> _Weights:
         """Fetch the published version, of the newest session that may have made it."""
         version, run_id = PolicyVersion(self._batch.version), self._batch.run_id
-        store.check()
+        store.check(run_id)
         found, problems = list[VersionManifest](), list[str]()
         for stat in store.list(blob_keys.weights_prefix(run_id, version)):
             if stat.key.endswith("/manifest.json"):
