@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--algorithm", default="async_grpo")
     parser.add_argument("--sft-steps", type=int)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="folder for the runs, kept; a warm-up that is there is used again")
     options = parser.parse_args()
     if options.task == "count":
@@ -112,7 +113,7 @@ def prepare(task: Task, folder: Path, seed: int, sft_steps: int | None) -> None:
         f'[run]\nid = "warm"\ndir = "{folder}"\nseed = {seed}\n[model]\npath = "{folder}/start"\n[sft]\ndata = "{folder}/data/sft.jsonl"\n'
         f'betas = [0.9, 0.98]\noutput = "{folder}/sft"\n{lines}\n'
     )
-    _run("sft", str(run_file), timeout=900)
+    _run("sft", str(run_file), timeout=3600)
 
 
 def train(task: Task, folder: Path, seed: int, staleness: int, options: Any) -> dict[str, Any]:
@@ -157,7 +158,9 @@ temperature = 1.0
 """
     )
     load = os.getloadavg()[0]
-    done = _run("train", str(run_file), "--local", "--json", "--no-page", timeout=3000)
+    done = _run(
+        "train", str(run_file), "--local", "--json", "--no-page", "--workers", str(options.workers), timeout=3600
+    )
     summary = json.loads(done.splitlines()[-1])
     counted = subprocess.run(
         [sys.executable, "-P", "-m", "penstock.deploy.stored", str(folder / run_id / "store"), "--", sys.executable, "-m",
@@ -199,7 +202,7 @@ def _row(seed: int, staleness: int, algorithm: str, found: dict[str, Any]) -> st
 
 
 def _lookup_data(folder: Path, seed: int, num_sft: int) -> None:
-    quickstart_tools.write_data(folder, seed=seed, num_sft=num_sft, num_train=24 * 200, num_eval=400)
+    quickstart_tools.write_data(folder, seed=seed, num_sft=num_sft, num_train=24 * 200, num_eval=200)
 
 
 def _lake_data(folder: Path, seed: int, num_sft: int) -> None:
@@ -207,7 +210,7 @@ def _lake_data(folder: Path, seed: int, num_sft: int) -> None:
     question = {"prompt": [{"role": "user", "content": "go"}], "data_source": "lake"}
     _write(folder / "sft.jsonl", _walks(seed, num_sft))
     _write(folder / "train.jsonl", (question for _ in range(24 * 400)))
-    _write(folder / "eval.jsonl", (question for _ in range(400)))
+    _write(folder / "eval.jsonl", (question for _ in range(200)))
 
 
 def _walks(seed: int, number: int) -> Iterator[dict[str, Any]]:
@@ -245,7 +248,7 @@ TASKS = {
         quickstart_tools.MAX_NEW_TOKENS, "", "lookup",
     ),
     "lake": Task(
-        _lake_data, {"steps": 150, "batch_size": 128, "lr": 1.5e-3, "warmup_steps": 40}, 120, 24, 1e-3, 3,
+        _lake_data, {"steps": 150, "batch_size": 128, "lr": 1.5e-3, "warmup_steps": 40}, 80, 16, 1e-3, 3,
         f'[environment.define.lake]\ntype = "frozen_lake"\nmax_turns = {MOVES}\n'
         f'options = {{ size = {SIZE}, hole_chance = {HOLES}, instructions = "row" }}\n', "lake",
     ),

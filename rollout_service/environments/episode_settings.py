@@ -51,7 +51,8 @@ class EpisodeSettings(Section):
         description="What the policy sees of its earlier reasoning: keep all of it, tool_cycle until the next user message, strip it.",
     )
     answer_format: str = Field(
-        "hermes", description="How the model writes calls of tools: hermes, llama, plain (none), or one of your own."
+        "hermes",
+        description="How the model writes calls of tools: hermes, llama, mistral, deepseek, kimi_k2, plain (none), or one of your own.",
     )
 
 

@@ -239,7 +239,9 @@ class EpisodeSession:
         parsed = self._model.answer_format.parse(rest) if reads_calls else None
         if parsed is None:
             return Message("assistant", rest, reasoning), is_open, 0
-        calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in parsed.calls)
+        calls = tuple(
+            ToolCall(call.id or f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in parsed.calls
+        )
         answer = Message("assistant", parsed.content, reasoning, calls, unparsed_calls=parsed.num_unparsed)
         return answer, is_open, parsed.num_unparsed
 

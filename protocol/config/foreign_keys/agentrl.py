@@ -35,7 +35,7 @@ RENAMED: dict[str, str] = {
     "model_size": "model.path",
     "name": "run.id",
     "repetition_early_stop_times": "options.repeat_limit of [environment.define.NAME], see docs/tools.md",
-    "tool_call_parser": "environment.define.NAME.answer_format (hermes, llama, plain, or your own)",
+    "tool_call_parser": "environment.define.NAME.answer_format (qwen and qwen25 are hermes, llama3 is llama; mistral, deepseek, kimi_k2, plain, or your own)",
     "reward_fn": "`penstock reward serve FILE` and its name in reward.name",
 }
 

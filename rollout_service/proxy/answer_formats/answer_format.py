@@ -24,6 +24,7 @@ class Call:
 
     name: str
     arguments: str  # a JSON object
+    id: str = ""  # where it is part of the answer's tokens; empty: the client gets one of ours
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from penstock.rollout_service.proxy.match import is_copy
 from penstock.rollout_service.proxy.messages import Message, ToolCall, similar_arguments
 
 HERMES, LLAMA, PLAIN = (ANSWER_FORMATS.find(name).value for name in ("hermes", "llama", "plain"))
+BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_SECTION, KIMI_SECTION = "<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>"
+KIMI_CALL = "<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>"
 
 
 def calls(text: str, form: str) -> list[tuple[str, object]]:
@@ -47,6 +50,50 @@ def test_llama_reads_an_answer_that_is_all_calls() -> None:
         assert LLAMA.parse(text).calls == ()
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "content", "expected"),
+    [
+        ("mistral", 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"x": "é"}}, {"name": "b", "arguments": {}}]', "Hm.", [("a", {"x": "é"}), ("b", {})]),
+        ("mistral", '[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[ARGS]{}', "", [("a", {"x": 1}), ("b", {})]),
+        (
+            "deepseek",
+            f'Hm.{DEEPSEEK_SECTION}{BEGIN}function{SEP}a\n```json\n{{"x": 1}}\n```{END}\n{BEGIN}function{SEP}b\n```json\n{{}}\n```{END}<｜tool▁calls▁end｜>',
+            "Hm.", [("a", {"x": 1}), ("b", {})],
+        ),
+        ("deepseek", f'{DEEPSEEK_SECTION}{BEGIN}a{SEP}{{"x": 1}}{END}{BEGIN}b{SEP}{{}}{END}<｜tool▁calls▁end｜>', "", [("a", {"x": 1}), ("b", {})]),
+        (
+            "kimi_k2",
+            f'Hm.{KIMI_SECTION}{KIMI_CALL}{{"x": 1}}<|tool_call_end|><|tool_call_begin|>b:1<|tool_call_argument_begin|>{{}}<|tool_call_end|><|tool_calls_section_end|>',
+            "Hm.", [("a", {"x": 1}), ("b", {})],
+        ),
+    ],
+)  # fmt: skip
+def test_each_family_writes_calls_in_its_own_way(
+    form: str, text: str, content: str, expected: list[tuple[str, object]]
+) -> None:
+    assert calls(text, form) == expected
+    assert ANSWER_FORMATS.find(form).value.parse(text).content == content
+
+
+def test_a_kimi_call_keeps_the_id_that_is_among_its_tokens() -> None:
+    parsed = ANSWER_FORMATS.find("kimi_k2").value.parse(f"{KIMI_SECTION}{KIMI_CALL}{{}}<|tool_call_end|>")
+    assert [call.id for call in parsed.calls] == ["functions.a:0"]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("mistral", "[TOOL_CALLS] nothing"), ("mistral", "[TOOL_CALLS] []"), ("mistral", "[TOOL_CALLS]a[ARGS]{"), ("mistral", '[TOOL_CALLS] [{"name": "a"}, 3]'),
+        ("mistral", "[TOOL_CALLS][ARGS]{}"), ("deepseek", DEEPSEEK_SECTION), ("deepseek", f"{DEEPSEEK_SECTION}{BEGIN}a{SEP}[]{END}"),
+        ("deepseek", f"{DEEPSEEK_SECTION}{BEGIN}{SEP}{{}}{END}"), ("kimi_k2", f"{KIMI_SECTION}<|tool_call_begin|>a<|tool_call_argument_begin|>{{}}<|tool_call_end|>"),
+        ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL}" + "[" * 100_000), ("kimi_k2", f"{KIMI_SECTION}{KIMI_CALL}"),
+    ],
+)  # fmt: skip
+def test_calls_that_are_none_stay_text_in_every_family(form: str, text: str) -> None:
+    parsed = ANSWER_FORMATS.find(form).value.parse(text)
+    assert (parsed.content, parsed.calls, parsed.num_unparsed) == (text, (), 1)
+
+
 def test_plain_reads_no_call() -> None:
     text = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     assert (PLAIN.parse(text).content, PLAIN.parse(text).calls) == (text, ())
@@ -54,9 +101,16 @@ def test_plain_reads_no_call() -> None:
 
 @given(st.text())
 def test_no_text_makes_a_format_fail(text: str) -> None:
-    for form in (HERMES, LLAMA, PLAIN):
+    for form in ANSWER_FORMATS.built_in.values():
         form.parse(text)
-        form.parse(f"<tool_call>{text}</tool_call>")
+        for mark in (
+            "<tool_call>",
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS]a[ARGS]",
+            f"{DEEPSEEK_SECTION}{BEGIN}a{SEP}",
+            f"{KIMI_SECTION}{KIMI_CALL}",
+        ):
+            form.parse(f"{mark}{text}</tool_call>")
     split_reasoning(text, opened=True)
 
 
