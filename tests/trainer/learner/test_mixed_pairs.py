@@ -104,6 +104,8 @@ def test_two_ranks_equal_one_and_a_checkpoint_continues(results: dict[int, dict[
     assert two["again"]
     for alone, together in zip(one["steps"], two["steps"], strict=True):
         for name, value in alone.items():
+            if name == "pair_accuracy" and abs(alone["pair_margin"]) < 1e-5:
+                continue  # the policy is its reference: which answer is better is a matter of rounding
             assert together[name] == pytest.approx(value, rel=5e-5, abs=2e-6), (way, name)
     assert two["checksum"] == pytest.approx(one["checksum"], rel=1e-6)
     assert two["digests"] == one["digests"]
