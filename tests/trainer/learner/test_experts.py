@@ -220,6 +220,12 @@ def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> Non
         check_routers(tmp_path / "dense", router_replay=True)
     with pytest.raises(UnsupportedModel, match="has routers of no kind"):
         router_replay.install(loaded(tmp_path / "dense"))
+    sliding = loaded(folder).config
+    sliding.use_sliding_window, sliding.sliding_window = True, 8
+    with pytest.raises(
+        UnsupportedModel, match=r"has sliding windows of 8 tokens, so that its rows are padded; set it to"
+    ):
+        CompletionScorer(transformers.Qwen3MoeForCausalLM(sliding), 1.0).replay_routers()
     for change, words in (
         ({"rollout": {"environment": "frozen_lake"}}, r"with rollout\.environment = 'frozen_lake'"),
         (
