@@ -176,7 +176,7 @@ def _issued(
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(_purposes(service)), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
@@ -195,6 +195,11 @@ def _builder(
         .not_valid_before(now - _CLOCKS_APART)
         .not_valid_after(now + timedelta(days=days))
     )
+
+
+def _purposes(service: str) -> list[x509.ObjectIdentifier]:
+    """Return what a certificate is for: the servers of a NATS cluster are each other's clients, and verify both ways."""
+    return [ExtendedKeyUsageOID.SERVER_AUTH, *([ExtendedKeyUsageOID.CLIENT_AUTH] if service == "nats" else [])]
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:

@@ -1,6 +1,7 @@
 """Make the secrets of a compose deployment: one password per NATS role, one S3 secret key per role, the reward token.
 
     python -m penstock.deploy.make_secrets [FOLDER]        # default: deploy/secrets
+    python -m penstock.deploy.make_secrets FOLDER --nats-servers nats-0.nats,nats-1.nats,nats-2.nats
 
 In its folder ``tls`` are an authority, a certificate of each server, and the pair of keys that signs weights and lets workers
 verify them; a certificate that ends within a month is renewed.
@@ -12,6 +13,7 @@ files are readable, because a container reads its mounted secret under another u
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import sys
 from collections.abc import Sequence
@@ -29,10 +31,14 @@ METRICS = (
 METRICS_HOSTS = ("trainer-cpu", "trainer-gpu", "rollout-cpu", "rollout-gpu", "trainer", "rollout")
 SERVERS = ("nats", "s3", "reward", "reward-model", METRICS)
 _BYTES = 24
+_ROUTE_PORT = 6222
 
 
-def make_secrets(folder: Path) -> list[Path]:
-    """Create the missing files; returns those that were written. Raises DeployError for certificates that do not fit together."""
+def make_secrets(folder: Path, nats_servers: Sequence[str] = ()) -> list[Path]:
+    """Create the missing files; returns those that were written. ``nats_servers`` are the hosts of a cluster, HOST or HOST:PORT.
+
+    Raises DeployError for certificates that do not fit together.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     written = [folder / name for name in (*(f"nats_{user}" for user in NATS_USERS), *OTHERS)]
@@ -44,15 +50,33 @@ def make_secrets(folder: Path) -> list[Path]:
     if not passwords.exists() or passwords.read_text() != "".join(lines):
         passwords.write_text("".join(lines))
         written.append(passwords)
-    return [*written, *_make_certificates(folder / "tls")]
+    if nats_servers:
+        written += _write_routes(folder, nats_servers)
+    return [*written, *_make_certificates(folder / "tls", nats_servers)]
 
 
-def _make_certificates(folder: Path) -> list[Path]:
+def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
+    """Write how the servers of a cluster reach each other: a password cannot be a variable within a URL."""
+    password, routes = folder / "nats_route", folder / "nats_routes.conf"
+    written = [] if password.exists() else [password]
+    if written:
+        password.write_text(secrets.token_hex(_BYTES))
+    known = password.read_text().strip()
+    urls = [f"nats-route://route:{known}@{one if ':' in one else f'{one}:{_ROUTE_PORT}'}" for one in servers]
+    text = f'ROUTE_PASSWORD: "{known}"\nROUTES: {json.dumps(urls)}\n'
+    if not routes.exists() or routes.read_text() != text:
+        routes.write_text(text)
+        written.append(routes)
+    return written
+
+
+def _make_certificates(folder: Path, nats_servers: Sequence[str]) -> list[Path]:
     """Create the missing files of TLS and of signatures, and renew what ends soon; returns those that were written."""
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
     for service in SERVERS:
         if not (folder / f"{service}.pem").exists():
-            names = [(service, host) for host in METRICS_HOSTS] if service == METRICS else []
+            hosts = {METRICS: METRICS_HOSTS, "nats": [server.partition(":")[0] for server in nats_servers]}
+            names = [(service, host) for host in hosts.get(service, ())]
             certificates.write_certificates(folder, services=(service,), names=names)
         certificates.kept(folder, service)
         (folder / f"{service}.key").chmod(0o644)  # a container reads it under another user id
@@ -71,8 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path(__file__).with_name("secrets"), help="where to write them"
     )
+    parser.add_argument(
+        "--nats-servers",
+        default="",
+        metavar="HOST,...",
+        help="hosts of a cluster of NATS servers: also writes nats_routes.conf, which nats.conf includes as routes.conf",
+    )
+    options = parser.parse_args(arguments)
     try:
-        for path in make_secrets(parser.parse_args(arguments).folder):
+        for path in make_secrets(options.folder, [host for host in options.nats_servers.split(",") if host]):
             print(path)
     except (DeployError, OSError) as err:
         print(f"make_secrets: {err}", file=sys.stderr)

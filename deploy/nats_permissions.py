@@ -53,7 +53,7 @@ def _allowed(rights: Rights) -> Iterator[str]:
     for tail in rights.tails:
         yield from _to_tail(tail)
     for stream in rights.scans:
-        yield from (f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}")
+        yield from (f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.STREAM.MSG.GET.{stream}")
     for right in rights.reads:
         yield from _to_read(right)
     for right in rights.writes:
@@ -70,6 +70,8 @@ def _to_read(right: KeyRight) -> Iterator[str]:
     yield f"{_API}.DIRECT.GET.{_stream(right)}.{_subject(right)}"
     if right.key == ANY_KEY:  # all keys in one request, whose body says which
         yield f"{_API}.DIRECT.GET.{_stream(right)}"
+    if right.newest:
+        yield f"{_API}.STREAM.MSG.GET.{_stream(right)}"
 
 
 def _denied(rights: Rights) -> Iterator[str]:
@@ -82,6 +84,8 @@ def _denied(rights: Rights) -> Iterator[str]:
             yield f"$KV.{bucket.bucket}.>"
         if bucket not in read:
             yield from (f"{_API}.STREAM.INFO.{stream}", f"{_API}.DIRECT.GET.{stream}", f"{_API}.DIRECT.GET.{stream}.>")
+        if bucket not in {right.bucket for right in rights.reads if right.newest}:
+            yield f"{_API}.STREAM.MSG.GET.{stream}"
 
 
 def _stream(right: KeyRight) -> str:

@@ -28,10 +28,14 @@ class TailRight:
 
 @dataclass(frozen=True, slots=True)
 class KeyRight:
-    """Read or write the keys of a bucket that match a pattern; `ANY_KEY` also allows to list them."""
+    """Read or write the keys of a bucket that match a pattern; `ANY_KEY` also allows to list them.
+
+    ``newest``: a read asks the leader of a replicated bucket, by a request whose body names the key: it needs `ANY_KEY`.
+    """
 
     bucket: BucketSpec
     key: str = ANY_KEY
+    newest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ def reward_rights(run_id: str) -> Rights:
     consumers = (streams.generated_consumer(run_id),)
     progress = KeyRight(streams.scoring_bucket(run_id), streams.pack_progress_key("*"))
     marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("generated", "*"))
-    shared = (KeyRight(streams.registry_bucket()), KeyRight(streams.secrets_bucket()))
+    shared = (KeyRight(streams.registry_bucket(), newest=True), KeyRight(streams.secrets_bucket(), newest=True))
     return Rights(
         "reward",
         publishes=(
@@ -150,7 +154,7 @@ def trainer_rights(run_id: str) -> Rights:
         ),
         scans=tuple(stream_name(run_id, stage) for stage in ("tasks", "generated", "scored", "weights", "dead")),
         reads=(
-            KeyRight(state),
+            KeyRight(state, newest=True),
             KeyRight(leases),
             KeyRight(streams.live_bucket(run_id)),
             KeyRight(streams.registry_bucket()),
@@ -174,6 +178,9 @@ def viewer_rights(run_id: str) -> Rights:
             TailRight(stream_name(run_id, "dead"), subjects.dead(run_id)),
         ),
         scans=streams.stream_names(run_id),
-        reads=tuple(KeyRight(bucket) for bucket in (*streams.run_buckets(run_id), streams.registry_bucket())),
+        reads=(
+            KeyRight(streams.state_bucket(run_id), newest=True),
+            *(KeyRight(bucket) for bucket in (*streams.run_buckets(run_id)[1:], streams.registry_bucket())),
+        ),
         lists_streams=True,
     )

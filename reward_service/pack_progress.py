@@ -90,7 +90,7 @@ class ProgressStore:
         if num_delivered <= 1:
             return own
         try:
-            entry = await self._store.get(pack_progress_key(sequence))
+            entry = await self._store.get(pack_progress_key(sequence), may_lag=True)
         except BusUnreachable:
             return own
         return _newest(own, _decode(entry.value)) if entry is not None else own

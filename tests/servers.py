@@ -12,6 +12,7 @@ import functools
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.protocol.config.connection import NatsSettings
 
 BUCKET = "penstock"
 _SECRETS = tempfile.TemporaryDirectory(prefix="penstock-test-secrets-")
@@ -47,6 +49,50 @@ def start_nats(folder: Path, *, max_store_gb: float = 1000) -> NatsServer:
     server = NatsServer(folder / "nats", log=folder / "nats.log", max_store_gb=max_store_gb)
     server.start()
     return server
+
+
+class NatsCluster:
+    """Three nats-servers on the loopback, which hold each stream three times."""
+
+    def __init__(self, folder: Path) -> None:
+        require("nats-server")
+        routes = _free_ports(3)
+        urls = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in routes)
+        password = secrets.token_hex(8)
+        self.nodes: dict[str, NatsServer] = {}
+        for number, port in enumerate(routes):
+            node = NatsServer(folder / f"n{number}", log=folder / f"n{number}.log", password=password)
+            node.more_config = (
+                f'server_name: n{number}\ncluster {{ name: test, listen: "127.0.0.1:{port}", '
+                f"routes: [{urls}], no_advertise: true }}\n"
+            )
+            self.nodes[f"n{number}"] = node
+        for node in self.nodes.values():
+            node.launch()
+        for node in self.nodes.values():
+            node.wait_ready()
+
+    @property
+    def settings(self) -> NatsSettings:
+        """How to connect: any of the three, three replicas."""
+        nodes = list(self.nodes.values())
+        url = ",".join(node.settings.url for node in nodes)
+        return nodes[0].settings.model_copy(update={"url": url, "replicas": len(nodes)})
+
+    def stop(self) -> None:
+        """Stop all."""
+        for node in self.nodes.values():
+            node.kill()
+
+
+def _free_ports(num_ports: int) -> list[int]:
+    probes = [socket.socket() for _ in range(num_ports)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
 
 
 def start_s3(folder: Path) -> S3Server:

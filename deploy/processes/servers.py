@@ -21,8 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from penstock.deploy.processes.child import Child, DeployError, wait_until
+from penstock.deploy.processes.durable_folder import make_durable
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+
+log = structlog.get_logger("deploy.servers")
 
 HOST = "127.0.0.1"
 READY_DEADLINE_S = 20.0
@@ -145,6 +150,7 @@ class NatsServer(Server):
         self._password = password or secrets.token_urlsafe(24)
         self._max_store_gb = max_store_gb
         self._certificate = certificate
+        self.more_config = ""  # further lines of its configuration, from the next start on
         self._monitor_port = 0
 
     @property
@@ -176,6 +182,7 @@ class NatsServer(Server):
             "}\n"
             f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"
             + self._tls_block()
+            + self.more_config
         )
         command = [find_program("nats-server"), "-c", str(config)]
         return Child(self.name, command, log=self._log, death_signal=signal.SIGTERM, keep_open=self._keep_open)
@@ -208,7 +215,11 @@ class NatsServer(Server):
 
 
 class S3Server(Server):
-    """``rclone serve s3`` over a folder: a bucket is a folder below ``store``."""
+    """``rclone serve s3`` over a folder: a bucket is a folder below ``store``.
+
+    With ``is_durable`` an object that it has acknowledged is on disk, where the file system can write through
+    (`durable_folder.py`); a large one takes several times as long.
+    """
 
     name = "s3-server"
 
@@ -228,6 +239,7 @@ class S3Server(Server):
         self._access_key = access_key
         self._secret_key = secret_key or secrets.token_urlsafe(24)
         self._certificate = certificate
+        self.is_durable = False  # from the next start on
 
     @property
     def settings(self) -> S3Settings:
@@ -242,6 +254,8 @@ class S3Server(Server):
 
     def _new_child(self) -> Child:
         remove_stale_uploads(self.store)
+        if self.is_durable:
+            self._write_through()
         command = [
             find_program("rclone"),
             *("serve", "s3", str(self.store)),
@@ -266,6 +280,16 @@ class S3Server(Server):
             death_signal=signal.SIGTERM,
             keep_open=self._keep_open,
         )
+
+    def _write_through(self) -> None:
+        try:
+            make_durable(self.store)
+        except OSError as err:
+            log.warning(
+                "a power loss may cost acknowledged objects: this file system cannot write through; use ext4, or mount it with -o sync",
+                folder=str(self.store),
+                reason=err.strerror,
+            )
 
     def _ready(self) -> bool:
         with contextlib.suppress(OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -62,6 +62,10 @@ class NatsSettings(Section):
     ca_file: Path | None = Field(
         default=None,
         description="File of the certificate authorities to trust, for url = tls://...: ca.pem of `penstock certs`; the system's unless given.",
+    )
+    replicas: Literal[1, 3, 5] = Field(
+        default=1,
+        description="Servers of a cluster that store each stream and bucket: 1, 3 or 5. `penstock bootstrap` sets it; more than half of them must be up.",
     )
 
     @field_validator("url")

@@ -1,4 +1,8 @@
-"""Read the messages of a stream without a consumer (ADR-31), so that none is delivered or acknowledged."""
+"""Read the messages of a stream without a consumer (ADR-31), so that none is delivered or acknowledged.
+
+Any server that stores the stream answers a direct get. In a cluster that may be one that lags: what it has is everything up to
+some sequence number. `read_stream` therefore asks the leader for what follows the last message.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +81,29 @@ async def read_stream(
                 f"no stream {stream} that can be read; create or update it with: penstock bootstrap run.toml"
             ) from None
         if not batch:
-            return found
+            break
         for msg in batch:
             headers = msg.headers or {}
             at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
             found.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data, at))
+    if connection.is_clustered and (most is None or len(found) < most):
+        await _read_on(connection, stream, subject, found, after, most)
     return found
+
+
+async def _read_on(
+    connection: Connection, stream: str, subject: str, found: list[StoredMessage], after: int, most: int | None
+) -> None:
+    """Add the messages that the stream's leader has and that the server which answered does not have yet."""
+    while most is None or len(found) < most:
+        sequence = (found[-1].sequence if found else after) + 1
+        try:
+            msg = await connection.retry(
+                lambda sequence=sequence: connection.js.get_msg(stream, seq=sequence, subject=subject, next=True),
+                what=f"messages of {stream} after {sequence - 1}, of its leader",
+                deadline_s=REQUEST_S,
+            )
+        except nats.js.errors.NotFoundError:
+            return
+        assert msg.time is not None, "the server dates every message"
+        found.append(StoredMessage(msg.seq or 0, msg.subject or "", msg.data or b"", msg.time))

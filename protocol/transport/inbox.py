@@ -12,7 +12,7 @@ import nats.js.errors
 import structlog
 from nats.aio.msg import Msg
 
-from penstock.protocol.errors import BusError, MalformedFact, MissingStream, ReaderKilled, WireError
+from penstock.protocol.errors import BusError, BusUnreachable, MalformedFact, MissingStream, ReaderKilled, WireError
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
 from penstock.protocol.transport.acks import Acks
@@ -69,7 +69,8 @@ class Inbox(Generic[F]):
             try:
                 messages = await self._pull.take(max_messages, max(0.0, deadline - time.monotonic()))
             except (PullRefused, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as err:
-                await _require_consumer(self._connection, self.spec)
+                with contextlib.suppress(BusUnreachable):  # a cluster that elects a leader is one, too
+                    await _require_consumer(self._connection, self.spec)
                 log.debug("no messages", consumer=self.spec.durable, reason=str(err))
                 await asyncio.sleep(min(wait_s, 0.2))
                 messages = []

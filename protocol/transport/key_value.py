@@ -21,6 +21,7 @@ from penstock.protocol.transport.pending import Pending
 T = TypeVar("T")
 
 _MAX_ENTRIES = 10_000
+_REMOVED = frozenset({"DEL", "PURGE"})  # the values of the header KV-Operation of a key that was deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,15 @@ class KeyValue:
         """How often the connection was lost or restored; a read that is retried shows an outage only here."""
         return self._connection.num_transitions
 
-    def get(self, key: str) -> Pending[Entry | None]:
-        """Read a key; None when it does not exist."""
-        return self._read(lambda: self._get(key), f"read {self.bucket}/{key}")
+    def get(self, key: str, *, may_lag: bool = False) -> Pending[Entry | None]:
+        """Read a key; None when it does not exist.
+
+        In a cluster the leader of the bucket is asked, which has every write that was acknowledged. A read that ``may_lag`` is
+        answered by any of its servers, with a value that may have been replaced a moment ago; it needs no right but that to
+        read the one key.
+        """
+        newest = self._connection.is_clustered and not may_lag
+        return self._read(lambda: self._get_newest(key) if newest else self._get(key), f"read {self.bucket}/{key}")
 
     def put(self, key: str, value: bytes, *, ttl_s: float | None = None) -> Pending[int]:
         """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's own is longer."""
@@ -91,7 +98,7 @@ class KeyValue:
         return self._call(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
     def entries(self, prefix: str = "") -> Pending[list[Entry]]:
-        """Read all keys, or those below a ``prefix`` that ends with a dot."""
+        """Read all keys, or those below a ``prefix`` that ends with a dot; in a cluster the answer may lag, see `get`."""
         return self._read(lambda: self._entries(prefix), f"list {self.bucket}/{prefix}")
 
     def _read(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
@@ -105,6 +112,11 @@ class KeyValue:
                     await self._connection.wait_until_up()
                     return await action()
             except nats.js.errors.NoStreamResponseError:
+                if self._connection.is_clustered:
+                    raise BusUnreachable(
+                        f"{what}: no server of the cluster takes it: the bucket was not created, or more than half of the "
+                        f"servers that store it are down; NATS at {self._connection.url}"
+                    ) from None
                 raise MissingStream(f"{what}: the bucket does not exist; {BOOTSTRAP}") from None
             except nats.js.errors.APIError as err:
                 if err.err_code == ERR_FULL:
@@ -142,6 +154,15 @@ class KeyValue:
             return None
         return Entry(key, entry.value or b"", entry.revision or 0)
 
+    async def _get_newest(self, key: str) -> Entry | None:
+        try:
+            msg = await self._connection.js.get_last_msg(f"KV_{self.bucket}", f"$KV.{self.bucket}.{key}")
+        except nats.js.errors.NotFoundError:
+            return None
+        if (msg.headers or {}).get("KV-Operation") in _REMOVED:
+            return None
+        return Entry(key, msg.data or b"", msg.seq or 0)
+
     async def _swap(self, key: str, value: bytes, expected: int | None) -> int:
         try:
             if expected is None:
@@ -159,5 +180,5 @@ class KeyValue:
         return [
             Entry(headers["Nats-Subject"].removeprefix(prefix), msg.data, int(headers["Nats-Sequence"]))
             for msg in await direct_get(self._connection, f"KV_{self.bucket}", request)
-            if (headers := msg.headers or {}) and headers.get("KV-Operation") not in {"DEL", "PURGE"}
+            if (headers := msg.headers or {}) and headers.get("KV-Operation") not in _REMOVED
         ]

@@ -12,6 +12,8 @@ the ack wait, are counted.
 | later, after an orderly return | ``started`` is False          | as recorded                     |
 | later, its reader was killed   | ``started`` is True           | as recorded, and one more       |
 
+A record is read from any server of a cluster. One that lags may count a killed reader less: then one more is.
+
 At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one reader had in
 progress at both times are: the trainer issues their groups again under new ids, so an innocent one costs one attempt.
 """
@@ -49,7 +51,7 @@ class KillMarks:
         """Return how many readers were killed while they processed a message, and mark it; call for each delivery but the first."""
         try:
             store = await self._bound()
-            entry = await store.get(self._key(sequence))
+            entry = await store.get(self._key(sequence), may_lag=True)
             killed = 1 if entry is None else _killed(entry.value)
             await store.put(self._key(sequence), _record(killed, started=True))
         except BusError as err:
@@ -63,7 +65,7 @@ class KillMarks:
         """Record that a message is returned in an orderly way, before it is."""
         try:
             store = await self._bound()
-            entry = await store.get(self._key(sequence)) if num_delivered > 1 else None
+            entry = await store.get(self._key(sequence), may_lag=True) if num_delivered > 1 else None
             killed = 0 if entry is None else max(0, _killed(entry.value) - 1)  # this reader's own mark says it started
             await store.put(self._key(sequence), _record(killed, started=False))
         except BusError as err:

@@ -21,6 +21,7 @@ from nats.js import JetStreamContext
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable
 from penstock.protocol.transport.nats_client import LeanClient
+from penstock.protocol.transport.nats_errors import ERR_NO_LEADER
 from penstock.protocol.transport.pending import LoopThread, Pending
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
@@ -42,6 +43,7 @@ NO_ANSWER = (
 )
 _NO_GREETING = (TimeoutError, asyncio.TimeoutError, nats.errors.TimeoutError, nats.errors.Error)
 _CLOSE_S = 0.5
+_NO_JETSTREAM = frozenset({10035, 10039, 10076})
 _MAX_IN_FLIGHT = 64  # requests at a time; more of them make the server slower
 
 
@@ -88,6 +90,16 @@ class Connection:
     def url(self) -> str:
         """URL of the server, for messages."""
         return self._settings.url
+
+    @property
+    def replicas(self) -> int:
+        """How many servers store each stream that is created."""
+        return self._settings.replicas
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server is one of a cluster: then a stream may have no leader for a while, and a replica may lag."""
+        return bool(self.client._server_info.get("cluster"))
 
     @property
     def down_s(self) -> float:
@@ -156,6 +168,8 @@ class Connection:
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         """Try a request until it is answered; an answer that is an error is raised as it is.
 
+        That a stream of a cluster has no leader is no answer: its servers elect one within seconds.
+
         Raises BusRefused when this user lacks the right, BusUnreachable when there was no answer in time.
         """
         deadline = time.monotonic() + deadline_s
@@ -168,15 +182,23 @@ class Connection:
                         await self._up.wait()
                 async with self._in_flight:
                     return await attempt()
-            except NO_ANSWER as err:
+            except (*NO_ANSWER, nats.js.errors.Error) as err:
+                if isinstance(err, nats.js.errors.Error) and not self._has_no_leader(err):
+                    raise
                 if self._denials > denials:  # the server reports it to the connection, not to the request
                     raise BusRefused(self._refusal(what)) from None
                 if time.monotonic() + pause > deadline or self.client.is_closed:
                     raise BusUnreachable(
-                        self.explain(f"no answer to {what} within {deadline_s:.0f} s ({type(err).__name__})")
+                        self.explain(f"no answer to {what} within {deadline_s:.0f} s ({_name(err)})")
                     ) from None
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_MAX_S)
+
+    def _has_no_leader(self, err: nats.js.errors.Error) -> bool:
+        """Return True if an error says that nothing takes the request at the moment."""
+        if isinstance(err, nats.js.errors.NoStreamResponseError):
+            return self.is_clustered
+        return isinstance(err, nats.js.errors.APIError) and err.err_code in ERR_NO_LEADER
 
     async def _connect(self, deadline_s: float) -> None:
         options: dict[str, Any] = {}
@@ -243,7 +265,7 @@ class Connection:
         try:
             await self.js.account_info()
         except nats.js.errors.APIError as err:
-            if err.code == 503:
+            if err.err_code in _NO_JETSTREAM:
                 raise BusRefused(
                     f"NATS at {self._settings.url} has JetStream switched off; start it with -js"
                 ) from None
@@ -286,3 +308,12 @@ class Connection:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self.client.flush(timeout=2), 3.0)
         await self.client.close()
+
+
+def _name(err: Exception) -> str:
+    """Return why there was no answer, in words that lead to its cause."""
+    if isinstance(err, nats.js.errors.NoStreamResponseError):
+        return "no server takes it: its stream was not created, or more than half of the servers that store it are down"
+    if isinstance(err, nats.js.errors.APIError):
+        return f"{err.description}, error {err.err_code}: are more than half of the cluster's servers up?"
+    return type(err).__name__

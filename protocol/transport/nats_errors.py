@@ -12,6 +12,9 @@ from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, Missi
 
 BOOTSTRAP = "create it with: penstock bootstrap run.toml"
 ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
+ERR_NO_LEADER = frozenset(
+    {10004, 10008, 10009, 10118, 10119}
+)  # of a cluster: it goes on when its servers have elected one
 ERR_STORAGE_FULL = frozenset({10002, 10023, 10028, 10047})  # storage, resources or memory of the account or the server
 
 _LIMIT = "remove finished runs (penstock runs rm RUN), or raise {limit} of the server or of the account"
@@ -35,8 +38,16 @@ _REMEDIES: dict[int, tuple[type[BusError], str]] = {
     10065: (BusError, "another stream has these subjects: remove it, or use another run id"),
     10100: (BusError, "another consumer of this queue reads the same subjects: remove it, then run penstock bootstrap"),
     10054: (BusError, "the message is larger than the stream's limit; run penstock bootstrap again if an older version created the stream"),
+    10005: (
+        BusRefused,
+        "fewer servers with JetStream answer than nats.replicas: start them, or set it to 1 (docs/guides/nats_cluster.md)",
+    ),
+    10074: (
+        BusRefused,
+        "this server is no cluster: set nats.replicas = 1, or start a cluster (docs/guides/nats_cluster.md)",
+    ),
     **dict.fromkeys(
-        (10004, 10005, 10007, 10008, 10009),
+        (10007, *ERR_NO_LEADER),
         (BusUnreachable, "servers of the cluster are missing, or it has no leader yet: try again"),
     ),
 }  # fmt: skip

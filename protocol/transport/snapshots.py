@@ -6,8 +6,10 @@ it down. It takes the file back in the same way. What is in the file is the serv
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream
-from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, Connection
+from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
 from penstock.protocol.transport.nats_errors import BOOTSTRAP
 
 CHUNK_BYTES = 128 * 1024  # below the smallest message that a server of ours takes
@@ -77,20 +79,28 @@ async def restore(connection: Connection, stream: str, snapshot: Snapshot, chunk
         BusError: What was restored has other messages than the snapshot.
         BusUnreachable: The connection was lost; the server removes what is not whole.
     """
-    what, client = f"restore {stream}", connection.client
-    request = {"config": snapshot.config, "state": snapshot.state}
+    what = f"restore {stream}"
+    request = {"config": _config_here(snapshot.config, connection.replicas), "state": snapshot.state}
     target = (await _ask(connection, f"$JS.API.STREAM.RESTORE.{stream}", request, what))["deliver_subject"]
     for chunk in chunks:
-        answer = await _next(connection, client.request(target, chunk, timeout=_CHUNK_S), what)
+        answer = await _next(connection, _send(connection, target, chunk, _CHUNK_S), what)
         if answer.data:
             _decode(connection, answer, what)
-    answer = await _next(connection, client.request(target, b"", timeout=_RESTORED_S), what)
+    answer = await _next(connection, _send(connection, target, b"", _RESTORED_S), what)
     restored = Snapshot({}, _decode(connection, answer, what)["state"])
     if restored.extent != snapshot.extent:
         raise BusError(
             f"{what}: NATS at {connection.url} restored (messages, first, last) {restored.extent}, the snapshot has "
             f"{snapshot.extent}; remove the stream and restore it again"
         )
+
+
+def _config_here(config: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """Return a stream's configuration with as many replicas as here; those that have some are always synced."""
+    is_plain = replicas == 1
+    return {key: value for key, value in config.items() if is_plain or key != "persist_mode"} | {
+        "num_replicas": replicas
+    }
 
 
 async def _ask(connection: Connection, subject: str, request: dict[str, Any], what: str) -> dict[str, Any]:
@@ -100,6 +110,18 @@ async def _ask(connection: Connection, subject: str, request: dict[str, Any], wh
         lambda: connection.client.request(subject, data, timeout=REQUEST_S), what=what, deadline_s=REQUEST_S
     )
     return _decode(connection, answer, what)
+
+
+async def _send(connection: Connection, target: str, chunk: bytes, answer_s: float) -> Msg:
+    """Send a chunk; in a cluster the server of this connection may not know yet that another one takes it."""
+    deadline = time.monotonic() + _CHUNK_S
+    while True:
+        try:
+            return await connection.client.request(target, chunk, timeout=answer_s)
+        except nats.errors.NoRespondersError:  # no server has got it
+            if not connection.is_clustered or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(RETRY_S)
 
 
 async def _next(connection: Connection, waiting: Awaitable[Msg], what: str) -> Msg:

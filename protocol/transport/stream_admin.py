@@ -88,7 +88,7 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         name=spec.name,
         subjects=list(spec.subjects),
         storage=api.StorageType.FILE,
-        num_replicas=1,
+        num_replicas=connection.replicas,
         retention=api.RetentionPolicy.WORK_QUEUE if spec.retention == "workqueue" else api.RetentionPolicy.LIMITS,
         discard=api.DiscardPolicy.NEW if spec.retention == "workqueue" else api.DiscardPolicy.OLD,
         max_msgs=spec.max_msgs,
@@ -160,34 +160,41 @@ async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
 
     It is created without the client library, which has no parameter for the persist mode, and allows the header
     ``Nats-Rollup: all``: by it a role that may write one key removes all others. A bucket that allows it is changed. One
-    that should not be synced but is, made by an older version, is made again without its values: the server cannot
+    that should not be synced but is, or the reverse, is made again without its values: the server cannot
     change that. One that has the former size gets its own, unless it is half full; a size that an operator chose stays.
     """
-    what, stream, config = f"bucket {spec.bucket}", f"KV_{spec.bucket}", _bucket_config(spec)
+    what, stream, config = f"bucket {spec.bucket}", f"KV_{spec.bucket}", _bucket_config(spec, connection.replicas)
     try:
         info = await _ask(connection, lambda: connection.js.stream_info(stream), what)
         stored = info.config
     except MissingStream:
         await _ask(connection, lambda: connection.js.add_stream(config), what)
         return
-    if not spec.synced and stored.persist_mode != config.persist_mode:
+    if not spec.synced and _is_async(stored) != _is_async(config):
         await delete_stream(connection, stream)
         await _ask(connection, lambda: connection.js.add_stream(config), what)
         return
     is_former_size = stored.max_bytes == _FORMER_BUCKET_BYTES and 2 * info.state.bytes <= spec.max_bytes
-    if stored.allow_rollup_hdrs or (is_former_size and spec.max_bytes != _FORMER_BUCKET_BYTES):
+    has_other_replicas = stored.num_replicas != config.num_replicas
+    if stored.allow_rollup_hdrs or has_other_replicas or (is_former_size and spec.max_bytes != _FORMER_BUCKET_BYTES):
         stored.allow_rollup_hdrs = False
+        stored.num_replicas = config.num_replicas
         stored.max_bytes = spec.max_bytes if is_former_size else stored.max_bytes
         await _ask(connection, lambda: connection.js.update_stream(stored), what)
 
 
-def _bucket_config(spec: BucketSpec) -> api.StreamConfig:
+def _is_async(config: api.StreamConfig) -> bool:
+    return config.persist_mode == api.PersistMode.ASYNC
+
+
+def _bucket_config(spec: BucketSpec, replicas: int) -> api.StreamConfig:
+    """Return the configuration; with replicas the server takes no other than the synced mode."""
     return api.StreamConfig(
         name=f"KV_{spec.bucket}",
         subjects=[f"$KV.{spec.bucket}.>"],
         storage=api.StorageType.FILE,
-        persist_mode=None if spec.synced else api.PersistMode.ASYNC,
-        num_replicas=1,
+        persist_mode=None if spec.synced or replicas > 1 else api.PersistMode.ASYNC,
+        num_replicas=replicas,
         max_msgs_per_subject=spec.history,
         max_bytes=spec.max_bytes,
         max_age=spec.ttl_s or None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -32,7 +33,10 @@ _POLL_S = (
 _MAX_MESSAGES = 256  # in one answer
 _MAX_BYTES = 8 * 1024 * 1024
 _READ_S = 3600.0  # how long a read is retried while the server is unreachable
+_POLL_CLUSTER_S = 5.0  # of a cluster: one between two servers may be, while the connection to one of them lives
 _PAUSE_S = 0.5
+_LAG_PAUSE_S = 0.05  # a replica that lags is asked again after this
+_LAG_S = 5.0  # and no longer than this for one announcement
 
 
 class Tail(Generic[F]):
@@ -58,6 +62,7 @@ class Tail(Generic[F]):
         self._gather_s = gather_s
         self._next_sequence = 1
         self._stored = asyncio.Event()  # there may be messages that are not read yet
+        self._announced = 0  # highest sequence number that was announced
 
     async def start(self, *, after: int | None) -> None:
         """Watch in the background what follows a sequence number, or (None) from now on; raises MissingStream."""
@@ -77,7 +82,7 @@ class Tail(Generic[F]):
                     log.warning("tail stopped: its stream was deleted", stream=self._stream)
                     return
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL_S):
+                    async with asyncio.timeout(_POLL_CLUSTER_S if self._connection.is_clustered else _POLL_S):
                         await self._stored.wait()
                 if self._gather_s:
                     await asyncio.sleep(self._gather_s)
@@ -86,11 +91,16 @@ class Tail(Generic[F]):
             with contextlib.suppress(nats.errors.Error):
                 await announced.unsubscribe()
 
-    async def _on_announcement(self, _: Msg) -> None:
+    async def _on_announcement(self, msg: Msg) -> None:
+        self._announced = max(self._announced, int((msg.headers or {}).get("Nats-Sequence", 0)))
         self._stored.set()
 
     async def _read(self) -> bool:
-        """Hand over all messages from the position on; return False if the stream was deleted."""
+        """Hand over all messages from the position on; return False if the stream was deleted.
+
+        The leader of a stream announces; another of its servers may answer, and have the message a moment later.
+        """
+        give_up = time.monotonic() + _LAG_S
         while True:
             try:
                 messages = await self._connection.retry(
@@ -108,7 +118,9 @@ class Tail(Generic[F]):
                 self._next_sequence = sequence + 1
                 self._hand_over(headers["Nats-Subject"], msg.data, sequence)
             if not messages or (messages[-1].headers or {}).get("Nats-Num-Pending") == "0":
-                return True
+                if self._next_sequence > self._announced or time.monotonic() > give_up:
+                    return True
+                await asyncio.sleep(_LAG_PAUSE_S)
 
     async def _next_messages(self) -> list[Msg]:
         request = {

@@ -111,7 +111,7 @@ class SwapSemaphore:
     async def _release(self, key: str) -> None:
         assert self._leases is not None
         with contextlib.suppress(BusError):  # the key then expires
-            entry = await self._leases.get(key)
+            entry = await self._leases.get(key, may_lag=True)
             if entry is not None and entry.value == self._worker_id.encode():
                 await self._leases.delete(key)
 

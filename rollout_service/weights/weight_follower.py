@@ -240,7 +240,7 @@ class WeightFollower:
 
     async def _read_head(self, state: KeyValue) -> None:
         try:
-            entry = await state.get(streams.HEAD_KEY)
+            entry = await state.get(streams.HEAD_KEY, may_lag=True)  # it is read again
         except BusUnreachable as err:
             log.warning("NATS unreachable, cannot read the head", error=str(err))
             return

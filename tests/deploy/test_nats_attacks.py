@@ -24,7 +24,6 @@ from penstock.deploy.nats_permissions import permissions
 from penstock.protocol.rights import rights
 from penstock.protocol.transport.blobs import Blobs
 
-CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
 ROLES = ("rollout", "reward", "trainer", "viewer")
 RUN, OTHER = "attacked-run", "other-run"
 FACTS = ("tasks", "generated", "scored", "weights", "events", "dead")
@@ -62,6 +61,12 @@ READS = {  # streams whose state and stored messages a role reads
         "KV_penstock-rewards",
     ),
     "viewer": (*OWN_STREAMS, "KV_penstock-rewards"),
+}
+LEADER_READS = {  # streams of which the leader answers a role: a replica may lag
+    "rollout": (),
+    "reward": SHARED,
+    "trainer": (*(f"{RUN}-{fact}" for fact in FACTS if fact != "events"), f"KV_{RUN}-state"),
+    "viewer": (*(f"{RUN}-{fact}" for fact in FACTS), f"KV_{RUN}-state"),
 }
 WRITES = {  # subjects that a role publishes, keys included
     "rollout": (
@@ -103,7 +108,7 @@ FORGED = b"forged"
 @pytest.fixture(scope="module", params=["any run", "one run"])
 def roles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsRoles]:
     require("nats-server")
-    text = CONFIG.read_text() if request.param == "any run" else nats_config([RUN])
+    text = nats_config([] if request.param == "any run" else [RUN])
     started = NatsRoles(tmp_path_factory.mktemp("roles"), text)
     started.one_run = request.param == "one run"
     yield started
@@ -124,6 +129,11 @@ def may_read(roles: NatsRoles, role: str, stream: str) -> bool:
     return stream in READS[role] or (not roles.one_run and stream not in SHARED)
 
 
+def may_ask_leader(roles: NatsRoles, role: str, stream: str) -> bool:
+    of_any_run = not roles.one_run and role in {"trainer", "viewer"} and stream not in SHARED
+    return stream in LEADER_READS[role] or of_any_run
+
+
 def requests_to_streams(roles: NatsRoles, role: str) -> Iterator[tuple[str, bool]]:
     """Every request of the API about every stream, and whether the role may make it."""
     for request in ACCOUNT_REQUESTS:
@@ -132,7 +142,8 @@ def requests_to_streams(roles: NatsRoles, role: str) -> Iterator[tuple[str, bool
         reads = may_read(roles, role, stream)
         only_keys = {"rollout": (f"KV_{RUN}-state", f"KV_{RUN}-scoring"), "reward": (f"KV_{RUN}-scoring",)}
         for verb in STREAM_VERBS:
-            yield f"$JS.API.STREAM.{verb}.{stream}", verb == "INFO" and reads
+            allowed_to = {"INFO": reads, "MSG.GET": may_ask_leader(roles, role, stream)}
+            yield f"$JS.API.STREAM.{verb}.{stream}", allowed_to.get(verb, False)
         yield (
             f"$JS.API.DIRECT.GET.{stream}",
             reads and not (roles.one_run and stream in only_keys.get(role, ())),
@@ -342,7 +353,7 @@ def test_a_write_of_one_subject_removes_nothing_of_another(roles: NatsRoles, rol
 def test_a_role_cannot_use_up_what_others_need(tmp_path: Path) -> None:
     """Connections are counted for each role, and one connection has a limit of subscriptions and of bytes in a message."""
     require("nats-server")
-    config = CONFIG.read_text()
+    config = nats_config()
     assert "max_connections: 500," in config
     started = NatsRoles(tmp_path, config.replace("max_connections: 500,", "max_connections: 2,"))
 

@@ -145,7 +145,7 @@ class WeightGc:
 
     def _has_lease(self) -> bool:
         """Take or renew the lease; return False if another process holds it."""
-        entry = self._leases.get(streams.GARBAGE_LEASE).wait()
+        entry = self._leases.get(streams.GARBAGE_LEASE, may_lag=True).wait()
         if entry is not None and entry.value != self._holder:
             return False
         try:

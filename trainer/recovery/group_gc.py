@@ -102,7 +102,7 @@ class GroupGc:
                 log.warning("sweep failed; repeated at the next interval", error=str(err))
 
     def _has_lease(self) -> bool:
-        entry = self._leases.get(streams.EXPIRY_LEASE).wait()
+        entry = self._leases.get(streams.EXPIRY_LEASE, may_lag=True).wait()
         if entry is not None and entry.value != self._holder:
             return False
         try:

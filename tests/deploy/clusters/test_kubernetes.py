@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ FOLDER = DEPLOY / "kubernetes"
 RUN_FILE = FOLDER / "base" / "run.toml"
 RELEASE = "1.37"
 OVERLAYS = ("cpu", "gpu")
+NATS_HOSTS = ("nats-0.nats", "nats-1.nats", "nats-2.nats")
 OURS: dict[str, type[BaseModel]] = {
     "bootstrap": ConnectionSettings,
     "reward": RewardSettings,
@@ -47,7 +49,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]
     require_package("kubectl", "kubernetes-client")
     folder = tmp_path_factory.mktemp("kubernetes") / "kubernetes"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets"))
-    make_secrets(folder / "base" / "secrets")
+    make_secrets(folder / "base" / "secrets", NATS_HOSTS)
     done = {}
     for overlay in OVERLAYS:
         kustomize = ["kubectl", "kustomize", str(folder / "overlays" / overlay)]
@@ -77,7 +79,7 @@ def environment(container: Object, objects: list[Object]) -> dict[str, str]:
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         found |= maps[source["configMapRef"]["name"]]["data"]
-    return found | {one["name"]: one["value"] for one in container.get("env", [])}
+    return found | {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
 
 
 @pytest.fixture(params=OVERLAYS)
@@ -89,10 +91,30 @@ def objects(request: pytest.FixtureRequest, rendered: dict[str, list[Object]]) -
 
 
 def test_the_configuration_of_nats_is_the_generated_one() -> None:
-    """Kustomize reads no file outside its folder: the copy must be that of deploy/, which is what the rights give."""
-    copy = FOLDER / "base" / "nats.conf"
-    assert copy.read_text() == (DEPLOY / "nats.conf").read_text()
-    assert nats_config.main(["--tls", "/etc/nats/tls", "--check", str(copy)]) == 0
+    """Kustomize reads no file outside its folder: its own must be what the rights give, for the servers of a cluster."""
+    assert nats_config.main(["--tls", "/etc/nats/tls", "--cluster", "--check", str(FOLDER / "base" / "nats.conf")]) == 0
+    assert nats_config.main(["--tls", "/etc/nats/tls", "--check", str(DEPLOY / "nats.conf")]) == 0
+
+
+def test_the_servers_of_nats_are_a_cluster(objects: list[Object]) -> None:
+    """As many servers as replicas, under the names that clients and routes use, each with a name of its own."""
+    servers = of_kind(objects, "StatefulSet")["nats"]["spec"]
+    (container,) = containers(servers["template"])
+    connection = of_kind(objects, "ConfigMap")["connection"]["data"]
+    names = [f"nats-{number}.{servers['serviceName']}" for number in range(servers["replicas"])]
+    assert names == list(NATS_HOSTS)
+    settings = load(ConnectionSettings, environ=connection).settings.nats
+    assert settings.addresses == tuple(f"tls://{name}:4222" for name in names)
+    assert settings.replicas == servers["replicas"] == 3
+    assert container["env"] == [{"name": "NATS_SERVER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+    routes = base64.b64decode(of_kind(objects, "Secret")["nats-passwords"]["data"]["routes.conf"]).decode()
+    assert all(f"@{name}:6222" in routes for name in names)
+    service = of_kind(objects, "Service")["nats"]["spec"]
+    assert service["publishNotReadyAddresses"] is True, "else none is ready before it has found the others"
+    assert servers["podManagementPolicy"] == "Parallel"
+    policy = of_kind(objects, "NetworkPolicy")["nats-routes"]["spec"]
+    assert policy["ingress"][0]["ports"] == policy["egress"][0]["ports"] == [{"port": 6222}]
+    assert of_kind(objects, "PodDisruptionBudget")["nats"]["spec"]["maxUnavailable"] == 1
 
 
 def test_every_object_fits_the_schema_of_its_kind(objects: list[Object]) -> None:
@@ -209,10 +231,10 @@ def test_ports_match(objects: list[Object]) -> None:
         open_ports = {port["containerPort"] for one in containers(pod) for port in one.get("ports", [])}
         assert {port["port"] for port in service["spec"]["ports"]} <= open_ports
     connection = of_kind(objects, "ConfigMap")["connection"]["data"]
-    for url in (connection["PENSTOCK_NATS__URL"], connection["PENSTOCK_S3__ENDPOINT"]):
+    for url in (*connection["PENSTOCK_NATS__URL"].split(","), connection["PENSTOCK_S3__ENDPOINT"]):
         assert url.startswith(("tls://", "https://"))
         host, port = url.split("//")[1].split(":")
-        assert int(port) in {one["port"] for one in services[host]["spec"]["ports"]}
+        assert int(port) in {one["port"] for one in services[host.rpartition(".")[2]]["spec"]["ports"]}
     metrics = tomllib.loads(RUN_FILE.read_text())["metrics"]
     for role in ("trainer", "rollout"):
         container = next(one for one in containers(workloads[role]) if one["name"] == role)
