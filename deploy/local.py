@@ -1,6 +1,6 @@
 """NATS and S3 on this machine, over one data folder: ``penstock up``.
 
-    python -m penstock.deploy.local [--data DIR] [--run ID] [--nats-port N] [--s3-port N] [--max-store-gb N]
+    python -m penstock.deploy.local [--data DIR] [--run ID] [--nats-port N] [--s3-port N] [--max-store-gb N] [--no-sync]
 
 Both servers run as child processes on the loopback, with credentials made at the first start and
 stored in the data folder (readable for its owner only). They stop when this process exits, SIGKILL
@@ -52,9 +52,11 @@ class LocalStack:
         max_store_gb: int = 50,
         log_folder: Path | None = None,
         tls: bool = False,
+        is_durable: bool = False,
     ) -> None:
         """``tls``: the servers take encrypted connections only, with certificates made in ``data`` at the first start.
 
+        ``is_durable``: objects are on disk before they are acknowledged, as messages always are.
         ``data`` is created when it does not exist. Port 0: the last one used if it is free, else any free one.
         """
         self.data = data.absolute()
@@ -62,6 +64,7 @@ class LocalStack:
         self._ports = {NatsServer.name: nats_port, S3Server.name: s3_port}
         self._max_store_gb = max_store_gb
         self._tls = tls
+        self._is_durable = is_durable
         self._lock_fd: int | None = None
         self._supervisor: Supervisor | None = None
         self._own_supervisor = False
@@ -111,6 +114,7 @@ class LocalStack:
             keep_open=shared,
             certificate=self._certificate("s3"),
         )
+        self._s3.is_durable = self._is_durable
         servers: tuple[Server, ...] = (self._nats, self._s3)
         for server in servers:
             server.launch()
@@ -283,6 +287,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--max-store-gb", type=int, default=50, help="disk space that all streams together may reserve")
     parser.add_argument("--tls", action="store_true", help="take encrypted connections only, with own certificates")
+    parser.add_argument(
+        "--no-sync",
+        action="store_true",
+        help="acknowledge objects before they are on disk: faster, and a power loss may cost the last of them",
+    )
     options = parser.parse_args(arguments)
     logs.configure("local")
     stop_requested = stop_on_signals()
@@ -293,6 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             s3_port=options.s3_port,
             max_store_gb=options.max_store_gb,
             tls=options.tls,
+            is_durable=not options.no_sync,
         ) as stack:
             if options.run:
                 with Bus.connect(stack.nats, name="bootstrap") as bus:
