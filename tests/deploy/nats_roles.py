@@ -11,6 +11,7 @@ import signal
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tests.servers import wait_for
@@ -62,6 +63,13 @@ class NatsRoles:
         """How a service of the role connects."""
         return NatsSettings(url=self.url, user=role, password_file=self.secrets / f"nats_{role}", ca_file=self._ca_file)
 
+    @property
+    def tls_options(self) -> dict[str, Any]:
+        """What `nats.connect` needs for TLS; empty without."""
+        if self._ca_file is None:
+            return {}
+        return {"tls": client_context(self._ca_file, "nats.ca_file"), "tls_handshake_first": True}
+
     def bus(self, role: str) -> Bus:
         """A connection as the role, by the code that services use."""
         if role not in self._buses:
@@ -81,7 +89,7 @@ class NatsRoles:
             if match := re.match(rb"-ERR 'Permissions Violation for (Publish|Subscription) to \"(.*)\"'", line):
                 found.add(match[2].decode())
             else:
-                assert line.startswith((b"INFO", b"MSG", b"+OK")), line
+                assert line.startswith((b"INFO", b"MSG", b"+OK", b"PING")), line
         assert found <= {*wanted["publish"], *wanted["subscription"]}
         return found
 

@@ -239,7 +239,13 @@ async def as_role(roles: NatsRoles, role: str) -> AsyncIterator[Client]:
 
     secret = roles.settings(role).secret()
     client = await nats.connect(
-        roles.url, user=role, password=secret, inbox_prefix=f"_INBOX_{role}", error_cb=ignore, allow_reconnect=False
+        roles.url,
+        user=role,
+        password=secret,
+        inbox_prefix=f"_INBOX_{role}",
+        error_cb=ignore,
+        allow_reconnect=False,
+        **roles.tls_options,
     )
     try:
         yield client
