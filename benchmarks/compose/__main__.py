@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=12, help="steps of the trainer (default: 12)")
     parser.add_argument("--keep", action="store_true", help="keep the folder, with every container's log")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that containers and namespaces are removed
     folder = Path(tempfile.mkdtemp(prefix="penstock-compose-"))
     folder.chmod(0o755)  # containers reach their files under another user id
     try:
