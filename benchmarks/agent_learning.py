@@ -99,7 +99,9 @@ def prepare(task: Task, folder: Path, seed: int, sft_steps: int | None) -> None:
     """Make data, model and warm-up below a folder, unless they are there."""
     if (folder / "sft" / "config.json").is_file():
         return
-    settings = {**task.sft, **({} if sft_steps is None else {"steps": sft_steps})}
+    settings = dict(task.sft)
+    if sft_steps is not None:
+        settings |= {"steps": sft_steps, "warmup_steps": min(task.sft["warmup_steps"], sft_steps // 2)}
     task.write_data(folder / "data", seed, int(settings["steps"] * settings["batch_size"]))
     write_model(folder / "start", seed=seed)
     if task.environment == "lake":
