@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: bench-async docs docs-test reference real-model bench-plane after-run wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
-.PHONY: compose-test
+.PHONY: compose-test cluster-test
 .PHONY: bench-checkpoints test-environments bench-page-overhead proof-page proof-upgrade
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
@@ -152,6 +152,11 @@ compose-test: $(STAMP)  ## compose.yaml's profile cpu as processes in namespaces
 
 proof-nodes: $(STAMP)  ## one trainer on two nodes, as root: two network namespaces, one killed and resumed, replayed on one node (minutes; `ip`)
 	$(BIN)/python -m benchmarks.proofs.nodes
+
+FAULTS ?= 60
+HOLD_S ?= 10
+cluster-test: $(STAMP)  ## a run on hosts of its own, as root: three NATS servers, TLS, roles; FAULTS partitions, losses, skews and kills, HOLD_S seconds each (half an hour; `ip`, a C compiler)
+	$(BIN)/python -m benchmarks.cluster --faults $(FAULTS) --hold-s $(HOLD_S)
 
 proof-layouts: $(STAMP)  ## the same batch in every layout of four ranks, and runs that share tokens and weights, replayed (minutes)
 	$(BIN)/python -m benchmarks.proofs.layouts
