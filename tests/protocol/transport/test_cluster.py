@@ -292,18 +292,18 @@ def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered:
         victims = [leader, next(n for n in cluster.nodes if n != leader)]
         for name in victims:
             cluster.nodes[name].kill()
-        with pytest.raises(
-            BusUnreachable, match=rf"no answer to publication to penstock\.{run_id}\.tasks\.train within 3 s"
-        ):
-            issue(clustered, run_id, 1_000_000, deadline_s=3.0)
-        with pytest.raises(BusUnreachable, match=f"{run_id}-state/head"):
-            state.get("head").wait()
-        with pytest.raises(BusUnreachable, match=f"write {run_id}-state/head"):
-            state.put("head", b"never").wait()
-        for delivery in inbox.fetch(1, 0.5).wait():  # what had arrived before; nothing is raised
-            delivery.give_back(0.0).wait()
-        for name in victims:
-            cluster.nodes[name].launch()
+        try:
+            with pytest.raises(
+                BusUnreachable, match=rf"no answer to publication to penstock\.{run_id}\.tasks\.train within 3 s"
+            ):
+                issue(clustered, run_id, 1_000_000, deadline_s=3.0)
+            with pytest.raises(BusUnreachable, match=f"write {run_id}-state/head"):
+                state.put("head", b"never").wait()
+            for delivery in inbox.fetch(1, 0.5).wait():  # what had arrived before; nothing is raised
+                delivery.give_back(0.0).wait()
+        finally:
+            for name in victims:
+                cluster.nodes[name].launch()
         publisher.wait_for_more("after two servers came back")
         for name in victims:
             cluster.nodes[name].wait_ready()
