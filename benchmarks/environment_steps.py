@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.over_http.http_environment import HTTP, Http
 from penstock.rollout_service.environments.play import Play, Row
 from penstock.rollout_service.proxy.messages import Message

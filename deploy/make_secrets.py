@@ -22,7 +22,7 @@ from pathlib import Path
 from penstock.deploy import certificates
 from penstock.deploy.processes.child import DeployError
 
-NATS_USERS = ("admin", "trainer", "rollout", "reward", "viewer")
+NATS_USERS = ("admin", "trainer", "rollout", "reward", "environment", "viewer")
 S3_USERS = ("trainer", "rollout", "reward", "viewer")
 OTHERS = ("s3_secret_key", *(f"s3_{user}" for user in S3_USERS), "reward_token")
 METRICS = (

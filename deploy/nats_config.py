@@ -115,7 +115,7 @@ _MANY_ANSWERS = {
     "$JS.API.CONSUMER.MSG.NEXT.*.*": "90s",  # longer than any pull waits for its first message
     "$JS.API.DIRECT.GET.>": "15s",
 }
-_MAX_CONNECTIONS = {"rollout": 10_000, "reward": 1_000, "trainer": 1_000, "viewer": 500}
+_MAX_CONNECTIONS = {"rollout": 10_000, "reward": 1_000, "environment": 1_000, "trainer": 1_000, "viewer": 500}
 _MAX_SUBSCRIPTIONS = 1_000  # of one connection; a service has fewer than a hundred
 
 

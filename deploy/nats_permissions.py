@@ -78,7 +78,7 @@ def _denied(rights: Rights) -> Iterator[str]:
     """Refuse what the wildcards for any run would let through."""
     read = {right.bucket for right in rights.reads}
     written = {right.bucket for right in rights.writes}
-    for bucket in (streams.registry_bucket(), streams.secrets_bucket()):
+    for bucket in streams.shared_buckets():
         stream = f"KV_{bucket.bucket}"
         if bucket not in written:
             yield f"$KV.{bucket.bucket}.>"

@@ -34,7 +34,7 @@ from penstock.reward_service.hosting import serve, serve_grader, serve_judge
 from penstock.reward_service.registry.built_in import BUILT_INS
 from penstock.rollout_service.engines.engine_kind import ENGINES
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
-from penstock.rollout_service.hosting import list_environments, try_environment
+from penstock.rollout_service.hosting import list_environments, register, try_environment
 from penstock.rollout_service.hosting import serve as serve_environment
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
@@ -55,6 +55,9 @@ _PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
     "plan": plan.main,
     "recipe": recipe.main,
     "env serve": serve_environment.main,
+    "env register": register.main,
+    "env drain": register.drain,
+    "env resume": register.resume,
     "env test": try_environment.main,
     "env list": list_environments.main,
     "reward serve": serve.main,

@@ -13,7 +13,7 @@ from typing import Literal
 from penstock.protocol import streams, subjects
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, stream_name
 
-Role = Literal["rollout", "reward", "trainer", "viewer"]
+Role = Literal["rollout", "reward", "environment", "trainer", "viewer"]
 ANY_RUN = "*"
 ANY_KEY = ">"
 
@@ -68,7 +68,13 @@ class Rights:
 
 def rights(run_id: str = ANY_RUN) -> tuple[Rights, ...]:
     """Return the rights of every role but admin, for one run or for all."""
-    return (rollout_rights(run_id), reward_rights(run_id), trainer_rights(run_id), viewer_rights(run_id))
+    return (
+        rollout_rights(run_id),
+        reward_rights(run_id),
+        environment_rights(),
+        trainer_rights(run_id),
+        viewer_rights(run_id),
+    )
 
 
 def rollout_rights(run_id: str) -> Rights:
@@ -97,6 +103,7 @@ def rollout_rights(run_id: str) -> Rights:
             KeyRight(streams.live_bucket(run_id)),
             KeyRight(streams.lease_bucket(run_id)),
             marks,
+            KeyRight(streams.environments_bucket()),
         ),
         writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("rollout", ANY_KEY)), swap_slots, marks),
     )
@@ -125,6 +132,12 @@ def reward_rights(run_id: str) -> Rights:
             *shared,
         ),
     )
+
+
+def environment_rights() -> Rights:
+    """Return what environment servers may do: register themselves; a registration belongs to no run."""
+    registry = (KeyRight(streams.environments_bucket(), newest=True),)
+    return Rights("environment", reads=registry, writes=registry)
 
 
 def trainer_rights(run_id: str) -> Rights:
@@ -180,7 +193,14 @@ def viewer_rights(run_id: str) -> Rights:
         scans=streams.stream_names(run_id),
         reads=(
             KeyRight(streams.state_bucket(run_id), newest=True),
-            *(KeyRight(bucket) for bucket in (*streams.run_buckets(run_id)[1:], streams.registry_bucket())),
+            *(
+                KeyRight(bucket)
+                for bucket in (
+                    *streams.run_buckets(run_id)[1:],
+                    streams.registry_bucket(),
+                    streams.environments_bucket(),
+                )
+            ),
         ),
         lists_streams=True,
     )

@@ -217,6 +217,16 @@ def secrets_bucket() -> BucketSpec:
     return BucketSpec("penstock-secrets", max_bytes=_SMALL_BUCKET_BYTES)
 
 
+def environments_bucket() -> BucketSpec:
+    """Return the bucket of registered environment servers, shared by all runs."""
+    return BucketSpec("penstock-environments", max_bytes=_SMALL_BUCKET_BYTES)
+
+
+def shared_buckets() -> tuple[BucketSpec, ...]:
+    """Return the buckets whose names are the same in every run."""
+    return (registry_bucket(), secrets_bucket(), environments_bucket())
+
+
 def scoring_bucket(run_id: str) -> BucketSpec:
     """Return the bucket of partly scored packs, where a replica resumes, and of marked messages (`kill_mark_key`)."""
     return BucketSpec(f"{run_id}-scoring", ttl_s=86_400.0)
@@ -229,7 +239,7 @@ def run_buckets(run_id: str) -> tuple[BucketSpec, ...]:
 
 def buckets(run_id: str) -> tuple[BucketSpec, ...]:
     """Return the buckets a run needs."""
-    return (*run_buckets(run_id), registry_bucket(), secrets_bucket())
+    return (*run_buckets(run_id), *shared_buckets())
 
 
 HEAD_KEY = "head"  # `Head`

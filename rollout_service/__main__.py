@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import structlog
 
@@ -27,7 +27,9 @@ from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service import loop, worker_metrics
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
-from penstock.rollout_service.environments.environment import load_environments
+from penstock.rollout_service.environments.environment import Environment, load_environments
+from penstock.rollout_service.environments.over_http.http_environment import Http
+from penstock.rollout_service.environments.over_http.registry import RegistryFollower
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
@@ -163,6 +165,7 @@ async def _wire(
     places = asyncio.Semaphore(most) if most else None
     for environment in environments.values():
         environment.use_worker(episodes, places)
+    registry = await _registry(bus, environments.values())
     packs = PackGenerator(
         engine=engine,
         environments=environments,
@@ -195,6 +198,7 @@ async def _wire(
     )
     return loop.Worker(
         engine=engine,
+        registry=registry,
         weights=weights,
         tasks=tasks,
         packs=packs,
@@ -206,6 +210,17 @@ async def _wire(
         finish_s=settings.worker.finish_s,
         start_deadline_s=settings.worker.start_deadline_s,
     )
+
+
+async def _registry(bus: Bus, environments: Iterable[Environment]) -> RegistryFollower | None:
+    """Return the registry of environment servers, if one of the environments finds its servers there."""
+    registered = [one for one in environments if isinstance(one, Http) and one.registered]
+    if not registered:
+        return None
+    registry = RegistryFollower(await bus.key_value(streams.environments_bucket().bucket))
+    for one in registered:
+        one.use_registry(registry)
+    return registry
 
 
 def _engine(settings: RolloutSettings) -> Engine:

@@ -12,6 +12,7 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -20,7 +21,7 @@ from penstock.protocol.endpoints.resolve import resolve
 from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport import http_tls
-from penstock.protocol.transport.tls import handshake_problem
+from penstock.protocol.transport.tls import client_context, handshake_problem
 
 _CONNECT_S = 5.0
 
@@ -52,6 +53,8 @@ class HttpConnections:
         headers: Mapping[str, str] | None = None,
         policy: TargetPolicy | None = None,
         max_answer_bytes: int | None = None,
+        ca_file: Path | None = None,
+        ca_key: str = http_tls.AUTHORITY,
     ) -> None:
         """Prepare; nothing is opened before the first request.
 
@@ -60,11 +63,17 @@ class HttpConnections:
             headers: Sent with every request.
             policy: Which addresses may be called; None: any.
             max_answer_bytes: Longest answer that is read; None: any.
+            ca_file: Certificates of the only authorities that https servers are trusted by; None: as `http_tls` has it.
+            ca_key: The setting that ``ca_file`` is from, for errors.
+
+        Raises ConfigError for a ``ca_file`` that cannot be used.
         """
         self._keep_s = keep_s
         self._headers = dict(headers or {})
         self._policy = policy
         self._max_bytes = max_answer_bytes
+        self._ca_key = ca_key
+        self._tls = None if ca_file is None else client_context(ca_file, ca_key)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -88,7 +97,7 @@ class HttpConnections:
         except aiohttp.ServerTimeoutError as err:  # to connect
             raise ConnectionFailed(f"{url}: {err}") from None
         except aiohttp.ClientError as err:
-            problem = handshake_problem(err, url, http_tls.AUTHORITY)
+            problem = handshake_problem(err, url, self._ca_key)
             raise ConnectionFailed(problem or f"{url}: {type(err).__name__} {str(err)[:300]}".rstrip()) from None
 
     async def websocket(self, url: str, *, max_message_bytes: int) -> aiohttp.ClientWebSocketResponse:
@@ -133,7 +142,7 @@ class HttpConnections:
                     keepalive_timeout=self._keep_s,
                     resolver=resolver,
                     use_dns_cache=resolver is None,
-                    ssl=http_tls.client_context(),
+                    ssl=self._tls or http_tls.client_context(),
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 auto_decompress=False,

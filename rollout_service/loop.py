@@ -5,6 +5,7 @@
 | work     | TaskIssued (eval, train) | a pack; an engine that is ready   | the trainer; the engine  |
 | weights  | head, WeightsPublished   | a newer version                   | the trainer publishing   |
 | engine   | the engine's process     | its exit                          | a failure of the engine  |
+| registry | environment servers      | a second, where they are used     | time                     |
 
 If one of them fails, all are cancelled and the process exits with the error.
 """
@@ -12,6 +13,7 @@ If one of them fails, all are cancelled and the process exits with the error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +21,7 @@ import structlog
 
 from penstock.protocol.activity import Activity
 from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.environments.over_http.registry import RegistryFollower
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
@@ -35,6 +38,7 @@ class Worker:
     """The parts of one worker, connected by ``__main__``."""
 
     engine: Engine
+    registry: RegistryFollower | None  # of environment servers; None: no environment needs it
     weights: WeightFollower
     tasks: TaskSource
     packs: PackGenerator
@@ -49,7 +53,8 @@ class Worker:
 
 async def run(worker: Worker, stop: asyncio.Event) -> None:
     """Work until ``stop`` is set, then finish the packs in flight, or requeue them after ``finish_s``."""
-    async with asyncio.TaskGroup() as tasks:
+    following = contextlib.nullcontext() if worker.registry is None else worker.registry.following()
+    async with following, asyncio.TaskGroup() as tasks:
         heartbeat = tasks.create_task(worker.heartbeat.run())
         working = tasks.create_task(_start_and_work(worker))
         await stop.wait()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.config.environment_settings import EnvironmentSettings
 from penstock.protocol.config.teacher_settings import TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
@@ -22,7 +23,6 @@ from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.engines.vllm.settings import VllmSettings
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, load_environments
-from penstock.rollout_service.environments.episode_settings import EnvironmentSettings
 from penstock.rollout_service.packs.pack_limit import MOST_PACKS
 from penstock.rollout_service.teachers.interface import TEACHERS
 

@@ -46,6 +46,7 @@ from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
+from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.checkpoint_writer import CheckpointWriter, serve_writes
@@ -478,6 +479,7 @@ def _evaluator(
         ),
         settings_before=settings_before,
         seed=settings.run.seed,
+        mixture=Mixture.of(settings.environment, settings.run.seed),
     )
 
 

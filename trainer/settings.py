@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
 from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.teacher_settings import TeacherSettings
@@ -245,7 +246,8 @@ class RolloutSettings(Section):
         default=SINGLE_TURN,
         pattern=ENVIRONMENT,
         max_length=200,
-        description="Environment that generates the trajectories, by name; one of your own must be in worker.environments.",
+        description="Environment that generates the trajectories, by name; one of your own must be in worker.environments. "
+        "mixture: all of environment.define that have a weight, in these proportions.",
     )
     max_attempts: int = Field(
         default=2, ge=1, description="How often a group is generated at most when it is too stale to be trained."
@@ -540,6 +542,7 @@ class TrainerSettings(Section):
     reward: RewardSettings = Field(default_factory=RewardSettings)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     teacher: TeacherSettings = Field(default_factory=TeacherSettings)
+    environment: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     critic: CriticSettings = Field(default_factory=CriticSettings)
     trainer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
@@ -588,6 +591,7 @@ class TrainerSettings(Section):
                 f"raise it to at least {self.rollout.max_staleness + 2}"
             )
         self._check_dtype()
+        self._check_mixture()
         self._check_evaluation()
         self._check_critic()
         self._check_lora()
@@ -603,6 +607,21 @@ class TrainerSettings(Section):
                 "set trainer.steps"
             )
         return self
+
+    def _check_mixture(self) -> None:
+        used = MIXTURE in (self.rollout.environment, *(self.eval.of(name).environment for name in self.evaluated))
+        weights, by_source = self.environment.weights, self.environment.by_source
+        if used and not weights:
+            raise ValueError(
+                f'rollout.environment or eval.environment = "{MIXTURE}" mixes the environments that have a weight, and none has; set '
+                "environment.define.NAME.weight"
+            )
+        if (weights or by_source) and not used:
+            name = next(iter(weights)) if weights else next(iter(by_source.values()))
+            key = "weight" if weights else "data_sources"
+            raise ValueError(
+                f'environment.define.{name}.{key} does nothing without rollout.environment = "{MIXTURE}"; set it, or leave it out'
+            )
 
     def problem_of_length(self) -> str:
         """Return what does not fit into ``trainer.steps`` steps; empty when all does."""

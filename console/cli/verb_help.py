@@ -137,7 +137,7 @@ _OWN_FLAGS = {
     ),
 }
 _TAKES_A_RUN_FILE = ("train", "sft", "dpo", "rm", "rollout", "reward service", "bootstrap", "config show")
-_STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "certs", "plan", "quickstart", "recipe", "up", "data check", "config import", "env serve", "env test", "env list", "reward serve",
+_STARTS_A_PROCESS = (*_TAKES_A_RUN_FILE, "certs", "plan", "quickstart", "recipe", "up", "data check", "config import", "env serve", "env register", "env drain", "env resume", "env test", "env list", "reward serve",
                      "reward serve-judge",
                      "reward serve-grader", "reward serve-model")  # fmt: skip
 

@@ -59,8 +59,12 @@ _NESTED = {
 
 
 _PART = "reward part "
+_ENVIRONMENT = "environment "
+_OF_ENVIRONMENTS = {
+    "reward_mean": "reward", "turns_mean": "turns", "tokens_mean": "tokens", "cut_share": "cut", "failures": "failures", "episodes": "episodes",
+}  # fmt: skip
 _BY_LAYERS = {"grad_norm_by_layers": "gradient norm: ", "update_ratio_by_layers": "update ratio: "}
-_OWN_LABELS = (_PART, *_BY_LAYERS.values())  # names that begin so are labels themselves
+_OWN_LABELS = (_PART, _ENVIRONMENT, *_BY_LAYERS.values())  # names that begin so are labels themselves
 
 
 def read(data: Mapping[str, Any]) -> dict[str, float]:
@@ -73,6 +77,9 @@ def read(data: Mapping[str, Any]) -> dict[str, float]:
         values["loss_not_finite"] = 1.0
     values |= {f"rejected by {rule}": share for rule, share in _section(data, "rejected_by").items()}
     values |= {f"{_PART}{part}": mean for part, mean in _section(data, "reward_parts").items()}
+    for environment in (environments := _section(data, "environments")):
+        figures = _section(environments, environment)
+        values |= {f"{_ENVIRONMENT}{word}: {environment}": figures.get(key) for key, word in _OF_ENVIRONMENTS.items()}
     for section, label in _BY_LAYERS.items():
         values |= {f"{label}{layers}": value for layers, value in _section(data, section).items()}
     return {name: found for name, value in values.items() if (found := number(value)) is not None}

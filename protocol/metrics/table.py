@@ -14,7 +14,7 @@ from typing import Literal
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 Service = Literal["trainer", "rollout", "reward"]
 
-OPEN_LABELS = frozenset({"endpoint", "scorer", "part", "reason"})
+OPEN_LABELS = frozenset({"endpoint", "scorer", "part", "environment", "reason"})
 MAX_VALUES = 100  # of an open label in one metric of one process; the others are summed up as `OTHER`
 MAX_LABEL_LENGTH = 128
 OTHER = "other"
@@ -82,6 +82,10 @@ _TRAINER = (
         ("penstock_trainer_reward_mean", "gauge", "reward", "", "Mean over the trajectories of the newest step."),
         ("penstock_trainer_reward_stddev", "gauge", "reward", "", "Standard deviation over the trajectories of the newest step."),
         ("penstock_trainer_reward_part_mean", "gauge", "reward", "part", "Mean of one part of the reward, newest step."),
+        ("penstock_trainer_environment_reward_mean", "gauge", "reward", "environment", "Mean reward of one environment's episodes, newest step."),
+        ("penstock_trainer_environment_turns_mean", "gauge", "turns", "environment", "Mean trained turns of one environment's episodes, newest step."),
+        ("penstock_trainer_environment_tokens_mean", "gauge", "tokens", "environment", "Mean sampled tokens of one environment's episodes, newest step."),
+        ("penstock_trainer_environment_failed_attempts", "gauge", "attempts", "environment", "Attempts at the newest step's episodes that failed and were begun again."),
         ("penstock_trainer_gradient_norm", "gauge", "", "", "Norm before clipping."),
         ("penstock_trainer_layer_gradient_norm", "gauge", "", "layers", "Norm before clipping of one group of layers: by kind (embedding, attention, mlp, norm, head), and by range of blocks."),
         ("penstock_trainer_layer_update_ratio", "gauge", "0 to 1", "layers", "Norm of the newest step's change of the weights over the norm of the weights, of one group of layers or all."),

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 from pydantic import ValidationError
 
-from penstock.protocol.errors import CompareAndSwapFailed
+from penstock.protocol.transport.change_value import change_value
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.reward_service.endpoints import endpoint_lease
 from penstock.reward_service.endpoints.access import Caller
@@ -31,7 +31,6 @@ KEY = "endpoints"
 MAX_ENDPOINTS = 256
 MAX_RETIRED = 256
 _MAX_BYTES = 900_000  # a value of the bucket is a message, and the broker takes one of 1 MiB
-_SWAP_TRIES = 16  # that many registrations would have to meet in a few milliseconds
 _RETRY_S = 2.0
 
 
@@ -244,19 +243,13 @@ class EndpointRegistry:
             await self._store.delete(endpoint_lease.key(endpoint))
 
     async def _change(self, change: Callable[[Directory], Directory]) -> None:
-        for attempt in range(_SWAP_TRIES):
+        async def read() -> tuple[Directory, int | None]:
             await self.refresh()
-            directory = change(self._directory)
-            if directory == self._directory:
-                return
-            try:
-                revision = await self._store.swap(KEY, directory.to_json(), self._revision)
-            except CompareAndSwapFailed:
-                if attempt == _SWAP_TRIES - 1:
-                    raise
-                continue
+            return self._directory, self._revision
+
+        directory, revision = await change_value(self._store, KEY, read, change, Directory.to_json)
+        if revision != self._revision:
             self._take(directory, revision)
-            return
 
     def _take(self, directory: Directory, revision: int | None) -> None:
         self._directory, self._revision = directory, revision

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
@@ -24,7 +25,6 @@ from penstock.protocol.trajectory import Trajectory
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_client import KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.errors import TaskRefused
 
 

@@ -23,12 +23,12 @@ from pydantic import ValidationError
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
+from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
 from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import Task
 from penstock.protocol.seeds import derived_seed
 from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition, EpisodeSettings
 from penstock.rollout_service.environments.play_episode import Played
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
@@ -152,7 +152,7 @@ class EpisodeEnvironment(Environment):
             return [TaskRefused(_FAILED, f"{task.group_id}: {self.name}: {err}") for task in tasks]
         try:
             async with asyncio.TaskGroup() as playing:
-                groups = [playing.create_task(self._group(site, task, sampler)) for task in tasks]
+                groups = [playing.create_task(self._group(site, self._limited(task), sampler)) for task in tasks]
         except* EngineError as failures:
             raise _first(failures) from None
         return [group.result() for group in groups]
@@ -163,6 +163,13 @@ class EpisodeEnvironment(Environment):
         model = AgentModel(planner, ANSWER_FORMATS.find(self.settings.answer_format).value, self._context_tokens)
         executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"environment-{self.name}")
         return Site(model, asyncio.Semaphore(self.settings.max_running), executor)
+
+    def _limited(self, task: Task) -> Task:
+        """Return a task whose answers are no longer than this environment's may be."""
+        most, sampling = self.settings.max_answer_tokens, task.sampling
+        if most is None or most >= sampling.max_new_tokens:
+            return task
+        return task.model_copy(update={"sampling": sampling.model_copy(update={"max_new_tokens": most})})
 
     async def _group(self, site: Site, task: Task, sampler: Sampler) -> list[Episode] | TaskRefused:
         ended = {one.index: one for one in self._store.take(task) if self._continues(task, one)} if self._store else {}

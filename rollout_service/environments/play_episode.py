@@ -21,9 +21,10 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.protocol.config.environment_settings import EpisodeSettings
 from penstock.protocol.episode import EndStatus, TimeSpender
 from penstock.rollout_service.environments.call_play import (
     EnvironmentFailed,
@@ -32,7 +33,6 @@ from penstock.rollout_service.environments.call_play import (
     checked_reply,
     checked_score,
 )
-from penstock.rollout_service.environments.episode_settings import EpisodeSettings
 from penstock.rollout_service.environments.play import Play, Reply
 from penstock.rollout_service.errors import EngineError
 from penstock.rollout_service.proxy.agent_request import AgentRequest, RetryMark
@@ -82,7 +82,8 @@ async def play_episode(session: EpisodeSession, play: Play, settings: EpisodeSet
 async def _play(
     session: EpisodeSession, play: Play, settings: EpisodeSettings, executor: Executor, played: Played
 ) -> None:
-    messages = checked_messages(await _timed(play.start, settings, executor, played), is_first=True)
+    first = checked_messages(await _timed(play.start, settings, executor, played), is_first=True)
+    messages = with_system_prompt(first, settings.system_prompt)
     state = _state_of(messages)
     while True:
         turn = await _answer(session, messages, play, played)
@@ -99,6 +100,15 @@ async def _play(
         new = checked_messages(reply.messages, is_first=False)
         messages = (*messages, turn.answer, *new)
         state = reply.state or _state_of(new)
+
+
+def with_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+    """Return messages that begin with a system message of the run file, which one of the environment follows in the same message."""
+    if not text:
+        return messages
+    if messages[0].role == "system":
+        return (replace(messages[0], content=f"{text}\n\n{messages[0].content}"), *messages[1:])
+    return (Message("system", text), *messages)
 
 
 async def _answer(

@@ -24,9 +24,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from pydantic import Field, model_validator
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Sampling
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments import program_process, program_sandbox
@@ -93,6 +96,14 @@ class Program(EpisodeEnvironment):
         super().__init__()
         self._served: _ServedProxy | None = None
         self._sweeper: program_process.Sweeper | None = None
+
+    def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
+        """Return this environment under another name; raises ConfigError for settings that a program cannot have."""
+        if definition.system_prompt:
+            raise ConfigError(
+                f"environment.define.{name}.system_prompt: a program writes its own messages; leave it out"
+            )
+        return super().defined(name, definition)
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         """Note where the model is; the proxy is served from the first task on. Raises ConfigError for a sandbox that cannot be had."""

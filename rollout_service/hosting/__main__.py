@@ -1,4 +1,4 @@
-"""``python -m penstock.rollout_service.hosting serve|test|list``: what `penstock env` starts."""
+"""``python -m penstock.rollout_service.hosting serve|register|drain|resume|test|list``: what `penstock env` starts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import sys
 
 from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
-from penstock.rollout_service.hosting import list_environments, serve, try_environment
+from penstock.rollout_service.hosting import list_environments, register, serve, try_environment
 
-_COMMANDS = {"serve": serve.main, "test": try_environment.main, "list": list_environments.main}
+_COMMANDS = {
+    "serve": serve.main,
+    "register": register.main,
+    "drain": register.drain,
+    "resume": register.resume,
+    "test": try_environment.main,
+    "list": list_environments.main,
+}
 
 
 def main() -> int:

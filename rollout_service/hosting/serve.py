@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import ipaddress
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
+from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
 from penstock.rollout_service.environments.over_http.http_environment import read_secrets
+from penstock.rollout_service.environments.over_http.registration import checked_url
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
-from penstock.rollout_service.hosting import app
+from penstock.rollout_service.hosting import app, registrar
 from penstock.rollout_service.hosting.episodes import Episodes
+from penstock.rollout_service.hosting.register import check_name, say_registered
+from penstock.rollout_service.hosting.registrar import Offer, Registrar
 from penstock.rollout_service.proxy.server import serving_app
 
 _EPILOG = """\
@@ -28,8 +35,9 @@ The file holds a class like the one of docs/environments.md: a TurnEnvironment w
 
 Example:  penstock env serve guess.py:Guess --port 8800
           penstock env test http://127.0.0.1:8800
+          penstock env serve guess.py:Guess run.toml --register guess
 
-Ctrl-C takes no new episodes and lets those in progress end; a second Ctrl-C exits at once.
+Ctrl-C unregisters it, takes no new episodes and lets those in progress end; a second Ctrl-C exits at once.
 """
 
 
@@ -65,7 +73,10 @@ def main(arguments: Sequence[str]) -> int:
         type=Path,
         help="file with one or two signing keys whsec_..., one per line; calls signed with neither are refused",
     )
-    options = parser.parse_args(arguments)
+    parser.add_argument("--register", metavar="NAME", default="", help="register it on NATS under this name")
+    parser.add_argument("--url", help="URL at which workers reach it, to register (default: from host and port)")
+    registrar.add_options(parser)
+    options = parser.parse_intermixed_args(arguments)  # run files may stand between options
     environment = served_environment(options.environment)
     secrets = read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
     if not secrets and not _is_loopback(options.host):
@@ -74,6 +85,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     if options.capacity < 1 or not min(options.reply_s, options.idle_s, options.drain_s) > 0:
         raise ConfigError("--capacity must be at least 1, and --reply-s, --idle-s and --drain-s more than 0")
+    check_name(options.register)
+    if options.settings and not options.register:
+        raise ConfigError(f"{options.settings[0]} says where NATS is, which is needed with --register NAME only")
     configure("environment")
     asyncio.run(_serve(environment, options, secrets))
     return 0
@@ -116,15 +130,45 @@ async def _serve(environment: TurnEnvironment, options: argparse.Namespace, secr
                 f"{environment.name}, version {version or 'none'}, at {url}. Next: penstock env test {url}\n"
             )
             sys.stdout.flush()
-            await stop.wait()
-            if episodes.running:
-                sys.stderr.write(
-                    f"{episodes.running} episodes in progress; press Ctrl-C again to exit without waiting\n"
-                )
-            await episodes.drain(options.drain_s)
+            async with _registered(options, secrets, options.url or url) as keeper:
+                await stop.wait()
+                await _drain(episodes, options.drain_s, keeper)
     finally:
         sweeping.cancel()
         await episodes.close()
+
+
+async def _drain(episodes: Episodes, drain_s: float, keeper: Registrar | None) -> None:
+    if episodes.running:
+        sys.stderr.write(f"{episodes.running} episodes in progress; press Ctrl-C again to exit without waiting\n")
+    draining = asyncio.create_task(episodes.drain(drain_s))
+    await asyncio.sleep(0)  # it refuses new ones from now on
+    if keeper is not None:
+        await keeper.renew()  # workers learn that it is stopping
+    await draining
+
+
+@contextlib.asynccontextmanager
+async def _registered(options: argparse.Namespace, secrets: Sequence[str], url: str) -> AsyncIterator[Registrar | None]:
+    """Register the server inside the block, if that is wanted; raises PenstockError."""
+    if not options.register:
+        yield None
+        return
+    try:
+        offer = Offer(options.register, checked_url(url), options.lease_s, options.replace)
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+    settings = registrar.read_settings(options.settings, dict(os.environ))
+    own = [urlsplit(url).hostname or ""]  # it is called by itself, wherever it is
+    client = await registrar.client_of(settings, secrets=secrets, ca_file=None, allowed=(*PRIVATE_TARGETS, *own))
+    try:
+        with Bus.connect(settings.nats, name=f"environment-{offer.name}") as bus:
+            keeper = Registrar(await registrar.open_registry(bus), client, offer)
+            async with keeper.registered() as server:
+                say_registered(keeper.name, server.version, server.url, server.capacity)
+                yield keeper
+    finally:
+        await client.close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.protocol.config.environment_settings import EpisodeSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.rollout_service.environments.call_play import EnvironmentFailed, call, checked_messages, checked_reply
 from penstock.rollout_service.environments.environment import Environment
-from penstock.rollout_service.environments.episode_settings import EpisodeSettings
 from penstock.rollout_service.environments.over_http.http_environment import Http
 from penstock.rollout_service.environments.play import Play, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment

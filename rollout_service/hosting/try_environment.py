@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import ENVIRONMENTS, Environment, load_environments
 from penstock.rollout_service.environments.episode_environment import EpisodeEnvironment
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.over_http.http_environment import Http
 from penstock.rollout_service.environments.play import Row
 from penstock.rollout_service.hosting.policies import Policy, RandomPolicy, ScriptedPolicy

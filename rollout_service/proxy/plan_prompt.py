@@ -18,15 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from penstock.protocol.config.environment_settings import Thinking
 from penstock.rollout_service.proxy.messages import Message, next_key, root_key
 from penstock.rollout_service.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
 from penstock.rollout_service.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn
-
-Thinking = Literal["keep", "tool_cycle", "strip"]
 
 
 @dataclass(slots=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.deploy.processes.child import Child
+from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import KeyValue
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
+from tests.rollout_service.proxy.agent_model import SMOLLM2, write_model
 from tests.rollout_service.trainer_side import TrainerSide, worker_process
 
 
@@ -43,3 +48,28 @@ def start_worker(
     for child in started:
         child.kill()
         print(f"── log of {child.name} ──\n{child.log_tail(40)}")
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with what the proxy reads."""
+    return write_model(tmp_path_factory.mktemp("model"), SMOLLM2)
+
+
+@pytest.fixture
+def name() -> str:
+    """A name that no other test of this process registers an environment under."""
+    return f"guess-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+def store(bus: Bus) -> Iterator[KeyValue]:
+    """The bucket of registered environments, on the session's NATS."""
+    bus.ensure_bucket(streams.environments_bucket()).wait()
+    bucket = bus.key_value(streams.environments_bucket().bucket).wait()
+    yield bucket
+    for entry in bucket.entries().wait():
+        bucket.delete(entry.key).wait()

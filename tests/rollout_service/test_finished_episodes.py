@@ -15,6 +15,7 @@ import pytest
 from penstock.protocol import blob_keys
 from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import RewardRequest, Sampling, Task
@@ -22,7 +23,6 @@ from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.play import Play, Reply, Row, done
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.errors import EngineError

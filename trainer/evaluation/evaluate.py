@@ -35,6 +35,7 @@ from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
+from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
@@ -109,6 +110,7 @@ class Evaluator:
         silent_s: float = 5.0,
         settings_before: Sequence[TaskSettings] = (),
         seed: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -124,6 +126,7 @@ class Evaluator:
             silent_s: Seconds without an arrival after which dead-lettered groups are no longer waited for.
             settings_before: Under which earlier sessions issued evaluations; empty: not known.
             seed: ``run.seed``, from which those of the samples follow; None: they are random.
+            mixture: Chooses between the environments that a source mixes; None: none does.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._traced = connections.traced
@@ -138,6 +141,7 @@ class Evaluator:
         self._success = success
         self._settings_before = settings_before
         self._seed = seed
+        self._mixture = mixture
         self._evaluations: dict[tuple[PolicyVersion, str], _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
@@ -339,7 +343,11 @@ class Evaluator:
             issued_version=evaluation.version,
             pinned_version=evaluation.version,
         )
-        placed = in_environment(task, prompt, source.settings.environment or SINGLE_TURN)
+        environment = source.settings.environment or SINGLE_TURN
+        if self._mixture is not None:
+            position = number - self._numbers[source.name].start
+            environment = self._mixture.name(environment, position, prompt.reward.data_source)
+        placed = in_environment(task, prompt, environment)
         return placed if self._seed is None else seeded(placed, self._seed)
 
     def _prompt(self, source: EvaluatedSource, number: int) -> Prompt:

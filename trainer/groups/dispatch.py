@@ -28,6 +28,7 @@ from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.issue_log import IssuedBefore
+from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.task_packs import (
     TaskPack,
     choose_groups_per_message,
@@ -379,10 +380,12 @@ class Dispatch:
         with_baseline: bool = False,
         teacher_top_k: int | None = None,
         routers: RouterShape | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         """Start at the first position; call `resume` to continue from a checkpoint.
 
-        ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task.
+        ``with_baseline``, ``teacher_top_k`` and ``routers`` are those of every task; ``mixture`` chooses the environment of each,
+        None: it is ``rollout.environment``.
         """
         self._further = {
             "with_baseline": with_baseline,
@@ -391,6 +394,7 @@ class Dispatch:
             "redundant_wait": rollout.redundant_wait,
         }
         self.order = order
+        self._mixture = mixture
         self._prompts = prompts
         self._rollout = rollout
         self._sampling = training_sampling(rollout, stop_token_ids, routers)
@@ -547,4 +551,8 @@ class Dispatch:
             issued_version=version,
             attempt=key.attempt,
         ).model_copy(update=self._further)
-        return seeded(in_environment(task, prompt, self._rollout.environment), self.order.seed)
+        environment = self._rollout.environment
+        if self._mixture is not None:
+            position = self.order.position_of(key.place)
+            environment = self._mixture.name(environment, position, prompt.reward.data_source)
+        return seeded(in_environment(task, prompt, environment), self.order.seed)

@@ -28,6 +28,7 @@ from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
 from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
 from penstock.trainer.groups.pack_reader import NeverPublished, PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
@@ -99,6 +100,7 @@ def open_generated(
         with_baseline=algorithm.needs_baseline,
         teacher_top_k=settings.teacher_top_k,
         routers=routers,
+        mixture=Mixture.of(settings.environment, settings.run.seed),
     )
     if resumed is not None:
         dispatch.resume(resumed.dispatch)

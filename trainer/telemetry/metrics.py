@@ -50,6 +50,7 @@ Where a batch has several optimizer steps, its figures are means over them, each
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
 | `scored_by`                | groups   | by scorer of their rewards, endpoints with their version           |
 | `reward_parts`             |          | mean of every reward part over the trajectories that have it       |
+| `environments`             |          | of each environment: `telemetry/environment_figures.py`            |
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
@@ -81,6 +82,7 @@ from penstock.trainer.learner.health.step_watch import LayerFigures
 from penstock.trainer.learner.pairs.mixed_pairs import pair_figures
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.telemetry.environment_figures import environment_figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ def step_fields(
         "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
         **({"taught_by": dict(sorted(taught.items()))} if (taught := _taught_by(batch)) else {}),
         **({"reward_parts": parts} if (parts := reward_parts(batch)) else {}),
+        **({"environments": played} if (played := environment_figures(batch)) else {}),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),

@@ -49,6 +49,14 @@ _BY_LAYERS = MappingProxyType(
         "penstock_trainer_layer_update_ratio": "update_ratio_by_layers",
     }
 )
+_OF_ENVIRONMENTS = MappingProxyType(
+    {
+        "penstock_trainer_environment_reward_mean": "reward_mean",
+        "penstock_trainer_environment_turns_mean": "turns_mean",
+        "penstock_trainer_environment_tokens_mean": "tokens_mean",
+        "penstock_trainer_environment_failed_attempts": "failures",
+    }
+)
 _KL = MappingProxyType({"behaviour": "kl_behaviour", "reference": "kl_reference"})
 
 
@@ -136,6 +144,9 @@ class TrainerMetrics:
             samples.add("penstock_trainer_engine_mismatch_nats", mismatch["mean_abs"])
         for part, mean in step.get("reward_parts", {}).items():
             samples.add("penstock_trainer_reward_part_mean", mean, part=part)
+        for environment, played in step.get("environments", {}).items():
+            for name, key in _OF_ENVIRONMENTS.items():
+                samples.add(name, played[key], environment=environment)
         _collect_groups(step["groups"], samples)
 
     def _collect_layers(self, samples: Samples) -> None:

@@ -11,8 +11,8 @@ from typing import Self
 
 from pydantic import Field, JsonValue
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.episode_environment import PlayOptions
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.program import Program, ProgramOptions
 
 _RUNNER = Path(__file__).with_name("verifiers_runner.py")

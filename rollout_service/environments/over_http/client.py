@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -78,11 +78,17 @@ class EnvironmentClient:
             raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {where}: {first['msg'][:200]}") from None
 
     async def call_until_answered(
-        self, url: str, call_id: str, body: BaseModel, expected: type[Body], deadline_s: float
+        self,
+        url: str,
+        call_id: str,
+        body: BaseModel,
+        expected: type[Body],
+        deadline_s: float,
+        may_repeat: Callable[[], bool],
     ) -> Body:
         """Post a body until it is answered: the server knows a repeated one, and answers it without acting twice.
 
-        Raises as `call` does; after ``deadline_s`` the last failure.
+        Raises as `call` does; after ``deadline_s`` the last failure, and sooner if it is not to be repeated any more.
         """
         ends, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
         while True:
@@ -91,7 +97,9 @@ class EnvironmentClient:
                     return await self.call("POST", url, call_id, body, expected)
             except TimeoutError:
                 raise ServerUnreachable(f"{url} gave no answer within {deadline_s:g} s") from None
-            except ServerUnreachable:
+            except ServerUnreachable as err:
+                if not may_repeat():
+                    raise ServerUnreachable(f"{err}; its lease has expired, or it is registered no more") from None
                 if time.monotonic() + pause_s > ends:
                     raise
             except ServerRefused as err:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from penstock.protocol.endpoints import signature
 from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
-from penstock.protocol.errors import ConfigError, TargetRefused
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import http_tls
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.environments.episode_environment import (
     Attempt,
@@ -28,6 +29,8 @@ from penstock.rollout_service.environments.over_http.http_play import (
     Wanted,
     start_episode,
 )
+from penstock.rollout_service.environments.over_http.registration import NAME_PATTERN, checked_url
+from penstock.rollout_service.environments.over_http.registry import RegistryFollower
 from penstock.rollout_service.environments.over_http.servers import Servers
 from penstock.rollout_service.environments.play import Row
 from penstock.rollout_service.environments.play_episode import Played, play_episode
@@ -42,7 +45,13 @@ class HttpOptions(PlayOptions):
     """Where an environment is served, and how."""
 
     url: str | list[str] = Field(
-        description="URL of its server, or a list of the URLs of servers that play the same environment."
+        default_factory=list,
+        description="URL of its server, or a list of the URLs of servers that play the same environment.",
+    )
+    registered: str = Field(
+        "",
+        pattern=f"{NAME_PATTERN}|^$",
+        description="In place of url: the name under which its servers are registered (penstock env register).",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="Options of the environment that is served."
@@ -50,6 +59,11 @@ class HttpOptions(PlayOptions):
     version: str = Field("", max_length=100, description="Version of its rules that this run expects; empty: any.")
     secret_file: Path | None = Field(
         None, description="File with one or two signing keys `whsec_...`; with it every call is signed."
+    )
+    ca_file: Path | None = Field(
+        None,
+        description="Certificates (PEM) of the only authorities that https servers are trusted by, such as the ca.pem of penstock certs; "
+        "none: those of the system, and PENSTOCK_TLS_CA_FILE.",
     )
     place_deadline_s: float = Field(
         900.0,
@@ -75,7 +89,7 @@ class HttpOptions(PlayOptions):
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs, without a slash at the end."""
-        return tuple(one.rstrip("/") for one in ([self.url] if isinstance(self.url, str) else self.url))
+        return tuple(checked_url(one) for one in ([self.url] if isinstance(self.url, str) else self.url))
 
     @field_validator("allowed_targets")
     @classmethod
@@ -87,16 +101,15 @@ class HttpOptions(PlayOptions):
     @classmethod
     def _are_urls(cls, value: str | list[str]) -> str | list[str]:
         urls = [value] if isinstance(value, str) else value
-        if not 1 <= len(urls) <= _MAX_URLS or len(set(urls)) != len(urls):
+        if len(urls) > _MAX_URLS or len({checked_url(url) for url in urls}) != len(urls):
             raise ValueError(f"expected 1 to {_MAX_URLS} different URLs, got {len(urls)}")
-        for url in urls:
-            try:
-                TargetPolicy(()).check_url(url)
-            except TargetRefused as err:
-                raise ValueError(str(err)) from None
-            if "?" in url:
-                raise ValueError(f"{url!a}: a server's URL has no ?query")
         return value
+
+    @model_validator(mode="after")
+    def _has_servers(self) -> HttpOptions:
+        if bool(self.urls) == bool(self.registered):
+            raise ValueError("give either url, or the name under which servers are registered (registered)")
+        return self
 
     def secrets(self) -> tuple[str, ...]:
         """Return the signing keys; raises ConfigError for a file that holds none."""
@@ -129,12 +142,22 @@ class Http(EpisodeEnvironment):
         """Start without servers."""
         super().__init__()
         self._own: tuple[OwnServer, ...] = ()
+        self._registry: RegistryFollower | None = None
         self._servers: Servers | None = None
         self._client: EnvironmentClient | None = None
 
     def never_call(self, servers: Sequence[OwnServer]) -> None:
         """Note the run's own servers, which no URL of an environment may lead to."""
         self._own = tuple(servers)
+
+    @property
+    def registered(self) -> str:
+        """The name under which its servers are registered; empty: the run file has their URLs."""
+        return "" if self.chosen is None else self.chosen.registered
+
+    def use_registry(self, registry: RegistryFollower) -> None:
+        """Note where the servers of `registered` are found."""
+        self._registry = registry
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         """Note where the model is; raises ConfigError for a secret file that holds no key."""
@@ -149,8 +172,15 @@ class Http(EpisodeEnvironment):
             keep_s=_KEEP_S,
             policy=TargetPolicy(chosen.allowed_targets, self._own, key="options.allowed_targets"),
             max_answer_bytes=chosen.max_reply_bytes,
+            ca_file=chosen.ca_file,
+            ca_key="options.ca_file" if chosen.ca_file else http_tls.AUTHORITY,
         )
-        self._client, self._servers = EnvironmentClient(connections, chosen.secrets()), Servers(chosen.urls)
+        self._client = EnvironmentClient(connections, chosen.secrets())
+        self._servers = Servers(chosen.urls, registered=chosen.registered, version=chosen.version)
+        if chosen.registered:
+            if self._registry is None:
+                raise ConfigError(f"options.registered = {chosen.registered!r}: servers are found on NATS, in a run")
+            self._registry.follow(chosen.registered, self._servers.read)
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         """Play one episode at a server; raises EngineError, or RowUnfit."""

@@ -88,7 +88,9 @@ class HttpPlay(Play):
         body = Step(step=self._steps, message=written(answer))
         url, call_id = f"{self._server.url}/episodes/{self._id}/step", f"{self._id}.{self._steps}"
         try:
-            stepped = await self._client.call_until_answered(url, call_id, body, Stepped, self._limits.reply_s)
+            stepped = await self._client.call_until_answered(
+                url, call_id, body, Stepped, self._limits.reply_s, lambda: self._server.is_leased
+            )
             return read_reply(stepped)
         except ServerUnreachable:
             self._server.failed(time.monotonic())
@@ -116,14 +118,11 @@ async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wan
     """Start an episode at a server that has a place, and wait for one; raises NotStarted, or RowRefused."""
     ends, last = time.monotonic() + limits.place_s, ""
     while True:
-        now = time.monotonic()
-        server = servers.choose(now)
+        server = await _place(servers, ends)
         if server is None:
-            wait_s = max(servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
-            if now + wait_s > ends:
-                raise NotStarted(f"no server had a place within {limits.place_s:g} s (place_deadline_s): {last}")
-            await asyncio.sleep(wait_s)
-            continue
+            raise NotStarted(
+                f"no server had a place within {limits.place_s:g} s (place_deadline_s): {servers.why_none(last)}"
+            )
         try:
             return await _start_at(server, client, wanted, limits)
         except ServerUnreachable as err:
@@ -134,11 +133,30 @@ async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wan
                 raise RowRefused(str(err)) from None
             if err.is_passing:
                 server.is_full(time.monotonic(), err.retry_after_s or 1.0)
+            elif (
+                err.code == "wrong_version" and server.version and not wanted.version
+            ):  # it was replaced, not registered
+                server.failed(time.monotonic())
             elif err.code:  # of this episode, and no reason to keep others away
                 raise NotStarted(str(err)) from None
             else:  # of a gateway, before servers that are being replaced
                 server.failed(time.monotonic())
             last = str(err)
+
+
+async def _place(servers: Servers, ends: float) -> Server | None:
+    """Return a server, of which a place is taken; None if there is none by the time ``ends``."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ends - time.monotonic()), servers.turn:
+            while True:
+                now = time.monotonic()
+                server = servers.choose(now)
+                if server is not None:
+                    server.running += 1
+                    return server
+                wait_s = max(servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
+                await asyncio.sleep(wait_s)
+    return None
 
 
 async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, limits: Limits) -> HttpPlay:
@@ -147,12 +165,11 @@ async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, l
         episode=wanted.episode,
         attempt=wanted.attempt,
         seed=str(wanted.seed),
-        version=wanted.version,
+        version=wanted.version or server.version,
         deadline_s=limits.start_s + limits.episode_s,
         row=WireRow.of(wanted.row),
         options=wanted.options,
     )
-    server.running += 1
     try:
         try:
             async with asyncio.timeout(limits.start_s):
@@ -161,7 +178,7 @@ async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, l
             raise ServerUnreachable(
                 f"{server.url} did not start an episode within {limits.start_s:g} s (start_deadline_s)"
             ) from None
-        play = _read_play(client, server, body, started, limits)
+        play = _read_play(client, server, body.id, wanted.version, started, limits)
     except BaseException as err:
         server.running -= 1
         if not isinstance(err, ServerRefused):  # it may have been started
@@ -174,15 +191,17 @@ async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, l
     return play
 
 
-def _read_play(client: EnvironmentClient, server: Server, body: Start, started: Started, limits: Limits) -> HttpPlay:
-    if body.version not in ("", started.version):
+def _read_play(
+    client: EnvironmentClient, server: Server, episode_id: str, version: str, started: Started, limits: Limits
+) -> HttpPlay:
+    if version not in ("", started.version):
         raise AnswerUnfit(
-            f"{server.url} plays version {started.version!r}, and the run expects {body.version!r} (options.version)"
+            f"{server.url} plays version {started.version!r}, and the run expects {version!r} (options.version)"
         )
     try:
         request = read(started.messages, started.tools)
     except RequestRefused as err:
         raise AnswerUnfit(f"{server.url} starts with messages or tools that are none: {err}") from None
-    play = HttpPlay(client, server, body.id, request.messages, limits)
+    play = HttpPlay(client, server, episode_id, request.messages, limits)
     play.tools, play.version = request.tools, started.version
     return play

@@ -15,9 +15,9 @@ from typing import Any, Self
 
 from pydantic import Field
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.episode_environment import PlayOptions
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.games.actions import PatternOptions, find_action
 from penstock.rollout_service.environments.play import Play, Reply, Row
 from penstock.rollout_service.environments.tools.final_answer import Scoring, is_right

@@ -43,3 +43,11 @@ def test_the_panel_shows_the_parts_of_the_reward() -> None:
     assert learning.reward_parts(figures) == "correct 0.25, form 1.00"
     assert figures["reward part correct.has_answer"] == 1.0
     assert learning.reward_parts({}) == ""
+
+
+def test_each_environment_has_its_figures() -> None:
+    """By figure and environment; what is no number is left out."""
+    lake = {"reward_mean": 0.25, "turns_mean": 3, "failures": 1, "cut_share": "x", "versions": {"1": 4}}
+    found = learning.read({"environments": {"lake": lake, "broken": None}})
+    assert found == {"environment reward: lake": 0.25, "environment turns: lake": 3, "environment failures: lake": 1}
+    assert next(iter(learning.rows(learning.spreads([found]))))[0].startswith("environment ")

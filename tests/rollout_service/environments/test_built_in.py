@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.games.arithmetic import evaluate
 from penstock.rollout_service.environments.games.calculator import CALCULATOR, draw_expression
 from penstock.rollout_service.environments.games.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path

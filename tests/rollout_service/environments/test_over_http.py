@@ -18,12 +18,12 @@ from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.endpoints import own_servers
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Task
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.environments.episode_environment import group_seed
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.games.lookup import LOOKUP, value_of
 from penstock.rollout_service.environments.over_http.http_environment import HTTP, Http
 from penstock.rollout_service.environments.over_http.servers import Server, Servers
@@ -319,12 +319,14 @@ async def test_an_address_that_may_not_be_called_is_not(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "url: Field required"),
+        ({}, "give either url, or the name under which servers are registered"),
         ({"url": "ftp://a"}, "only http:// and https://"),
         ({"url": "http://me:hunter2@a"}, "put no user name or password"),
         ({"url": "http://a/?x=1"}, "has no ?query"),
         ({"url": ["http://a", "http://a"]}, "1 to 256 different URLs"),
         ({"url": "http://a", "allowed_targets": ["10.0.0.0/99"]}, "neither a network"),
+        ({"url": "http://a", "registered": "guess"}, "give either url, or the name"),
+        ({"registered": "a.b"}, "String should match pattern"),
     ],
 )
 def test_a_definition_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

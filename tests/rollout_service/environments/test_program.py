@@ -22,12 +22,12 @@ from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
 from tests.servers import wait_for
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import RewardRequest, Sampling, Task
 from penstock.rollout_service.environments import program_process
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.environments.episode_environment import group_seed
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.program import PROGRAM
 from penstock.rollout_service.errors import EngineError, TaskRefused
 

@@ -16,11 +16,11 @@ import pytest
 from tests.rollout_service.proxy.agent_model import QWEN25, Engine, write_model
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import RewardRequest, Sampling, Task
 from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.play import Reply, Row
 from penstock.rollout_service.environments.tools.built_in.bm25 import Bm25
 from penstock.rollout_service.environments.tools.built_in.calculator import CALCULATOR_TOOL

@@ -15,6 +15,7 @@ import pytest
 from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
@@ -24,7 +25,6 @@ from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.build_trajectory import build_group
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.environments.episode_environment import group_seed
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.games.lookup import LOOKUP, value_of
 from penstock.rollout_service.environments.play import Play, Reply, Row, done, say
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
@@ -419,3 +419,23 @@ def test_options_may_hold_tables(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"options: variables\.A: Input should be a valid string"):
         load(RolloutSettings, files=[file])
+
+
+def test_a_definition_says_something_first_and_shortens_answers(model: Path) -> None:
+    """Its system prompt is the first message, or begins that of the environment; no answer is longer than its limit."""
+    (episode,), engine = play(
+        model, LOOKUP, ["?37", "0"], task_of(size=1), system_prompt="Be brief.", max_answer_tokens=3
+    )
+    first = json.loads(episode.messages)[0]
+    assert (first["role"], first["content"]) == ("system", "Be brief.")
+    assert "Be brief." in ChatTokenizer.read(model).decode(engine.prompts[0])
+    spoken = Script(lambda: done(1.0), start=lambda: [Message("system", "Rules."), Message("user", "go")])
+    (episode,), _ = play(
+        model, spoken, ["a b c d e f g"], task_of(size=1), system_prompt="Be brief.", max_answer_tokens=3
+    )
+    assert json.loads(episode.messages)[0]["content"] == "Be brief.\n\nRules."
+    assert [turn.end - turn.start for turn in episode.rows[0].turns] == [3]
+    given = {"type": "program", "options": {"command": ["x"]}, "system_prompt": "Be brief."}
+    definition = EnvironmentDefinition.model_validate(given)
+    with pytest.raises(ConfigError, match="a program writes its own messages"):
+        load_environments((), {"mine": definition})

@@ -281,7 +281,7 @@ def test_environments_are_listed_with_their_options(guess: Path, capsys: pytest.
     assert list_environments.main([]) == 0
     said = capsys.readouterr().out
     assert "frozen_lake: walk from the upper left corner" in said
-    assert "    url = needed: URL of its server" in said
+    assert "    url = []: URL of its server" in said
     assert list_environments.main(["run.toml", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["guess-small"]["options"]["highest"]["default"] == "100"
 

@@ -36,6 +36,9 @@ STEP: dict[str, Any] = {
     "wait_s": 0.02, "step_s": 2.0, "publish_s": 0.5, "train_tokens_per_s": 30.0, "flops_per_s": 5e9, "mfu": 0.25,
     "grad_norm_by_layers": {"attention": 1.2, "blocks 0-6": 0.9}, "update_ratio": 1e-3, "updates_left_out": 2,
     "update_ratio_by_layers": {"attention": 2e-3, "blocks 0-6": 5e-4},
+    "environments": {
+        "lake": {"episodes": 4, "reward_mean": 0.25, "turns_mean": 3.5, "tokens_mean": 40.0, "cut_share": 0.5, "failures": 2},
+    },
 }  # fmt: skip
 GROUPS: dict[str, Any] = {
     "issued": 50, "issued_again": 3, "given_up": 1, "outstanding": 12, "scored": 40, "trained": 30, "reused": 2,
@@ -94,6 +97,8 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
         assert found[name] == step[key], name
     assert found['penstock_trainer_kl_nats{against="behaviour"}'] == step["kl_behaviour"]
     assert found['penstock_trainer_reward_part_mean{part="format"}'] == step["reward_parts"]["format"]
+    for name, key in trainer_metrics._OF_ENVIRONMENTS.items():
+        assert found[f'{name}{{environment="lake"}}'] == step["environments"]["lake"][key], name
     for layers, norm in step["grad_norm_by_layers"].items():
         assert found[f'penstock_trainer_layer_gradient_norm{{layers="{layers}"}}'] == norm
     assert found['penstock_trainer_layer_update_ratio{layers="all"}'] == step["update_ratio"]

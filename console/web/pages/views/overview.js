@@ -11,6 +11,10 @@ const MOST_LINES = 6;
 const CHARTS = [
   ["Reward", [["reward_mean", "mean"]], { note: "mean of each step; the band is the least and greatest of a bucket, or one standard deviation" }],
   ["Reward by part", parts, {}],
+  ["Reward by environment", (names) => startingWith(names, "environment reward: "), {}],
+  ["Turns by environment", (names) => startingWith(names, "environment turns: "), {}],
+  ["Tokens of an episode by environment", (names) => startingWith(names, "environment tokens: "), {}],
+  ["Failed attempts by environment", (names) => startingWith(names, "environment failures: "), {}],
   ["Staleness of what was trained", [["staleness_mean", "mean"], ["staleness_max", "greatest"]], { note: "versions behind, by token", zero: true }],
   ["Seconds of a step", [["step_s", "training"], ["wait_s", "waiting for groups"], ["publish_s", "publishing"]], { note: "long waiting: generation is the bottleneck", zero: true }],
   ["Tokens trained per second", [["tokens_per_s", "tokens/s"]], { note: "of the whole step, waiting included", zero: true }],

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import structlog
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments import program_process
@@ -33,7 +34,6 @@ from penstock.rollout_service.environments.adapters.mcp_servers.connection impor
 from penstock.rollout_service.environments.adapters.mcp_servers.options import McpOptions, McpServer
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.environments.episode_environment import Attempt, Begun, RowUnfit, Site
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.play import Play, Reply, Row, done
 from penstock.rollout_service.environments.tools.output_limit import shortened
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment

@@ -12,10 +12,10 @@ import numpy as np
 from tests.rollout_service.proxy.agent_model import Engine
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import RewardRequest, Sampling, Task
 from penstock.rollout_service.environments.environment import Environment
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 
 
 def task_of(text: str = "go", *, size: int = 1, reward: str = "environment", group: str = "r:0:1", **more: Any) -> Task:

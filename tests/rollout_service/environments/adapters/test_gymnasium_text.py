@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.rollout_service.environments.adapters.played import check_exact, play, said, task_of
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.adapters.gymnasium_text import GYMNASIUM
 from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.environments.over_http.wire import read_reply, write_reply
 from penstock.rollout_service.environments.play import Reply
 from penstock.rollout_service.errors import TaskRefused

@@ -21,12 +21,12 @@ from tests.rollout_service.environments.adapters.played import check_exact, play
 from tests.rollout_service.environments.test_program import read_pid, wait_until_ended
 from tests.servers import wait_for
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments import program_process
 from penstock.rollout_service.environments.adapters.mcp_servers import connection, transports
 from penstock.rollout_service.environments.adapters.mcp_servers.mcp_environment import MCP
 from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.errors import TaskRefused
 
 pytest.importorskip("mcp", reason="mcp is not installed; it is in the extra dev")

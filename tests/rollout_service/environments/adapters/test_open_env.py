@@ -13,10 +13,10 @@ import pytest
 from tests.rollout_service.environments.adapters.played import check_exact, play, said, task_of
 from tests.servers import wait_for
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.adapters.open_env.open_env import OPENENV
 from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.errors import TaskRefused
 
 PYTHON = os.environ.get("PENSTOCK_TEST_OPENENV_PYTHON", "")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from tests.rollout_service.environments.adapters.played import check_exact, play, said, task_of
 
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.adapters import verifiers_runner
 from penstock.rollout_service.environments.adapters.verifiers_program import VERIFIERS
 from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.environments.episode_settings import EnvironmentDefinition
 from penstock.rollout_service.errors import TaskRefused
 
 FOLDER = Path(__file__).parent

@@ -1,14 +1,20 @@
-"""`[environment.define.NAME]`: environments of several turns with options and limits of their own."""
+"""`[environment.define.NAME]`: environments of several turns with options and limits of their own, and how a run mixes them.
+
+Workers read how an environment is played, the trainer which environments it issues groups for, and in which proportions.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.facts import Identifier
-from penstock.rollout_service.proxy.plan_prompt import Thinking
+
+Thinking = Literal["keep", "tool_cycle", "strip"]
+
+MIXTURE = "mixture"  # in place of an environment's name: all that are defined with a weight or data sources
 
 
 class EpisodeSettings(Section):
@@ -54,6 +60,15 @@ class EpisodeSettings(Section):
         "hermes",
         description="How the model writes calls of tools: hermes, llama, mistral, deepseek, kimi_k2, plain (none), or one of your own.",
     )
+    max_answer_tokens: int | None = Field(
+        None, ge=1, description="Longest answer, in tokens, where that is less than rollout.max_new_tokens."
+    )
+    system_prompt: str = Field(
+        "",
+        max_length=100_000,
+        description="Said to the policy before the environment's first message, as a system message or at the beginning of its own. Not "
+        "for programs, which write their own messages.",
+    )
 
 
 class EnvironmentDefinition(EpisodeSettings):
@@ -63,6 +78,16 @@ class EnvironmentDefinition(EpisodeSettings):
         description="The environment that is defined: a built-in, installed or your own one of several turns."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of that type (`penstock env list`).")
+    weight: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description='With rollout.environment = "mixture": its share of the groups is its weight in the sum of all weights, exact in '
+        "every run of so many rows.",
+    )
+    data_sources: tuple[str, ...] = Field(
+        (), description='With rollout.environment = "mixture": rows with one of these data_source are all played in it.'
+    )
 
 
 class EnvironmentSettings(Section):
@@ -72,3 +97,30 @@ class EnvironmentSettings(Section):
         default_factory=dict,
         description="Environments of this run, by the name that rollout.environment and eval.environment use.",
     )
+
+    @model_validator(mode="after")
+    def _can_be_mixed(self) -> EnvironmentSettings:
+        if MIXTURE in self.define:
+            raise ValueError(
+                f"environment.define.{MIXTURE}: the name stands for all that have a weight; choose another"
+            )
+        owners: dict[str, str] = {}
+        for name, one in self.define.items():
+            if one.weight is not None and one.data_sources:
+                raise ValueError(f"environment.define.{name}: give a weight or data_sources, not both")
+            for source in one.data_sources:
+                if owners.setdefault(source, name) != name:
+                    raise ValueError(
+                        f"environment.define.{name}.data_sources: {source!r} is among those of {owners[source]} too"
+                    )
+        return self
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """The environments that share the groups by weight."""
+        return {name: one.weight for name, one in self.define.items() if one.weight is not None}
+
+    @property
+    def by_source(self) -> dict[str, str]:
+        """The environment of each data source that has its own."""
+        return {source: name for name, one in self.define.items() for source in one.data_sources}
