@@ -209,6 +209,10 @@ async def test_an_object_that_is_no_episode_is_left_out(model: Path, blobs: Blob
     blobs.put(f"{prefix}sampled.3.{'0' * 64}.parquet", good)  # not its sha256
     blobs.put(f"{prefix}notes.txt", b"?")
     blobs.delete([second])
+    await Worker(model, blobs, run_id, SIZE).generate(1, task_of().model_copy(update={"group_id": "r:0:2"}))
+    elsewhere = blob_keys.finished_episodes_prefix(run_id, "r:0:2", 0)
+    foreign = next(stat.key for stat in blobs.list(elsewhere) if "sampled.1." in stat.key)
+    blobs.put(prefix + foreign.removeprefix(elsewhere), blobs.get_unverified(foreign))
     worker = Worker(model, blobs, run_id, SIZE)
     (group,) = await worker.generate(2)
     assert (worker.environment.num_plays, worker.metrics.episodes_continued) == (2, 2)  # pyright: ignore[reportAttributeAccessIssue]
