@@ -90,10 +90,13 @@ def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _record_of(row: TreeRow, start: int, end: int, recorded: Recorded) -> Sampled | None:
-    """Return the answer that these tokens are of; its prompt is everything before it in the row."""
+    """Return the answer that these tokens are of; its prompt is everything before it in the row.
+
+    Of several that begin alike, the shortest: a longer one is another row's.
+    """
     ids = row.token_ids
     for begin in range(start, max(-1, start - _LONGEST_ANSWER), -1):
-        for sampled in recorded.by_prompt.get(ids[:begin].tobytes(), ()):
+        for sampled in sorted(recorded.by_prompt.get(ids[:begin].tobytes(), ()), key=lambda one: len(one.token_ids)):
             offset = start - begin
             same = sampled.token_ids[: end - begin] == ids[begin:end].tolist()
             logprobs = np.asarray(sampled.logprobs[offset : end - begin], dtype=np.float32)
