@@ -287,7 +287,7 @@ def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered:
             entry = state.get("head").wait()
             assert entry is not None
             assert (entry.value, entry.revision) == (victim.encode(), revision)
-            cluster.nodes[name].start()
+            cluster.start(name)
         leader = leader_of(clustered, spec.stream)
         victims = [leader, next(n for n in cluster.nodes if n != leader)]
         for name in victims:
@@ -302,11 +302,8 @@ def test_killed_servers_lose_and_double_nothing(cluster: NatsCluster, clustered:
             for delivery in inbox.fetch(1, 0.5).wait():  # what had arrived before; nothing is raised
                 delivery.give_back(0.0).wait()
         finally:
-            for name in victims:
-                cluster.nodes[name].launch()
+            cluster.start(*victims)
         publisher.wait_for_more("after two servers came back")
-        for name in victims:
-            cluster.nodes[name].wait_ready()
     published = [f"p{number}" for number in range(len(publisher.sequences))]
     assert len(set(publisher.sequences)) == len(published)
     wait_for(
