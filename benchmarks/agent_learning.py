@@ -151,7 +151,7 @@ success = {{ environment = 1.0 }}
 steps = {steps}
 lr = {task.lr}
 betas = [0.9, 0.98]
-warmup_steps = 10
+warmup_steps = {min(10, steps // 2)}
 schedule = "linear"
 [eval]
 every = {steps}
