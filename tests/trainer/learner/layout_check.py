@@ -303,7 +303,7 @@ class Cases:
 
     def add_experts(self, together: ParallelDims) -> None:
         """Add what two ranks do with given experts, of rows of their own or ``together``."""
-        model = mixture(self.folder / f"experts-of-2-{self.ranks.rank}")
+        model = self.folder / "experts"
         for name, changes in EXPERTS_OF_TWO.items():
             dims = together if "sequence" in name else self.dims
             self.add(name, dims, {**changes, "router_replay": True}, model=model)
@@ -348,7 +348,7 @@ def main(arguments: Sequence[str]) -> int:
             cases.add(f"{stage}", dims, {"zero_stage": stage, "gradient_checkpointing": stage == 2})
     elif num == 1:
         cases.add(ONE_KEY_HEAD, cases.dims, {}, model=with_one_key_head(model, folder / "one-key-head"))
-        experts = mixture(folder / "experts-of-1")
+        experts = folder / "experts"
         cases.add(EXPERTS, cases.dims, {"router_replay": True}, model=experts)
         cases.results[WITHOUT_EXPERTS] = without_experts(experts, cases.dims)
         for name, changes in MEASURED.items():

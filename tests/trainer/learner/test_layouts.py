@@ -20,6 +20,7 @@ from tests.trainer.learner.layout_check import (
     SEQUENCE,
     TENSOR,
     WITHOUT_EXPERTS,
+    mixture,
 )
 
 from penstock.deploy.quickstart_task import write_model
@@ -32,6 +33,7 @@ LOSS, NORM = 2e-6, 5e-5  # in float32; the norm's is relative
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layouts")
     write_model(folder / "model", seed=0)
+    mixture(folder / "experts")  # here: of several ranks transformers lets the first one write
     started = {
         num: Fork(folder, "tests.trainer.learner.layout_check", str(folder / "model"), str(folder), num_ranks=num)
         for num in (1, 2)
