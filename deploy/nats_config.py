@@ -266,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, end="")
     elif not options.check.is_file() or options.check.read_text() != text:
         more = f" --tls {options.tls}" if options.tls else ""
+        more += " --cluster" if options.cluster else ""
         print(
             f"nats_config: {options.check} is not up to date; run: {_COMMAND}{more} > {options.check}", file=sys.stderr
         )

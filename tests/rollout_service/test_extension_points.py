@@ -50,7 +50,10 @@ class Silent(Environment):
 
 SILENT = Silent()
 '''
-BUILT_IN = {"calculator", "frozen_lake", "guess_number", "http", "lookup", "program", "single_turn", "sokoban"}
+BUILT_IN = {
+    "calculator", "frozen_lake", "gem", "guess_number", "gymnasium", "http", "lookup", "mcp", "openenv", "program", "single_turn",
+    "sokoban", "tools", "trl", "verifiers",
+}  # fmt: skip
 ATTACHED = ("run.id=demo", "worker.engine_url=http://127.0.0.1:1")
 
 
@@ -149,7 +152,7 @@ def test_one_file_in_the_package_is_a_new_engine(tmp_path: Path) -> None:
     package = tmp_path / "src" / "penstock"
     package.mkdir(parents=True)
     shutil.copy(ROOT / "src" / "penstock" / "__init__.py", package)
-    for folder in ("protocol", "rollout_service"):
+    for folder in ("protocol", "sandbox", "rollout_service"):
         shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "rollout_service" / "engines" / "tiny.py").write_text(ENGINE)
     (package / "rollout_service" / "environments" / "silent.py").write_text(ENVIRONMENT)

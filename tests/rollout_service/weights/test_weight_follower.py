@@ -44,7 +44,8 @@ async def test_a_head_that_cannot_be_read_ends_no_worker(value: bytes):
     """It is logged, and the worker still follows announcements."""
 
     class State:
-        async def get(self, key: str) -> Entry:
+        async def get(self, key: str, *, may_lag: bool = False) -> Entry:
+            assert may_lag
             return Entry(key, value, 1)
 
     parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "announcements", "swap"))
