@@ -23,7 +23,7 @@ TAKEN: dict[str, Alias] = {
 
 RENAMED: dict[str, str] = {
     "algorithm": "algorithm.name",
-    "agent_config_path": "environment.define.NAME.options.tools for tools, a reward endpoint for a judge (docs/rewards.md)",
+    "agent_config_path": "environment.define.NAME.options (`tools` for tools; for a judge a reward endpoint, docs/rewards.md)",
     "beta1": "algorithm.beta_low",
     "beta2": "algorithm.beta_high",
     "db_name": "run.id (streams, objects and folders carry it)",
@@ -34,7 +34,7 @@ RENAMED: dict[str, str] = {
     "min_turns": "algorithm.success_turns (leaves early successes out), or options.min_turns of [environment.define.NAME] (asks for a call)",
     "model_size": "model.path",
     "name": "run.id",
-    "repetition_early_stop_times": "environment.define.NAME.options.repeat_limit, see docs/tools.md",
+    "repetition_early_stop_times": "environment.define.NAME.options (`repeat_limit`, docs/tools.md)",
     "tool_call_parser": "environment.define.NAME.answer_format (qwen and qwen25 are hermes, llama3 is llama; mistral, deepseek, kimi_k2, plain, or your own)",
     "reward_fn": "`penstock reward serve FILE` and its name in reward.name",
 }
