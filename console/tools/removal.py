@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import connections
-from penstock.protocol import blob_keys, logs, streams
+from penstock.protocol import blob_keys, heartbeats, logs, streams
 from penstock.protocol.errors import BusRefused, ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
 from penstock.protocol.record import run_lock
@@ -107,19 +107,23 @@ def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
 
 
 def running_services(run: str, bus: Bus) -> list[str]:
-    """Return the ids of the services that have a heartbeat which has not expired; the key of one that cannot be read."""
+    """Return the ids of the services that have a heartbeat which has not expired; the key of one that cannot be read.
+
+    A service that has exited says so in its last heartbeat, and does not count.
+    """
     try:
         beats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
     except MissingStream:
         return []
-    return sorted(_service_of(beat) for beat in beats)
+    return sorted(service for beat in beats if (service := _running_service(beat)) is not None)
 
 
-def _service_of(beat: Entry) -> str:
+def _running_service(beat: Entry) -> str | None:
     try:
-        return decode(beat.value, Heartbeat).service_id
+        newest = decode(beat.value, Heartbeat)
     except WireError:  # of another build, perhaps; it renews the key, so it runs
         return f"{beat.key} (unreadable)"
+    return None if newest.state == heartbeats.EXITED else newest.service_id
 
 
 def remove_holdings(run: str, holdings: Holdings, bus: Bus, blobs: Blobs) -> None:

@@ -17,7 +17,7 @@ from penstock.deploy.backup.save import save
 from penstock.deploy.backup.saved_run import BackupBroken, SavedRun
 from penstock.deploy.bootstrap import delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
-from penstock.protocol import streams, subjects
+from penstock.protocol import heartbeats, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobError, BusRefused, ConfigError
 from penstock.protocol.facts import Heartbeat, RunEvent, encode
@@ -140,6 +140,15 @@ def test_a_running_run_is_not_saved(bus: Bus, blobs: Blobs, run: str, tmp_path: 
     with pytest.raises(RunIsActive, match="trainer-7; stop them first"):
         save(run, bus, blobs, tmp_path / "backup", quiet)
     assert not (tmp_path / "backup").exists()
+
+
+def test_a_run_whose_services_have_just_exited_is_saved(bus: Bus, blobs: Blobs, run: str, tmp_path: Path) -> None:
+    """The last heartbeat of a service that exited is still there for seconds: it does not run."""
+    beat = Heartbeat(role="trainer", service_id="trainer-7", at=0.0, state=heartbeats.EXITED)
+    live = bus.key_value(streams.live_bucket(run).bucket).wait()
+    live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
+    assert running_services(run, bus) == []
+    save(run, bus, blobs, tmp_path / "backup", quiet)
 
 
 def _alter_object(folder: Path, saved: SavedRun) -> None:
