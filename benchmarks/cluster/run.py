@@ -263,8 +263,9 @@ def main() -> int:
     )
     parser.add_argument("--pause-s", type=float, default=1.0, help="between a recovery and the next fault")
     parser.add_argument("--minutes", type=float, default=1e9, help="no further fault after this time")
+    kinds = ", ".join(KINDS).replace("%", "%%")
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=f"only these of {KINDS}"
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=f"only these of {kinds}"
     )
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument("--keep", type=Path, help="keep the run's folder here")
