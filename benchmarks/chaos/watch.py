@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -66,9 +67,10 @@ def _proves(victim: str, work: Work) -> bool:
 class Observer:
     """Tail a run's events and read its heartbeats in a thread, and add them to ``seen``; use as a context manager."""
 
-    def __init__(self, run_id: str, bus: Bus) -> None:
-        """Prepare to observe a bootstrapped run."""
+    def __init__(self, run_id: str, bus: Bus, *, own_clock: bool = False) -> None:
+        """Prepare to observe a bootstrapped run; ``own_clock``: times are when it was seen, since the services' clocks jump."""
         self.seen = Seen()
+        self._own_clock = own_clock
         self._bus = bus
         self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
         bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, self._take, from_start=True).wait()
@@ -88,7 +90,7 @@ class Observer:
 
     def _take(self, event: RunEvent) -> None:
         if event.kind == "step":
-            self.seen.steps.append((event.at, int(event.data["step"])))
+            self.seen.steps.append((self._time_of(event.at), int(event.data["step"])))
         elif event.kind == "log" and " redelivered" in str(event.data.get("text")):
             self.seen.num_redelivered += int(str(event.data["text"]).split()[0])
 
@@ -107,4 +109,8 @@ class Observer:
         if announced != self._announced[beat.service_id]:
             self._announced[beat.service_id] = announced
             if announced:  # a smaller number than before is from a new process
-                self.seen.work.append(Work(beat.at, beat.service_id if beat.role == "rollout" else REWARD, announced))
+                service = beat.service_id if beat.role == "rollout" else REWARD
+                self.seen.work.append(Work(self._time_of(beat.at), service, announced))
+
+    def _time_of(self, at: float) -> float:
+        return time.time() if self._own_clock else at

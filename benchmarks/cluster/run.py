@@ -179,7 +179,7 @@ def go(
         with (
             Bus.connect(stack.login("viewer"), name="observer") as bus,
             Bus.connect(stack.login("admin"), name="admin") as admin,
-            Observer(_RUN_ID, bus) as observer,
+            Observer(_RUN_ID, bus, own_clock=True) as observer,
         ):
             run = ClusterRun(stack, admin, observer, result, pause_s)
             if not wait_until(lambda: observer.seen.newest_step >= _FIRST_STEPS, 2 * _GIVE_UP_S, 0.1):
