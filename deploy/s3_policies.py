@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.object_rights import ObjectRights, object_rights
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Print the policy of a role's S3 user as JSON.",
         allow_abbrev=False,
     )
-    parser.add_argument("role", choices=get_args(Role), help="whose policy")
+    parser.add_argument("role", choices=[one.role for one in object_rights()], help="whose policy")
     parser.add_argument("--run", action="append", default=[], help="id of a run that it is for; repeatable")
     parser.add_argument("--bucket", default="penstock", help="the bucket (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -37,9 +37,15 @@ def object_rights(run_id: str = ANY_RUN) -> tuple[ObjectRights, ...]:
     layouts, models = blob_keys.layouts_prefix(run_id), blob_keys.models_prefix(run_id)
     lineage, logprobs = blob_keys.lineage_prefix(run_id), blob_keys.logprobs_prefix(run_id)
     inputs, check = blob_keys.rescored_prefix(run_id), blob_keys.access_check_prefix(run_id)
-    run = blob_keys.run_prefix(run_id)
+    episodes, run = blob_keys.all_finished_episodes_prefix(run_id), blob_keys.run_prefix(run_id)
     return (
-        ObjectRights("rollout", reads=(tasks, weights, layouts, models), writes=(groups,), lists=(check,)),
+        ObjectRights(
+            "rollout",
+            reads=(tasks, weights, layouts, models, episodes),
+            writes=(groups, episodes),
+            deletes=(episodes,),
+            lists=(episodes, check),
+        ),
         ObjectRights("reward", reads=(groups,), lists=(check,)),
         ObjectRights(
             "trainer",
@@ -48,8 +54,8 @@ def object_rights(run_id: str = ANY_RUN) -> tuple[ObjectRights, ...]:
                 *(tasks, weights, layouts, models, lineage, checkpoints, logprobs),
                 blob_keys.input_users_prefix(run_id),
             ),
-            deletes=(groups, tasks, weights, checkpoints, logprobs),
-            lists=(groups, tasks, weights, checkpoints, logprobs, inputs, check),
+            deletes=(groups, episodes, tasks, weights, checkpoints, logprobs),
+            lists=(groups, episodes, tasks, weights, checkpoints, logprobs, inputs, check),
         ),
         ObjectRights("viewer", reads=(run,), lists=(run,)),
     )

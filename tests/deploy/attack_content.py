@@ -132,6 +132,13 @@ CONTENT: dict[str, tuple[str, ...]] = {
         "events: kinds of a login",
         "events: kind of the subject",
     ),
+    "environment": (
+        "registered environment: fields and types of a value",
+        "registered environment: URL of a server",
+        "registered environment: JSON with one reading",
+        "registered environment: a name that servers of another version have",
+        "environment server: the run's own servers",
+    ),
     "viewer": (
         "log-probabilities of a step: bytes of the object",
         "log-probabilities of a step: bytes of the header",

@@ -16,11 +16,12 @@ from typing import Literal
 from tests.deploy.attack_content import CONTENT
 from tests.mutation.prove import read_table
 
+from penstock.deploy.make_secrets import S3_USERS
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.versions import PolicyVersion
 
 RUN, OTHER = "mine", "other"
-ROLES = ("rollout", "reward", "trainer", "viewer")
+ROLES = ("rollout", "reward", "environment", "trainer", "viewer")
 SHA = "0" * 64
 V1 = PolicyVersion(1)
 Channel = Literal["publish", "subscribe", "s3"]
@@ -28,6 +29,7 @@ Channel = Literal["publish", "subscribe", "s3"]
 # One object of each kind, and who may get, put and delete it.
 OBJECTS: dict[str, tuple[str, str, str, str]] = {
     "a pack of groups": (blob_keys.group_pack(RUN, V1, "p", "a"), "reward trainer viewer", "rollout", "trainer"),
+    "an ended episode": (blob_keys.finished_episode(blob_keys.finished_episodes_prefix(RUN, "g", 0), "sampled", 0, SHA), "rollout viewer", "rollout", "rollout trainer"),
     "a task list": (blob_keys.task_list(RUN, "p"), "rollout viewer", "trainer", "trainer"),
     "a shard of the weights": (blob_keys.weights_shard(RUN, V1, "a", "m.safetensors"), "rollout trainer viewer", "trainer", "trainer"),
     "a patch": (blob_keys.weights_pack(RUN, V1, "a", 0), "rollout trainer viewer", "trainer", "trainer"),
@@ -48,6 +50,7 @@ LISTINGS: dict[str, tuple[str | None, str]] = {
     "the objects of another run": (blob_keys.run_prefix(OTHER), ""),
     "all objects of the run": (blob_keys.run_prefix(RUN), "viewer"),
     "the packs": (blob_keys.groups_prefix(RUN), "trainer viewer"),
+    "the ended episodes": (blob_keys.all_finished_episodes_prefix(RUN), "rollout trainer viewer"),
     "the checkpoints": (blob_keys.checkpoints_prefix(RUN), "trainer viewer"),
 }
 _EVENTS = {"step": "trainer", "alarm": "trainer rollout", "reward_error": "trainer reward"}
@@ -74,6 +77,7 @@ SUBJECTS: dict[str, tuple[str, str]] = {
     "beat as the trainer": (f"$KV.{streams.live_bucket(RUN).bucket}.{streams.heartbeat_key('trainer', 't')}", "trainer"),
     "register a reward endpoint": (f"$KV.{streams.registry_bucket().bucket}.x", "reward"),
     "replace the secret of an endpoint": (f"$KV.{streams.secrets_bucket().bucket}.x", "reward"),
+    "register an environment server": (f"$KV.{streams.environments_bucket().bucket}.environment.x", "environment"),
     "take a task": (f"$JS.API.CONSUMER.MSG.NEXT.{RUN}-tasks.{streams.tasks_consumer(RUN, 'train').durable}", "rollout"),
     "take a generated group": (f"$JS.API.CONSUMER.MSG.NEXT.{RUN}-generated.{streams.generated_consumer(RUN).durable}", "reward"),
     "take a scored group": (f"$JS.API.CONSUMER.MSG.NEXT.{RUN}-scored.{streams.scored_consumer(RUN, 'train').durable}", "trainer"),
@@ -126,7 +130,7 @@ class Attempt:
 
 def attempts(role: str) -> list[Attempt]:
     """Return all attempts with the credentials of a role; every one must fail."""
-    return [*_on_nats(role), *_on_s3(role)]
+    return [*_on_nats(role), *(_on_s3(role) if role in S3_USERS else ())]
 
 
 def _on_nats(role: str) -> Iterator[Attempt]:

@@ -90,11 +90,13 @@ def test_no_attempt_succeeds(servers: Servers, role: str) -> None:
     heard = {one.target for one in made if one.channel == "subscribe"}
     assert set(LISTENS.values()) <= heard
     assert servers.nats.refused(role, subscribe=sorted(heard)) == heard
+    on_s3 = [one for one in made if one.channel == "s3"]
+    if not on_s3:  # it has no user there
+        return
     settings = servers.settings(role)
     client = Minio(
         settings.endpoint.partition("//")[2], access_key=access_key(role), secret_key=settings.secret(), secure=False, region="us-east-1"
     )  # fmt: skip
-    on_s3 = [one for one in made if one.channel == "s3"]
     assert {f"{one.what}: {_s3_attempt(client, settings, one)}" for one in on_s3} == {
         f"{one.what}: AccessDenied" for one in on_s3
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ V1 = PolicyVersion(1)
 # One key of each kind of object, by what it is.
 KEYS = {
     "pack": blob_keys.group_pack(RUN, V1, "p", "a"),
+    "ended episode": blob_keys.finished_episode(blob_keys.finished_episodes_prefix(RUN, "g", 0), "sampled", 0, SHA),
     "tasks": blob_keys.task_list(RUN, "p"),
     "shard": blob_keys.weights_shard(RUN, V1, "a", "model.safetensors"),
     "patch": blob_keys.weights_pack(RUN, V1, "a", 0),
@@ -50,13 +52,15 @@ KEYS = {
 WEIGHTS = {"shard", "patch", "manifest", "layout", "model file"}
 RECORD = {"chapter", "settings", "checkpoint", "checkpoint state", "checkpoint metrics", "input user"}
 MAY: dict[Role, dict[str, set[str]]] = {
-    "rollout": {"s3:GetObject": {"tasks", *WEIGHTS}, "s3:PutObject": {"pack"}, "s3:DeleteObject": set()},
+    "rollout": {
+        "s3:GetObject": {"tasks", *WEIGHTS, "ended episode"}, "s3:PutObject": {"pack", "ended episode"}, "s3:DeleteObject": {"ended episode"},
+    },
     "reward": {"s3:GetObject": {"pack"}, "s3:PutObject": set(), "s3:DeleteObject": set()},
     "trainer": {
         "s3:GetObject": {"pack", *WEIGHTS, *RECORD, "input", "input piece"},
         "s3:PutObject": {"tasks", *WEIGHTS, *RECORD, "log-probabilities"},
         "s3:DeleteObject": {
-            "pack", "tasks", "shard", "patch", "manifest", "log-probabilities", "checkpoint", "checkpoint state", "checkpoint metrics",
+            "pack", "ended episode", "tasks", "shard", "patch", "manifest", "log-probabilities", "checkpoint", "checkpoint state", "checkpoint metrics",
         },
     },
     "viewer": {"s3:GetObject": set(KEYS), "s3:PutObject": set(), "s3:DeleteObject": set()},
@@ -89,6 +93,7 @@ def test_a_role_may_do_what_it_needs_and_nothing_else(role: Role) -> None:
     [
         (blob_keys.access_check_prefix(RUN), set(ROLES)),
         (blob_keys.groups_prefix(RUN), {"trainer", "viewer"}),
+        (blob_keys.all_finished_episodes_prefix(RUN), {"rollout", "trainer", "viewer"}),
         (blob_keys.weights_prefix(RUN, V1), {"trainer", "viewer"}),
         (blob_keys.checkpoints_prefix(RUN), {"trainer", "viewer"}),
         (blob_keys.run_prefix(RUN), {"viewer"}),
@@ -118,6 +123,20 @@ def test_a_policy_holds_for_the_runs_that_are_named_or_for_any(capsys: pytest.Ca
         assert allowed(json.loads(capsys.readouterr().out), ("s3:PutObject", key, None)) is expected
     assert s3_policies.main(["rollout", "--run", "*"]) == 1
     assert "run id '*'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        s3_policies.main(["environment"])  # a role of NATS alone
+    assert "invalid choice: 'environment'" in capsys.readouterr().err
+
+
+def test_the_table_has_an_object_in_every_folder_of_a_run() -> None:
+    """A new kind of object is given to the roles that need it, and refused to the others, before it is used."""
+    found = [
+        make(RUN) for name, make in vars(blob_keys).items()
+        if name.endswith("_prefix") and list(inspect.signature(make).parameters) == ["run_id"]
+    ]  # fmt: skip
+    assert len(found) > 10
+    empty = [prefix for prefix in found if not any(key.startswith(prefix) for key in KEYS.values())]
+    assert empty == [blob_keys.access_check_prefix(RUN)], "nothing is ever stored there"
 
 
 # ── on a server ───────────────────────────────────────────────────────────────────────────────────
