@@ -90,7 +90,7 @@ def write_certificates(
     written = []
     for service in services:
         path = folder / f"{service}.pem"
-        hosts = [service, *_LOOPBACK, *(_hosts_of(path) if path.exists() else ()), *more[service]]
+        hosts = [service, *_LOOPBACK, *(hosts_of(path) if path.exists() else ()), *more[service]]
         own = ec.generate_private_key(ec.SECP256R1())
         issued = _issued(service, own.public_key(), list(dict.fromkeys(hosts)), days, key, authority)
         _write(path.with_suffix(".key"), _private(own), 0o600)
@@ -223,7 +223,8 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _hosts_of(path: Path) -> list[str]:
+def hosts_of(path: Path) -> list[str]:
+    """Return the host names and IP addresses that a certificate is for."""
     names = _read(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in names]
 
@@ -289,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"penstock certs: {err}", file=sys.stderr)
         return 1
     for path in written:
-        print(f"{path}: {', '.join(_hosts_of(path))}; until {_read(path).not_valid_after_utc:%Y-%m-%d}")
+        print(f"{path}: {', '.join(hosts_of(path))}; until {_read(path).not_valid_after_utc:%Y-%m-%d}")
     print(f"{private}: signs weights; its public key is {public}")
     print(
         f"clients trust {options.folder / 'ca.pem'}: nats.ca_file and s3.ca_file; the trainer signs with {private}: "

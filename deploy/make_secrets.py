@@ -4,7 +4,7 @@
     python -m penstock.deploy.make_secrets FOLDER --nats-servers nats-0.nats,nats-1.nats,nats-2.nats
 
 In its folder ``tls`` are an authority, a certificate of each server, and the pair of keys that signs weights and lets workers
-verify them; a certificate that ends within a month is renewed.
+verify them; a certificate that ends within a month, or lacks the name of a server, is renewed.
 
 Existing files are kept, so the command can be repeated. Only the owner may enter the folder; the
 files are readable, because a container reads its mounted secret under another user id.
@@ -73,11 +73,12 @@ def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
 def _make_certificates(folder: Path, nats_servers: Sequence[str]) -> list[Path]:
     """Create the missing files of TLS and of signatures, and renew what ends soon; returns those that were written."""
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*")}
+    hosts = {METRICS: METRICS_HOSTS, "nats": [server.partition(":")[0] for server in nats_servers]}
     for service in SERVERS:
-        if not (folder / f"{service}.pem").exists():
-            hosts = {METRICS: METRICS_HOSTS, "nats": [server.partition(":")[0] for server in nats_servers]}
-            names = [(service, host) for host in hosts.get(service, ())]
-            certificates.write_certificates(folder, services=(service,), names=names)
+        path, wanted = folder / f"{service}.pem", hosts.get(service, ())
+        if not path.exists() or not set(wanted) <= set(certificates.hosts_of(path)):
+            names = [(service, host) for host in wanted]
+            certificates.write_certificates(folder, services=(service,), names=names, renew=True)
         certificates.kept(folder, service)
         (folder / f"{service}.key").chmod(0o644)  # a container reads it under another user id
     private, _ = certificates.signing_key(folder)

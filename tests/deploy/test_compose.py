@@ -15,6 +15,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from penstock.deploy import certificates
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.health import HealthSettings
 from penstock.deploy.make_secrets import make_secrets
@@ -280,6 +281,17 @@ def test_secrets_are_made_once(tmp_path: Path) -> None:
         (found,) = tmp_path.rglob(name)
         assert found.read_text() == before[name]
     assert tmp_path.stat().st_mode & 0o077 == 0
+
+
+def test_a_server_that_joins_a_cluster_is_in_the_certificate(tmp_path: Path) -> None:
+    """A certificate without its name is replaced, under the same authority and with the names it had; then nothing changes."""
+    make_secrets(tmp_path, ["n0.example"])
+    authority = (tmp_path / "tls" / "ca.pem").read_text()
+    written = make_secrets(tmp_path, ["n1.example:6222"])
+    assert {path.name for path in written} == {"nats_routes.conf", "nats.pem", "nats.key"}
+    assert {"n0.example", "n1.example"} <= set(certificates.hosts_of(tmp_path / "tls" / "nats.pem"))
+    assert certificates.certificate(tmp_path / "tls", "nats").ca_file.read_text() == authority
+    assert make_secrets(tmp_path, ["n1.example:6222"]) == []
 
 
 def test_health_settings_come_from_the_environment() -> None:
