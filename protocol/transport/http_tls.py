@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,9 @@ def client_context() -> ssl.SSLContext | bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches an address."""
+    """Return True if only this machine reaches an address; a name is the address that `listening_socket` binds for it."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0]
+        return ipaddress.ip_address(address).is_loopback
+    except (OSError, ValueError):  # no address, or nothing that a name can be: it cannot be listened on
         return False

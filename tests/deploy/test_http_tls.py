@@ -116,6 +116,15 @@ def test_a_server_that_others_reach_speaks_tls_only(variables: None, folder: Pat
         assert httpx.get(f"http://{where}", timeout=20).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["localhost", "127.1"])
+def test_a_name_of_the_loopback_is_plain(variables: None, name: str) -> None:
+    """The address that is listened on decides, for the server and for the URL that others are given alike."""
+    assert http_tls.server_options(name) == {}
+    with MetricsServer(name, 0, lambda _: (b"page", "text/plain"), key="trainer_port") as server:
+        assert server.url.startswith("http://")
+        assert httpx.get(server.url, timeout=20).status_code == 200
+
+
 def test_our_clients_verify(variables: None, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Those of the reward service, of the console, of environments and engines, and of endpoints; the error names the variable."""
 
