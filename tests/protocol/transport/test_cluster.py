@@ -194,6 +194,31 @@ def test_a_tail_asks_a_lagging_replica_again(clustered: Bus, run_id: str, monkey
     assert seen == [event]
 
 
+def test_a_tail_waits_once_for_a_message_that_was_removed(
+    clustered: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was announced and is gone, by a limit or by hand, is not asked for again and again by every later read."""
+    num_asked = 0
+
+    async def empty(*_: Any) -> list[Any]:
+        nonlocal num_asked
+        num_asked += 1
+        return []
+
+    monkeypatch.setattr(tail, "direct_get", empty)
+    monkeypatch.setattr(tail, "_LAG_S", 0.3)
+    watching = tail.Tail(clustered._connection, "any", "any", RunEvent, lambda *_: None)
+    watching._announced = 7
+
+    def read() -> int:
+        before = num_asked
+        assert clustered._connection.call(watching._read(), "read").wait()
+        return num_asked - before
+
+    assert read() > 1
+    assert read() == 1
+
+
 def test_a_key_is_read_from_its_leader_unless_it_may_lag(
     clustered: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
