@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.deploy.processes.servers import S3Server
 from penstock.protocol import streams, subjects
@@ -69,6 +70,16 @@ def test_acknowledged_objects_survive_a_power_loss(disk: Disk) -> None:
             assert blobs.get(ref) == data, ref.key
     finally:
         server.kill()
+
+
+def test_a_file_system_that_cannot_write_through_is_a_warning(tmp_path: Path) -> None:
+    """The server starts all the same, and the log says what a power loss may cost, and what to do."""
+    server = S3Server(tmp_path / "s3", log=tmp_path / "s3.log")
+    server.store = Path("/proc/self")
+    with capture_logs() as logs:
+        server._write_through()
+    assert [(one["log_level"], one["folder"]) for one in logs] == [("warning", "/proc/self")]
+    assert "cannot write through; use ext4" in logs[0]["event"]
 
 
 def test_acknowledged_messages_and_keys_survive_a_power_loss(disk: Disk) -> None:
