@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ class RewardService:
         self._answer_s = answer_s
         self._url = url.rstrip("/")
         self._headers: dict[str, str] = {}
+        self._tls: ssl.SSLContext | None = None  # made once: reading the system's authorities costs 20 ms of CPU
         if token_file is not None:
             try:
                 self._headers["Authorization"] = f"Bearer {token_file.read_text(encoding='utf-8').strip()}"
@@ -52,9 +54,10 @@ class RewardService:
         import httpx  # noqa: PLC0415 # the page's console starts without it
 
         timeout = httpx.Timeout(self._answer_s, connect=_CONNECT_S)
-        tls = http_tls.trust_own_authority(httpx.create_ssl_context())
+        if self._tls is None:
+            self._tls = http_tls.trust_own_authority(httpx.create_ssl_context())
         try:
-            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False, verify=tls) as client:
+            with httpx.Client(headers=self._headers, timeout=timeout, trust_env=False, verify=self._tls) as client:
                 response = client.request(method, f"{self._url}{path}", json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as err:
             if problem := handshake_problem(err, self._url, http_tls.AUTHORITY):

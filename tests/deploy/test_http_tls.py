@@ -144,8 +144,12 @@ def test_our_clients_verify(variables: None, monkeypatch: pytest.MonkeyPatch, fo
 
     with reward_api(ANY) as where:
         url = f"https://{where.partition('/')[0]}"
-        assert RewardService(url).call("GET", "/v1/rewards") == {"rewards": []}
-        assert RunsApi(url, "").call("GET", "/v1/rewards") == {"rewards": []}
+        for client in (RewardService(url), RunsApi(url, "")):
+            contexts = []
+            for _ in range(2):
+                assert client.call("GET", "/v1/rewards") == {"rewards": []}
+                contexts.append(client._tls)
+            assert contexts[0] is contexts[1], "the authorities are read once, not for every request"
         assert asyncio.run(engine(f"{url}/v1/rewards")) == 200
         assert asyncio.run(endpoint(f"{url}/v1/rewards")) == 200
         monkeypatch.setenv(http_tls.AUTHORITY, str(folder / "other" / "ca.pem"))
