@@ -12,7 +12,8 @@ the ack wait, are counted.
 | later, after an orderly return | ``started`` is False          | as recorded                     |
 | later, its reader was killed   | ``started`` is True           | as recorded, and one more       |
 
-A record is read from any server of a cluster. One that lags may count a killed reader less: then one more is.
+A record is read from any server of a cluster. One that lags may count a killed reader less, then one more is; or one too many,
+where a message that was returned a moment ago is delivered again.
 
 At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one reader had in
 progress at both times are: the trainer issues their groups again under new ids, so an innocent one costs one attempt.
