@@ -118,10 +118,8 @@ class Tail(Generic[F]):
                 self._next_sequence = sequence + 1
                 self._hand_over(headers["Nats-Subject"], msg.data, sequence)
             if not messages or (messages[-1].headers or {}).get("Nats-Num-Pending") == "0":
-                if time.monotonic() > give_up:
-                    self._announced = (
-                        0  # what was announced may have been removed: later reads do not wait for it again
-                    )
+                if time.monotonic() > give_up:  # it may have been removed: later reads do not wait for it again
+                    self._announced = 0
                 if self._next_sequence > self._announced:
                     return True
                 await asyncio.sleep(_LAG_PAUSE_S)
