@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from penstock.protocol.episode import Episode, EpisodeRow, Turn
 from penstock.protocol.errors import PackError
 from penstock.protocol.packs.arrow_lists import list_of, lists
 from penstock.protocol.packs.pack_bounds import MAX_ROW_TOKENS
+from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.trajectory import Group, Trajectory
 
 _NONE = -1
@@ -70,28 +71,6 @@ _OF_EPISODE = (
     "reward_parts",
     "counts",
 )
-
-
-class Rows(Protocol):
-    """Rows of several groups, as a pack reads them."""
-
-    @property
-    def table(self) -> pa.Table:
-        """The columns that were read."""
-        ...
-
-    @property
-    def starts(self) -> list[int]:
-        """Where each group begins, and the number of rows."""
-        ...
-
-    def values(self, name: str) -> list[Any]:
-        """Return a column as Python values."""
-        ...
-
-    def lists(self, name: str) -> tuple[np.ndarray, list[int]]:
-        """Return the values of all lists of a column together, and where each list begins and the last one ends."""
-        ...
 
 
 def shared_tokens(group: Group) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ import pyarrow as pa
 from penstock.protocol.errors import PackError
 from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import RouterShape
+from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.trajectory import Group
 
 EXPERTS = "experts"
@@ -27,28 +28,6 @@ FIELDS = (
     pa.field("experts_shared", pa.int32(), nullable=False),
     pa.field(EXPERTS, pa.binary(), nullable=False),
 )
-
-
-class Rows(Protocol):
-    """Rows of several groups, as a pack reads them."""
-
-    @property
-    def table(self) -> pa.Table:
-        """The columns that were read."""
-        ...
-
-    @property
-    def starts(self) -> list[int]:
-        """Where each group begins, and the number of rows."""
-        ...
-
-    def values(self, name: str) -> list[Any]:
-        """Return a column as Python values."""
-        ...
-
-    def of_groups(self, name: str) -> list[Any]:
-        """Return the value that all rows of a group share, for each group."""
-        ...
 
 
 def columns(groups: Sequence[Group]) -> list[Any]:

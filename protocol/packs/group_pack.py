@@ -32,6 +32,7 @@ from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest
 from penstock.protocol.packs import episode_columns, expert_columns, pack_bounds, pack_footer, teacher_columns
 from penstock.protocol.packs.arrow_lists import list_of, lists
+from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
 
@@ -79,7 +80,7 @@ WITH_BOTH = pa.schema([*WITH_EPISODES, *teacher_columns.FIELDS], SCHEMA.metadata
 WITH_EXPERTS = pa.schema([*SCHEMA, *expert_columns.FIELDS], SCHEMA.metadata)
 WITH_TEACHER_AND_EXPERTS = pa.schema([*WITH_TEACHER, *expert_columns.FIELDS], SCHEMA.metadata)
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
-_MAY_BE_NULL = ("ground_truth", *episode_columns.MAY_BE_NULL)
+_MAY_BE_NULL = frozenset(("ground_truth", *episode_columns.MAY_BE_NULL))
 _SMALL = {"compression": "lz4", "use_dictionary": False}
 
 
@@ -224,45 +225,12 @@ def _refusing() -> Iterator[None]:
         raise PackError(f"pack rows do not fit {SCHEMA_TAG}: {type(err).__name__}: {str(err)[:500]}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of several groups: one list a column, and where each group begins."""
-
-    table: pa.Table
-    starts: list[int]  # of each group, and the number of rows
-
-    def values(self, name: str) -> list[Any]:
-        """Return a column as Python values; raises PackError for a null where none is allowed."""
-        column = self.table.column(name).chunk(0)
-        if column.null_count and name not in _MAY_BE_NULL:
-            raise PackError(f"{name} holds nulls")
-        return column.to_pylist()
-
-    def of_groups(self, name: str) -> list[Any]:
-        """Return the value that all rows of a group share, for each group; raises PackError where they differ."""
-        values, starts = self.values(name), self.starts
-        for start, end in itertools.pairwise(starts):
-            if values[start:end].count(values[start]) != end - start:
-                raise PackError(f"the rows of one group differ in {name}: {str(values[start:end])[:300]}")
-        return [values[start] for start in starts[:-1]]
-
-    def lists(self, name: str) -> tuple[np.ndarray, list[int]]:
-        """Return the values of all lists of a column together, and where each list begins and the last one ends."""
-        column = self.table.column(name).chunk(0)
-        offsets = column.offsets.to_numpy()
-        first = offsets[0]  # a slice keeps the offsets of the whole column
-        values = column.values.slice(first, offsets[-1] - first)
-        if column.null_count or values.null_count:
-            raise PackError(f"{name} holds nulls")
-        return values.to_numpy(zero_copy_only=False), (offsets - first).tolist()
-
-
 def _read(
     data: bytes,
     row_groups: Sequence[int] | None,
     names: Sequence[str] | None,
     described: Sequence[GeneratedGroup] | None,
-) -> _Rows:
+) -> Rows:
     footer = pack_bounds.check_footer(data)
     file = pq.ParquetFile(pa.BufferReader(data))
     metadata = file.metadata
@@ -278,7 +246,7 @@ def _read(
     table = file.read_row_groups(wanted, columns=present, use_threads=False).combine_chunks()
     if len(table) != starts[-1] or not wanted:
         raise PackError(f"{len(table)} rows in row groups {wanted[:8]}, the footer says {starts[-1]}")
-    return _Rows(table, starts)
+    return Rows(table, starts, _MAY_BE_NULL)
 
 
 @functools.cache
@@ -303,7 +271,7 @@ def _with_nullable_elements(field: pa.Field) -> pa.Field:
     return field.with_type(pa.list_(field.type.value_type)) if pa.types.is_list(field.type) else field
 
 
-def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
+def _groups(rows: Rows, vocab_size: int | None) -> list[Group]:
     spans = episode_columns.spans(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
     trajectories = _trajectories(rows, vocab_size, spans)
     episodes = episode_columns.Episodes(rows, trajectories) if any(spans) else None
@@ -344,7 +312,7 @@ def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
 
 
 def _trajectories(
-    rows: _Rows, vocab_size: int | None, episodes: Sequence[Sequence[episode_columns.EpisodeSpan]]
+    rows: Rows, vocab_size: int | None, episodes: Sequence[Sequence[episode_columns.EpisodeSpan]]
 ) -> list[Trajectory]:
     """Return the trajectories of all rows; what can be checked of all tokens at once is checked here."""
     tokens, at = rows.lists("token_ids")
@@ -383,7 +351,7 @@ def _trajectories(
     return found
 
 
-def _rewards(rows: _Rows) -> list[RewardRequest]:
+def _rewards(rows: Rows) -> list[RewardRequest]:
     names = ("reward_name", "data_source", "ground_truth", "extra_info")
     columns = zip(*(rows.of_groups(name) for name in names), strict=True)
     return [RewardRequest(name=n, data_source=d, ground_truth=g, extra_info=e) for n, d, g, e in columns]
@@ -426,7 +394,7 @@ class GroupTexts:
         )
 
 
-def _texts(rows: _Rows) -> list[GroupTexts]:
+def _texts(rows: Rows) -> list[GroupTexts]:
     completions, reasons = rows.values("completion_text"), rows.values("finish_reason")
     episodes = _episode_texts(rows) if episode_columns.has_episodes(rows) else [[] for _ in rows.starts[1:]]
     columns = zip(
@@ -454,7 +422,7 @@ def _texts(rows: _Rows) -> list[GroupTexts]:
     ]
 
 
-def _episode_texts(rows: _Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
+def _episode_texts(rows: Rows) -> list[list[tuple[episode_columns.EpisodeSpan, EpisodeTexts]]]:
     """Return the episodes of each group, with where their rows are; raises PackError for a reward that is not finite."""
     columns = {name: rows.values(name) for name in ("end_status", "episode_reward", "reward_parts", "messages")}
     found = []

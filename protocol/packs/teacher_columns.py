@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.packs.arrow_lists import list_of, lists
+from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 
@@ -26,28 +27,6 @@ FIELDS = (
     pa.field("teacher_top_logprobs", list_of(pa.float32()), nullable=False),
 )
 _NONE = TeacherRow(np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
-
-
-class Rows(Protocol):
-    """Rows of several groups, as a pack reads them."""
-
-    @property
-    def table(self) -> pa.Table:
-        """The columns that were read."""
-        ...
-
-    @property
-    def starts(self) -> list[int]:
-        """Where each group begins, and the number of rows."""
-        ...
-
-    def of_groups(self, name: str) -> list[Any]:
-        """Return the value that all rows of a group share, for each group."""
-        ...
-
-    def lists(self, name: str) -> tuple[np.ndarray, list[int]]:
-        """Return the values of all lists of a column together, and where each list begins and the last one ends."""
-        ...
 
 
 def columns(groups: Sequence[Group]) -> list[Any]:

@@ -15,7 +15,8 @@ from penstock.protocol.logs import configure
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.over_http import registry
 from penstock.rollout_service.environments.over_http.http_environment import read_secrets
-from penstock.rollout_service.environments.over_http.registration import NAME_PATTERN, checked_url
+from penstock.rollout_service.environments.over_http.registration import NAME_PATTERN
+from penstock.rollout_service.environments.server_urls import checked_url
 from penstock.rollout_service.hosting import registrar
 from penstock.rollout_service.hosting.registrar import Offer, Registrar
 

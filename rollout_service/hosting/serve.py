@@ -21,7 +21,7 @@ from penstock.protocol.logs import configure
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
 from penstock.rollout_service.environments.over_http.http_environment import read_secrets
-from penstock.rollout_service.environments.over_http.registration import checked_url
+from penstock.rollout_service.environments.server_urls import checked_url
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.hosting import app, registrar
 from penstock.rollout_service.hosting.episodes import Episodes

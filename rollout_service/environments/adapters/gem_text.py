@@ -11,21 +11,18 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.adapters.text_steps import (
+    StepEnvironment,
     StepOptions,
-    StepPlay,
     World,
     checked_reward,
     text_of,
 )
-from penstock.rollout_service.environments.play import Row
-from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 
 Value = TypeVar("Value")
 
@@ -44,6 +41,12 @@ class _GemWorld(World):
         first = random.Random(0).getstate()  # noqa: S311 - a game, no secret
         self._drawn: tuple[Any, Any] = (first, np.random.RandomState(0).get_state())
         self._env = self._with_generators(lambda: _gem().make(options.id, **options.make))
+        self._id = options.id
+
+    @property
+    def version(self) -> str:
+        """The environment and the library's version."""
+        return f"{self._id}, gem-llm {metadata.version('gem-llm')}"
 
     def reset(self, seed: int) -> str:
         observation, info = self._with_generators(
@@ -92,41 +95,15 @@ def _gem() -> Any:
     return gem
 
 
-class GemPlay(StepPlay):
-    """One episode of an environment of GEM."""
-
-    def __init__(self, seed: int, row: Row, options: GemOptions) -> None:
-        """Note the options."""
-        super().__init__(seed, row, options)
-        self._made_of = options
-
-    def make(self) -> World:
-        """Return the environment, made anew for this episode."""
-        world = _GemWorld(self._made_of)
-        self.version = f"{self._made_of.id}, gem-llm {metadata.version('gem-llm')}"
-        return world
-
-
-class Gem(TurnEnvironment):
+class Gem(StepEnvironment):
     """The environment ``gem``."""
 
     name = "gem"
     options = GemOptions
 
-    def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and make the environment once; raises ConfigError if it cannot be made."""
-        super().use_model(folder, context_tokens)
-        if self.chosen is not None:
-            try:
-                _GemWorld(self.chosen).close()
-            except ConfigError as err:
-                raise ConfigError(f"environment {self.name}: {err}") from None
-            except Exception as err:
-                raise ConfigError(f"environment {self.name}: gem.make: {type(err).__name__}: {err}") from err
-
-    def play(self, seed: int, row: Row, options: GemOptions) -> GemPlay:
-        """Return the play of one episode."""
-        return GemPlay(seed, row, options)
+    def make(self, options: GemOptions) -> World:
+        """Return the environment, made anew for one episode."""
+        return _GemWorld(options)
 
 
 GEM = Gem()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -17,14 +16,12 @@ from pydantic import Field, model_validator
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.adapters.text_steps import (
     NoAction,
+    StepEnvironment,
     StepOptions,
-    StepPlay,
     World,
     checked_reward,
     text_of,
 )
-from penstock.rollout_service.environments.play import Row
-from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 
@@ -151,41 +148,15 @@ def _gymnasium() -> Any:
     return gymnasium
 
 
-class GymnasiumPlay(StepPlay):
-    """One episode of an environment of Gymnasium."""
-
-    def __init__(self, seed: int, row: Row, options: GymnasiumOptions) -> None:
-        """Note the options."""
-        super().__init__(seed, row, options)
-        self._made_of = options
-
-    def make(self) -> World:
-        """Return the environment, made anew for this episode."""
-        world = _GymnasiumWorld(self._made_of)
-        self.version = world.version
-        return world
-
-
-class Gymnasium(TurnEnvironment):
+class Gymnasium(StepEnvironment):
     """The environment ``gymnasium``."""
 
     name = "gymnasium"
     options = GymnasiumOptions
 
-    def use_model(self, folder: Path, context_tokens: int | None) -> None:
-        """Note where the model is, and make the environment once; raises ConfigError if it cannot be made or played as text."""
-        super().use_model(folder, context_tokens)
-        if self.chosen is not None:
-            try:
-                _GymnasiumWorld(self.chosen).close()
-            except ConfigError as err:
-                raise ConfigError(f"environment {self.name}: {err}") from None
-            except Exception as err:
-                raise ConfigError(f"environment {self.name}: gymnasium.make: {type(err).__name__}: {err}") from err
-
-    def play(self, seed: int, row: Row, options: GymnasiumOptions) -> GymnasiumPlay:
-        """Return the play of one episode."""
-        return GymnasiumPlay(seed, row, options)
+    def make(self, options: GymnasiumOptions) -> World:
+        """Return the environment, made anew for one episode."""
+        return _GymnasiumWorld(options)
 
 
 GYMNASIUM = Gymnasium()

@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.games.actions import ActionOptions, find_action, malformed
 from penstock.rollout_service.environments.play import Play, Reply, Row
+from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message
 
 
@@ -39,6 +42,11 @@ class NoAction(Exception):
 class World(ABC):
     """One environment of another library. Its methods run on a thread, one after another."""
 
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """The environment and the library's version."""
+
     @abstractmethod
     def reset(self, seed: int) -> str:
         """Begin the episode that follows from the seed; return the first observation."""
@@ -55,19 +63,16 @@ class World(ABC):
 class StepPlay(Play):
     """One episode of a `World`."""
 
-    def __init__(self, seed: int, row: Row, options: StepOptions) -> None:
-        """Note the seed; the world is made on the thread of `start`."""
-        self._seed, self._row, self._options = seed, row, options
+    def __init__(self, seed: int, row: Row, options: StepOptions, make: Callable[[Any], World]) -> None:
+        """Note the seed; the world is made of the options on the thread of `start`."""
+        self._seed, self._row, self._options, self._make = seed, row, options, make
         self._world: World | None = None
         self._observation = ""
 
-    def make(self) -> World:
-        """Return the world, and set ``version``."""
-        raise NotImplementedError
-
     def start(self) -> tuple[Message, ...]:
         """Return the row's system messages, and one of the user: the rules and the first observation."""
-        self._world = self.make()
+        self._world = self._make(self._options)
+        self.version = self._world.version
         self._observation = self._world.reset(self._seed)
         system = tuple(one for one in self._row.messages if one.role == "system")
         prompt = self._row.messages[-1].content if self._row.messages else ""
@@ -95,6 +100,30 @@ class StepPlay(Play):
         """Close the world."""
         if self._world is not None:
             self._world.close()
+
+
+class StepEnvironment(TurnEnvironment):
+    """An environment type whose episodes are each a `World` of a library."""
+
+    @abstractmethod
+    def make(self, options: Any) -> World:
+        """Return a new world; raises ConfigError without the library, or for options that it cannot be made of."""
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is, and make a world once; raises ConfigError if none can be made, or played as text."""
+        super().use_model(folder, context_tokens)
+        if self.chosen is None:
+            return
+        try:
+            self.make(self.chosen).close()
+        except ConfigError as err:
+            raise ConfigError(f"environment {self.name}: {err}") from None
+        except Exception as err:
+            raise ConfigError(f"environment {self.name}: {type(self).name}.make: {type(err).__name__}: {err}") from err
+
+    def play(self, seed: int, row: Row, options: Any) -> StepPlay:
+        """Return the play of one episode."""
+        return StepPlay(seed, row, options, self.make)
 
 
 def _number(info: Mapping[str, Any], name: str) -> float:

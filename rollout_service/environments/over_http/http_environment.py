@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from penstock.protocol.endpoints import signature
 from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
@@ -29,22 +29,22 @@ from penstock.rollout_service.environments.over_http.http_play import (
     Wanted,
     start_episode,
 )
-from penstock.rollout_service.environments.over_http.registration import NAME_PATTERN, checked_url
+from penstock.rollout_service.environments.over_http.registration import NAME_PATTERN
 from penstock.rollout_service.environments.over_http.registry import RegistryFollower
 from penstock.rollout_service.environments.over_http.servers import Servers
 from penstock.rollout_service.environments.play import Row
 from penstock.rollout_service.environments.play_episode import Played, play_episode
+from penstock.rollout_service.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.rollout_service.http_connections import HttpConnections
 from penstock.rollout_service.proxy.session import EpisodeSession
 
 _KEEP_S = 60.0  # an idle connection; a server that closes it earlier costs a repeated call, and no episode
-_MAX_URLS = 256
 
 
 class HttpOptions(PlayOptions):
     """Where an environment is served, and how."""
 
-    url: str | list[str] = Field(
+    url: ServerUrls = Field(
         default_factory=list,
         description="URL of its server, or a list of the URLs of servers that play the same environment.",
     )
@@ -80,7 +80,7 @@ class HttpOptions(PlayOptions):
     max_reply_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest answer of a server that is read."
     )
-    allowed_targets: tuple[str, ...] = Field(
+    allowed_targets: AllowedTargets = Field(
         PRIVATE_TARGETS,
         description="Networks (CIDR) and host names of servers that may be called; loopback and private ranges unless given. "
         "Link-local and metadata addresses are always refused.",
@@ -89,21 +89,7 @@ class HttpOptions(PlayOptions):
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs, without a slash at the end."""
-        return tuple(checked_url(one) for one in ([self.url] if isinstance(self.url, str) else self.url))
-
-    @field_validator("allowed_targets")
-    @classmethod
-    def _are_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        TargetPolicy(value)
-        return value
-
-    @field_validator("url")
-    @classmethod
-    def _are_urls(cls, value: str | list[str]) -> str | list[str]:
-        urls = [value] if isinstance(value, str) else value
-        if len(urls) > _MAX_URLS or len({checked_url(url) for url in urls}) != len(urls):
-            raise ValueError(f"expected 1 to {_MAX_URLS} different URLs, got {len(urls)}")
-        return value
+        return urls_of(self.url)
 
     @model_validator(mode="after")
     def _has_servers(self) -> HttpOptions:

@@ -20,8 +20,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.endpoints import strict_json
-from penstock.protocol.endpoints.target_policy import TargetPolicy
-from penstock.protocol.errors import PenstockError, TargetRefused
+from penstock.protocol.errors import PenstockError
+from penstock.rollout_service.environments.server_urls import checked_url
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separate the parts of a key
 MAX_SERVERS = 256
@@ -35,17 +35,6 @@ class RegistrationRefused(PenstockError):
 
 class NameTaken(RegistrationRefused):
     """Servers of another version have the name."""
-
-
-def checked_url(url: str) -> str:
-    """Return the URL of a server without a slash at its end; raises ValueError for one that no worker calls."""
-    try:
-        TargetPolicy(()).check_url(url)
-    except TargetRefused as err:
-        raise ValueError(str(err)) from None
-    if "?" in url:
-        raise ValueError(f"{url!a}: a server's URL has no ?query")
-    return url.rstrip("/")
 
 
 class _Stored(BaseModel):

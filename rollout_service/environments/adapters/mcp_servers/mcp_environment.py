@@ -23,6 +23,7 @@ import structlog
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import http_tls
 from penstock.rollout_service.environments import program_process
 from penstock.rollout_service.environments.adapters.mcp_servers import transports
 from penstock.rollout_service.environments.adapters.mcp_servers.connection import (
@@ -218,7 +219,7 @@ class Mcp(TurnEnvironment):
         transports.library()
         tokens = {name: _token(name, one.token_file) for name, one in self.chosen.servers.items() if one.token_file}
         policy = TargetPolicy(self.chosen.allowed_targets, self._own, key="options.allowed_targets")
-        self._reached = Reached(policy, ssl.create_default_context(), tokens)
+        self._reached = Reached(policy, http_tls.trust_own_authority(ssl.create_default_context()), tokens)
 
     def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
         """Return the play of one episode."""

@@ -8,10 +8,10 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
-from penstock.protocol.errors import TargetRefused
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
 from penstock.rollout_service.environments.adapters.mcp_servers.connection import Mode
 from penstock.rollout_service.environments.episode_environment import PlayOptions
+from penstock.rollout_service.environments.server_urls import AllowedTargets, called_url
 from penstock.rollout_service.environments.tools.output_limit import Cut
 
 
@@ -39,10 +39,7 @@ class McpServer(Section):
         if bool(self.command) == bool(self.url):
             raise ValueError("write either command or url")
         if self.url:
-            try:
-                TargetPolicy(()).check_url(self.url)
-            except TargetRefused as err:
-                raise ValueError(str(err)) from None
+            called_url(self.url)
         elif self.token_file is not None:
             raise ValueError("token_file is for a url; give a command its token with variables or pass_variables")
         return self
@@ -81,16 +78,10 @@ class McpOptions(PlayOptions):
         ge=65_536,
         description="Longest message of a server that is read; one that sends a longer one has failed.",
     )
-    allowed_targets: tuple[str, ...] = Field(
+    allowed_targets: AllowedTargets = Field(
         PRIVATE_TARGETS,
         description="Networks (CIDR) and host names of URLs that may be called; loopback and private ranges unless given.",
     )
-
-    @field_validator("allowed_targets")
-    @classmethod
-    def _are_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        TargetPolicy(value)
-        return value
 
     @field_validator("servers")
     @classmethod

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue
 
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
-from penstock.protocol.errors import TargetRefused
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
 from penstock.rollout_service.environments.games.actions import ActionOptions
+from penstock.rollout_service.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 
 
 class OpenEnvOptions(ActionOptions):
     """Options of ``openenv``."""
 
-    url: str | list[str] = Field(
+    url: ServerUrls = Field(
         description="URL of the server, without /ws, or a list of URLs that play the same environment."
     )
     reset: dict[str, JsonValue] = Field(
@@ -46,7 +46,7 @@ class OpenEnvOptions(ActionOptions):
     max_message_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="Longest message of the server that is read."
     )
-    allowed_targets: tuple[str, ...] = Field(
+    allowed_targets: AllowedTargets = Field(
         PRIVATE_TARGETS,
         description="Networks (CIDR) and host names that may be called; loopback and private ranges unless given.",
     )
@@ -54,23 +54,4 @@ class OpenEnvOptions(ActionOptions):
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs, without a slash at the end."""
-        return tuple(one.rstrip("/") for one in ([self.url] if isinstance(self.url, str) else self.url))
-
-    @field_validator("allowed_targets")
-    @classmethod
-    def _are_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        TargetPolicy(value)
-        return value
-
-    @field_validator("url")
-    @classmethod
-    def _are_urls(cls, value: str | list[str]) -> str | list[str]:
-        urls = [value] if isinstance(value, str) else value
-        if not urls or len(set(urls)) != len(urls):
-            raise ValueError(f"expected different URLs, got {len(urls)}")
-        for url in urls:
-            try:
-                TargetPolicy(()).check_url(url)
-            except TargetRefused as err:
-                raise ValueError(str(err)) from None
-        return value
+        return urls_of(self.url)

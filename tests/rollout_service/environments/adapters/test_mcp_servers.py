@@ -21,8 +21,10 @@ from tests.rollout_service.environments.adapters.played import check_exact, play
 from tests.rollout_service.environments.test_program import read_pid, wait_until_ended
 from tests.servers import wait_for
 
+from penstock.deploy import certificates
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import http_tls
 from penstock.rollout_service.environments import program_process
 from penstock.rollout_service.environments.adapters.mcp_servers import connection, transports
 from penstock.rollout_service.environments.adapters.mcp_servers.mcp_environment import MCP
@@ -74,16 +76,17 @@ def _prompt(engine: Any, model: Path) -> str:
 class _Http:
     """The same server at a URL, on a thread of the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         import uvicorn
         from tests.rollout_service.environments.adapters.tool_server import server
 
-        config = uvicorn.Config(server.streamable_http_app(), port=0, log_level="critical", ws="none")
+        config = uvicorn.Config(server.streamable_http_app(), port=0, log_level="critical", ws="none", **options)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         wait_for(lambda: self.server.started, "the MCP server's start")
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/mcp"
+        scheme = "https" if options else "http"
+        self.url = f"{scheme}://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/mcp"
 
     def stop(self) -> None:
         self.server.force_exit = self.server.should_exit = True
@@ -185,6 +188,25 @@ def test_a_server_at_a_url_is_called(tool_model: Path, http: _Http, tmp_path: Pa
     assert results(episode) == ["Bearer secret", str(episode.seed), "3", ""]
     assert episode.reward == 1.0
     assert "new__fail" not in _prompt(engine, tool_model)
+
+
+def test_a_server_with_a_certificate_of_ones_own_authority_is_called(
+    tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine's variable names it; without that its certificate is refused and the episode has failed."""
+    certificates.write_certificates(tmp_path, services=("api",))
+    running = _Http(ssl_certfile=str(tmp_path / "api.pem"), ssl_keyfile=str(tmp_path / "api.key"))
+    try:
+        servers, script = {"web": {"url": running.url}}, [call("add", a=1, b=2), "3"]
+        refused, _ = tools(tool_model, [], servers=servers, reward_tool="judge", attempts=1)
+        assert isinstance(refused, TaskRefused)
+        assert "certificate" in str(refused)
+        monkeypatch.setenv(http_tls.AUTHORITY, str(tmp_path / "ca.pem"))
+        episode, engine = tools(tool_model, script, servers=servers, reward_tool="judge")
+    finally:
+        running.stop()
+    check_exact(episode, engine, tool_model, script)
+    assert results(episode) == ["3"]
 
 
 def test_a_server_at_a_url_that_is_gone_has_failed(tool_model: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_metadata_address_is_never_called(model: Path) -> None:
     ("options", "problem"),
     [
         ({}, "url: Field required"),
-        ({"url": []}, "expected different URLs"),
+        ({"url": []}, "1 to 256 different URLs"),
         ({"url": "ws://a"}, "only http:// and https://"),
         ({"url": "http://a", "allowed_targets": ["a b"]}, "neither a network"),
     ],

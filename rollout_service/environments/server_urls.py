@@ -1,0 +1,49 @@
+"""Options that several environments have: the URLs of their servers, and which addresses may be called."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from penstock.protocol.endpoints.target_policy import TargetPolicy
+from penstock.protocol.errors import TargetRefused
+
+_MAX_URLS = 256
+
+
+def called_url(url: str) -> str:
+    """Return a URL as it was given; raises ValueError for one that no worker calls."""
+    try:
+        TargetPolicy(()).check_url(url)
+    except TargetRefused as err:
+        raise ValueError(str(err)) from None
+    return url
+
+
+def checked_url(url: str) -> str:
+    """Return the URL of a server without a slash at its end; raises ValueError for one that no worker calls, or with a query."""
+    if "?" in called_url(url):
+        raise ValueError(f"{url!a}: a server's URL has no ?query")
+    return url.rstrip("/")
+
+
+def urls_of(url: str | list[str]) -> tuple[str, ...]:
+    """Return the URLs of the option `ServerUrls`, without a slash at the end."""
+    return tuple(checked_url(one) for one in ([url] if isinstance(url, str) else url))
+
+
+def _are_different(url: str | list[str]) -> str | list[str]:
+    urls = urls_of(url)
+    if not 1 <= len(set(urls)) == len(urls) <= _MAX_URLS:
+        raise ValueError(f"expected 1 to {_MAX_URLS} different URLs, got {len(urls)}")
+    return url
+
+
+def _are_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
+    TargetPolicy(targets)
+    return targets
+
+
+ServerUrls = Annotated[str | list[str], AfterValidator(_are_different)]
+AllowedTargets = Annotated[tuple[str, ...], AfterValidator(_are_targets)]
