@@ -135,15 +135,21 @@ class Job:
 
     def for_mode(self, mode: Mode) -> Job:
         """Return the job with as many steps before and after those that are measured as the mode needs."""
+        first, last = steps_around(mode)
         if mode.max_staleness == 0:  # each worker takes its share at once, no more: otherwise one would take another's
-            return replace(self, packs_in_flight=self.groups_per_worker, first=2)
-        return replace(self, first=mode.max_staleness + 3, last=mode.max_staleness + 1)
+            return replace(self, packs_in_flight=self.groups_per_worker, first=first, last=last)
+        return replace(self, first=first, last=last)
 
 
-def write_inputs(folder: Path, job: Job, mode: Mode) -> None:
-    """Write model and data."""
-    num_prompts = (job.steps + mode.max_staleness + 2) * job.groups_per_step
-    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=job.eval_prompts)
+def steps_around(mode: Mode) -> tuple[int, int]:
+    """Return how many steps of a mode come before those that are measured, and after them."""
+    return (2, 0) if mode.max_staleness == 0 else (mode.max_staleness + 3, mode.max_staleness + 1)
+
+
+def write_inputs(folder: Path, mode: Mode, *, steps: int, groups_per_step: int, num_eval: int) -> None:
+    """Write model and data of a run with so many steps."""
+    num_prompts = (steps + mode.max_staleness + 2) * groups_per_step
+    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=num_prompts, num_eval=num_eval)
     quickstart_task.write_model(folder / "model", seed=0)
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": _CONTEXT}))
@@ -151,7 +157,7 @@ def write_inputs(folder: Path, job: Job, mode: Mode) -> None:
 
 def write_run(folder: Path, job: Job, mode: Mode) -> Path:
     """Write model, data and run file; return the run file."""
-    write_inputs(folder, job, mode)
+    write_inputs(folder, mode, steps=job.steps, groups_per_step=job.groups_per_step, num_eval=job.eval_prompts)
     traced = job.engine.model_copy(update={"trace": str(folder / "trace")})
     run_file = folder / "run.toml"
     options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in traced.model_dump().items())

@@ -23,20 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.asynchrony import measure
-from benchmarks.asynchrony.job import GROUP_SIZE, MODES, Mode
+from benchmarks.asynchrony.job import GROUP_SIZE, MODES, Mode, steps_around, write_inputs
 
 from penstock.console.live import watched_totals
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import curves
 from penstock.console.tools.run_profile import profile
-from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.protocol import logs
 from penstock.protocol.transport.bus import Bus
 
 _RUN_S = 900.0
-_CONTEXT, _LONGEST = 2048, 1024  # tokens
+_LONGEST = 1024  # tokens
 _RUN_FILE = """\
 run = {{ id = "real", dir = "{folder}/runs", seed = 0 }}
 model = {{ path = "{folder}/model" }}
@@ -103,13 +102,9 @@ def _bound(child: Child, *, core: int) -> Child:
 
 def run_mode(folder: Path, mode: Mode, *, groups: int, measured: int, epochs: int) -> Row:
     """Run the job in one mode; raises DeployError when the trainer fails or needs too long."""
-    first, last = (2, 0) if mode.max_staleness == 0 else (mode.max_staleness + 3, mode.max_staleness + 1)
+    first, last = steps_around(mode)
     steps = first + measured + last
-    prompts = (steps + mode.max_staleness + 2) * groups
-    quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=prompts, num_eval=1)
-    quickstart_task.write_model(folder / "model", seed=0)
-    config = folder / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": _CONTEXT}))
+    write_inputs(folder, mode, steps=steps, groups_per_step=groups, num_eval=1)
     run_file = folder / "run.toml"
     run_file.write_text(
         _RUN_FILE.format(

@@ -80,7 +80,7 @@ def simulate(job: Job, mode: Mode, *, patience: float, delays: Mapping[str, floa
 def _prompts(stack: contextlib.ExitStack, job: Job, mode: Mode) -> PromptSet:
     """Return the prompts that the real services meet; their files last as long as the stack."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asynchrony-")))
-    write_inputs(folder, job, mode)
+    write_inputs(folder, mode, steps=job.steps, groups_per_step=job.groups_per_step, num_eval=job.eval_prompts)
     tokenizer = ChatTokenizer.read(folder / "model")
     reward = RewardSettings(name="exact_match")
     return PromptSet.open([folder / "data" / "train.jsonl"], data=DataSettings(), reward=reward, tokenizer=tokenizer)
