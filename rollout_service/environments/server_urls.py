@@ -35,7 +35,7 @@ def urls_of(url: str | list[str]) -> tuple[str, ...]:
 
 def _are_different(url: str | list[str]) -> str | list[str]:
     urls = urls_of(url)
-    if not 1 <= len(set(urls)) == len(urls) <= _MAX_URLS:
+    if len(urls) > _MAX_URLS or len(set(urls)) != len(urls):
         raise ValueError(f"expected 1 to {_MAX_URLS} different URLs, got {len(urls)}")
     return url
 
@@ -45,5 +45,6 @@ def _are_targets(targets: tuple[str, ...]) -> tuple[str, ...]:
     return targets
 
 
+# an environment that has no other way to its servers refuses an empty list
 ServerUrls = Annotated[str | list[str], AfterValidator(_are_different)]
 AllowedTargets = Annotated[tuple[str, ...], AfterValidator(_are_targets)]

@@ -13,7 +13,7 @@ class OpenEnvOptions(ActionOptions):
     """Options of ``openenv``."""
 
     url: ServerUrls = Field(
-        description="URL of the server, without /ws, or a list of URLs that play the same environment."
+        min_length=1, description="URL of the server, without /ws, or a list of URLs that play the same environment."
     )
     reset: dict[str, JsonValue] = Field(
         default_factory=dict, description="Arguments of reset besides seed and episode_id."
