@@ -51,6 +51,12 @@ def configure(service: str, *, level: str = "info", json_lines: bool | None = No
     of_libraries = logging.StreamHandler(_STDERR)
     of_libraries.setFormatter(_json_format() if as_json else logging.Formatter("%(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[of_libraries])
+    logging.getLogger("asyncio").addFilter(_concerns_us)
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """Leave out what asyncio warns of at the end of every connection that nats-py encrypted with ``start_tls``."""
+    return not str(record.msg).startswith("returning true from eof_received()")
 
 
 def _json_format() -> logging.Formatter:

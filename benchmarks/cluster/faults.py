@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.cluster.network import Links, between
 from benchmarks.cluster.wire import Rule
@@ -32,20 +32,26 @@ KINDS = (*PARTITIONS, *SHAPES, *SKEWS, *KILLS, *MEMBERS)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault; ``victim`` is the host that must be productive again, ``others`` more hosts it concerns."""
+    """One fault; ``victim`` is the host that must be productive again, ``others`` more hosts it concerns.
+
+    ``is_long``: it is held for ``--long-s`` seconds.
+    """
 
     kind: str
     victim: str
     others: tuple[str, ...] = ()
+    is_long: bool = False
 
 
 def plan(seed: int, num_faults: int, kinds: Sequence[str] = KINDS) -> list[Fault]:
-    """Return faults of all kinds equally often, in a random order."""
+    """Return faults of all kinds equally often, in a random order; the first partition of each kind is a long one."""
     rng = random.Random(f"cluster {seed}")
     chosen = [kind for _ in range(num_faults // len(kinds)) for kind in kinds]
     chosen += rng.sample(list(kinds), num_faults - len(chosen))
     rng.shuffle(chosen)
-    return [_fault(kind, rng) for kind in chosen]
+    faults = [_fault(kind, rng) for kind in chosen]
+    first = {kind: chosen.index(kind) for kind in PARTITIONS if kind in chosen}
+    return [replace(fault, is_long=first.get(fault.kind) == number) for number, fault in enumerate(faults)]
 
 
 def _fault(kind: str, rng: random.Random) -> Fault:

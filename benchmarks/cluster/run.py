@@ -1,12 +1,13 @@
 """A whole run on hosts of its own while the network and the processes fail; then the account, and a replay. `make cluster-test`.
 
     python -m benchmarks.cluster --faults 60 --hold-s 10              # root; `ip`, /dev/net/tun; the clocks need a C compiler
-    python -m benchmarks.cluster --faults 300 --hold-s 60             # the whole: hours
+    python -m benchmarks.cluster --faults 300 --hold-s 5              # the whole: an hour
     python -m benchmarks.cluster --kinds NATS-NATS "kill two NATS servers" --faults 8
 
 Three NATS servers with three replicas of every stream, S3, trainer, reward service and two workers have a network namespace and an
 address each (`network.py`), TLS and the logins of their roles. Faults of all kinds (`faults.py`) come one after the other: each
-holds for ``--hold-s`` seconds, is healed, and its victim must be productive again within 30 s. At the end the trainer is stopped,
+holds for ``--hold-s`` seconds (the first partition of each kind for ``--long-s``), is healed, and its victim must be productive
+again within 30 s. At the end the trainer is stopped,
 
 1. `penstock audit` must balance: every group issued was trained once, dropped once with a reason, or waits in a queue;
 2. the replay of the record must give every version's hash.
@@ -88,6 +89,7 @@ class Result:
 
     seed: int
     hold_s: float
+    long_s: float
     faults: list[Outcome] = field(default_factory=list)
     steps: int = 0
     wall_s: float = 0.0
@@ -107,7 +109,8 @@ class ClusterRun:
         """Make a fault, hold it, heal it, and wait until its victim works again."""
         before, began = self._num_steps, time.time()
         heal = self._begin(fault)
-        time.sleep(self.result.hold_s if fault.kind not in KILLS else 0.0)
+        if fault.kind not in KILLS:
+            time.sleep(self.result.long_s if fault.is_long else self.result.hold_s)
         heal()
         healed = time.time()
         outcome = Outcome(fault.kind, fault.victim, healed - began, self._num_steps - before)
@@ -165,10 +168,10 @@ class ClusterRun:
 
 
 def go(
-    folder: Path, *, seed: int, num_faults: int, hold_s: float, pause_s: float, kinds: Sequence[str], minutes: float
+    folder: Path, *, result: Result, num_faults: int, pause_s: float, kinds: Sequence[str], minutes: float
 ) -> Result:
-    """Run, and check the account and the replay."""
-    result, started = Result(seed, hold_s), time.monotonic()
+    """Run, and check the account and the replay; returns the ``result`` with what was found."""
+    seed, started = result.seed, time.monotonic()
     quickstart_task.write_data(folder / "data", seed=seed, num_sft=1, num_train=4096, num_eval=1)
     quickstart_task.write_model(folder / "model", seed=seed)
     run_file = folder / "run.toml"
@@ -261,6 +264,7 @@ def main() -> int:
     parser.add_argument(
         "--hold-s", type=float, default=10.0, help="how long a partition, a slow link or a wrong clock lasts"
     )
+    parser.add_argument("--long-s", type=float, default=60.0, help="how long the first partition of each kind lasts")
     parser.add_argument("--pause-s", type=float, default=1.0, help="between a recovery and the next fault")
     parser.add_argument("--minutes", type=float, default=1e9, help="no further fault after this time")
     kinds = ", ".join(KINDS).replace("%", "%%")
@@ -278,8 +282,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             result = go(
-                folder, seed=options.seed, num_faults=options.faults, hold_s=options.hold_s, pause_s=options.pause_s,
-                kinds=options.kinds, minutes=options.minutes,
+                folder, result=Result(options.seed, options.hold_s, options.long_s), num_faults=options.faults,
+                pause_s=options.pause_s, kinds=options.kinds, minutes=options.minutes,
             )  # fmt: skip
         except (DeployError, BusError) as err:
             print(f"cluster: {err}", file=sys.stderr)

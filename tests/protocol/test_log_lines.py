@@ -21,6 +21,7 @@ except KeyError:
     logging.getLogger("library").exception("failed too")
 logging.getLogger("library").warning("%s is slow", "NATS")
 logging.getLogger("library").info("not shown")
+logging.getLogger("asyncio").warning("returning true from eof_received() has no effect when using ssl")
 """
 
 
