@@ -31,9 +31,9 @@ async def call(function: Callable[[], Any], deadline_s: float, executor: Executo
                 return await function()
             value = await asyncio.get_running_loop().run_in_executor(executor, function)
             return await value if inspect.isawaitable(value) else value
-    except TimeoutError:
+    except TimeoutError as err:  # the episode's own deadline cancels this call instead
         if not limit.expired():
-            raise  # that of the episode
+            raise EnvironmentFailed(f"TimeoutError: {err}") from err
         raise EnvironmentFailed(f"no reply within {deadline_s:g} s (reply_deadline_s)") from None
     except Exception as err:
         raise EnvironmentFailed(f"{type(err).__name__}: {err}") from err

@@ -125,6 +125,10 @@ def fails() -> Reply:
     raise OSError("the world is gone")
 
 
+def times_out() -> Reply:
+    raise TimeoutError("the tool gave up")
+
+
 def once(failing: Callable[[], Any], after: Reply) -> Callable[[], Any]:
     """Return a step that fails the first time it is called."""
     calls: list[int] = []
@@ -149,6 +153,7 @@ def test_an_episode_whose_environment_fails_is_begun_again_with_its_seed(model: 
     ("step", "said"),
     [
         (fails, "failed: OSError: the world is gone"),
+        (times_out, "failed: TimeoutError: the tool gave up"),  # no deadline of ours: the policy did not spend the time
         (lambda: None, "step() returns a Reply, got NoneType"),
         (lambda: done(float("nan")), "reward is nan, expected a finite number"),
         (Reply, "a reply that is not the last has at least one Message"),
@@ -164,6 +169,19 @@ def test_a_group_that_cannot_be_played_is_refused_with_the_reason(
     assert found.reason == "environment_failed"
     assert "0 of 1 episodes of mine could be played, 1 are needed; in each of 3 attempts" in str(found)
     assert said in str(found)
+
+
+def test_a_play_that_fails_on_closing_has_been_played(model: Path) -> None:
+    """Also with a TimeoutError of its own."""
+
+    class Stuck(Script):
+        def play(self, seed: int, row: Row, options: Any) -> Play:
+            play = super().play(seed, row, options)
+            play.close = times_out  # type: ignore[assignment,method-assign]
+            return play
+
+    (episode,), _ = play(model, Stuck(lambda: done(0.5)), ["a"])
+    assert (episode.status, episode.reward, episode.attempt) == ("done", 0.5, 0)
 
 
 def test_enough_episodes_make_a_group(model: Path) -> None:
