@@ -159,18 +159,15 @@ class Registrar:
         """Renew the lease with what the server says of itself now; says on stderr what is wrong."""
         problem = ""
         try:
-            about = await self._ask()
-            assert self._server is not None
-            if about.version != self._server.version:
-                before = self._server
-                await self._register(about)
-                await registry.unregister(self._store, self.name, before)
-            else:
-                self._check_standing(
-                    await registry.renew(self._store, self.name, self._server, self._lease(about)), about
-                )
+            about, before = await self._ask(), self._server
+            if before is not None and about.version == before.version:
+                self._check_standing(await registry.renew(self._store, self.name, before, self._lease(about)), about)
                 if self._server is None:
                     await self._register(about)
+            else:
+                await self._register(about)
+                if before is not None:
+                    await registry.unregister(self._store, self.name, before)
         except PenstockError as err:
             problem = str(err)
         if problem and not self._is_failing:
@@ -203,12 +200,12 @@ class Registrar:
             await self.renew()
 
     async def _ask(self) -> About:
-        url = f"{self._offer.url}/environment"
+        url, deadline_s = f"{self._offer.url}/environment", min(_ASK_S, self._offer.lease_s / _RENEWALS_PER_LEASE)
         try:
-            async with asyncio.timeout(min(_ASK_S, self._offer.lease_s / _RENEWALS_PER_LEASE)):
+            async with asyncio.timeout(deadline_s):
                 return await self._client.call("GET", url, "environment", None, About)
         except TimeoutError:
-            raise ServerUnreachable(f"{url} gave no answer within {_ASK_S:g} s") from None
+            raise ServerUnreachable(f"{url} gave no answer within {deadline_s:g} s") from None
 
     async def _register(self, about: About) -> RegisteredServer:
         self.name = self.name or about.name

@@ -91,8 +91,10 @@ async def test_a_server_that_is_none_is_not_registered(store: KeyValue, name: st
     assert await store.entries() == []
 
 
-async def test_a_server_that_was_forgotten_registers_again(store: KeyValue, name: str) -> None:
-    """Its lease had expired, and a second one registered meanwhile; and one that was restarted with other rules."""
+async def test_a_server_that_was_forgotten_registers_again(
+    store: KeyValue, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its lease had expired, and a second one registered meanwhile; one that was refused is tried again; one that was restarted with other rules."""
     async with registered(store, name, Script()) as (url, episodes, keeper):
         other = RegisteredServer(url="http://127.0.0.1:2", version="1", capacity=1)
         own = (await registry.list_environments(store))[name].registered
@@ -102,6 +104,10 @@ async def test_a_server_that_was_forgotten_registers_again(store: KeyValue, name
         assert (await registry.list_environments(store))[name].registered == own.model_copy(
             update={"servers": (other,)}
         )
+        episodes.draining = True
+        await keeper.renew()
+        assert "it is stopping (draining)" in capsys.readouterr().err
+        episodes.draining = False
         await keeper.renew()
         listed = (await registry.list_environments(store))[name]
         assert listed.registered is not None
