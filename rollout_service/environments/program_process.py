@@ -27,8 +27,10 @@ log = structlog.get_logger("rollout.program")
 SWEEP_S = 30.0
 MARK = "PENSTOCK_PROGRAM_OF"  # the variable that names the worker of a program
 PREFIX = "penstock-program-"  # of the folders of episodes; the worker's mark follows
+_ALWAYS_PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ")
 _KEPT_BYTES = 4096  # the end of what a program prints
 _READ_BYTES = 65_536
+_LAST_READS = 16  # at the end: 1 MiB, the most that a pipe holds; a process that left the group may write without end
 _REAP_S = 10.0
 
 
@@ -89,8 +91,9 @@ class Output:
     def close(self) -> None:
         """Read what is left, and give the pipe up."""
         os.close(self.write_end)
-        while self._read():
-            pass
+        for _ in range(_LAST_READS):
+            if not self._read():
+                break
         asyncio.get_running_loop().remove_reader(self._read_end)
         os.close(self._read_end)
 
@@ -105,6 +108,11 @@ class Output:
             return False
         self._kept = (self._kept + new)[-_KEPT_BYTES:]
         return bool(new)
+
+
+def passed(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables of this process that a program gets: those it needs to run, and ``names``. Others hold logins."""
+    return {name: os.environ[name] for name in (*_ALWAYS_PASSED, *names) if name in os.environ}
 
 
 def mark() -> str:

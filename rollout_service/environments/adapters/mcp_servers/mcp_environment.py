@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import ssl
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,8 +40,6 @@ from penstock.rollout_service.environments.turn_environment import TurnEnvironme
 from penstock.rollout_service.proxy.messages import Message, ToolCall
 
 log = structlog.get_logger("rollout.mcp")
-
-_ALWAYS_PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ")  # others of the worker hold its logins
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +168,7 @@ class McpPlay(Play):
                 max_answer_bytes=options.max_message_bytes,
             )
         else:
-            passed = {one: os.environ[one] for one in (*_ALWAYS_PASSED, *server.pass_variables) if one in os.environ}
+            passed = program_process.passed(server.pass_variables)
             variables = {**passed, **server.variables, "PENSTOCK_SEED": str(self._seed)}
             transport = transports.over_process(
                 server.command, Path(server.folder), variables, max_message_bytes=options.max_message_bytes, known=known
