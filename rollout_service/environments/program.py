@@ -47,8 +47,6 @@ from penstock.rollout_service.environments.program_outcome import MAX_RESULT_BYT
 from penstock.rollout_service.proxy.proxy import AgentProxy, path
 from penstock.rollout_service.proxy.server import serving, serving_at
 
-_ALWAYS_PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ")  # others of the worker hold its logins
-
 
 class ProgramOptions(PlayOptions):
     """What is run, and how."""
@@ -75,9 +73,10 @@ class ProgramOptions(PlayOptions):
     def _readable_in_a_sandbox(self) -> ProgramOptions:
         if self.readable and not self.sandbox:
             raise ValueError("readable is read in the sandbox alone: set sandbox = true, or leave it out")
-        if self.sandbox and self.folder == ".":
+        if self.sandbox and Path.cwd().is_relative_to(Path(self.folder).resolve()):
             raise ValueError(
-                "sandbox = true needs a folder, which the program can read whole: the worker's own may hold the logins of the run file"
+                "sandbox = true needs a folder that does not hold the worker's own: the program can read it whole, and the worker's may "
+                "hold the logins of the run file"
             )
         for one in self.readable:
             if not Path(one).is_absolute():
@@ -176,11 +175,8 @@ class Program(EpisodeEnvironment):
         )
 
     def _variables(self, begun: Begun, folder: Path, url: str) -> dict[str, str]:
-        passed = {
-            name: os.environ[name] for name in (*_ALWAYS_PASSED, *self.chosen.pass_variables) if name in os.environ
-        }
         return {
-            **passed,
+            **program_process.passed(self.chosen.pass_variables),
             **self.chosen.variables,
             "OPENAI_BASE_URL": url,
             "OPENAI_API_KEY": "any",

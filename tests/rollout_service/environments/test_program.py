@@ -191,6 +191,20 @@ def test_a_failure_of_the_engine_requeues_the_pack(model: Path) -> None:
         run(model, python(_ASKED), engine=Failing)
 
 
+async def test_what_writes_on_after_the_program_is_not_read_for_ever() -> None:
+    """Processes that left the group keep the pipe full; the worker goes on with the end of what was printed."""
+    output = program_process.Output()
+    writers = [await asyncio.create_subprocess_exec("yes", stdout=output.write_end) for _ in range(3)]
+    try:
+        await asyncio.to_thread(wait_for, output.text, "the output of a writer")
+        output.close()
+    finally:
+        for one in writers:
+            one.kill()
+            await one.wait()
+    assert output.text().endswith("y")
+
+
 def test_a_worker_that_never_had_a_model_closes_it() -> None:
     asyncio.run(load_environments(())["program"].close())
 
@@ -298,8 +312,9 @@ def test_a_sandbox_is_refused_before_the_first_episode(model: Path, monkeypatch:
         define(readable=["/data"])
     with pytest.raises(ConfigError, match="'data' is no absolute path"):
         define(sandbox=True, folder="/usr", readable=["data"])
-    with pytest.raises(ConfigError, match="needs a folder"):
-        define(sandbox=True)
+    for folder in (".", "./", str(Path.cwd()), "..", "/"):
+        with pytest.raises(ConfigError, match="needs a folder"):
+            define(sandbox=True, folder=folder)
     own = define(sandbox=True, folder="/usr")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
