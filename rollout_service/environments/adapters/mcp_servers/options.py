@@ -83,6 +83,14 @@ class McpOptions(PlayOptions):
         description="Networks (CIDR) and host names of URLs that may be called; loopback and private ranges unless given.",
     )
 
+    @model_validator(mode="after")
+    def _hides_the_reward(self) -> Self:
+        if self.reward_tool and self.reward_tool in self.tools:
+            raise ValueError(
+                f"reward_tool {self.reward_tool!r} is one of tools, which the policy calls; leave it out there"
+            )
+        return self
+
     @field_validator("servers")
     @classmethod
     def _have_names(cls, value: dict[str, McpServer]) -> dict[str, McpServer]:

@@ -326,6 +326,10 @@ def test_servers_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
         ({"servers": {"a__b": {"command": ["x"]}}}, "single underscores"),
         ({"servers": {"a": {"command": ["x"]}}, "allowed_targets": ["a b"]}, "neither a network"),
         (
+            {"servers": {"a": {"command": ["x"]}}, "tools": ["add", "judge"], "reward_tool": "judge"},
+            "reward_tool 'judge' is one of tools",
+        ),
+        (
             {"servers": {"a": {"command": ["x"]}}, "call_deadline_s": 55.0},
             "reply_deadline_s = 60: expected more than 65",
         ),
