@@ -6,6 +6,7 @@ The messages are those of OpenEnv 0.10 (`openenv/core/env_server/types.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -22,6 +23,7 @@ from penstock.rollout_service.environments.over_http.servers import Server, Serv
 from penstock.rollout_service.http_connections import ConnectionFailed, HttpConnections
 
 _KEEP_S = 60.0
+_OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
 _CLOSE_S = 5.0
 _FULL_S = 1.0  # between two questions of a server without a free session
 
@@ -72,10 +74,11 @@ class OpenEnvSession:
         return said
 
     async def close(self) -> None:
-        """End the session; the server ends the episode."""
+        """End the session; the server ends the episode. The connection of one that does not answer is cut."""
         self._server.running -= 1
-        async with asyncio.timeout(_CLOSE_S):
-            await self._socket.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._socket.close()
 
 
 class _Full(PenstockError):
@@ -116,14 +119,19 @@ class Sessions:
                 last = str(err)
 
     async def _open_at(self, server: Server, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
-        socket = await self._connections.websocket(
-            f"{server.url}/ws", max_message_bytes=self._options.max_message_bytes
-        )
+        url = f"{server.url}/ws"
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                socket = await self._connections.websocket(url, max_message_bytes=self._options.max_message_bytes)
+        except TimeoutError:
+            raise ConnectionFailed(f"{url}: no session was opened within {_OPEN_S:g} s") from None
         server.running += 1
         session = OpenEnvSession(socket, server)
         try:
             first = await session.ask("reset", reset)
-        except BaseException:
+        except BaseException as err:
+            if not isinstance(err, _Full):  # cancelled: the reset took longer than a reply may
+                server.failed(time.monotonic())
             await session.close()
             raise
         server.works()

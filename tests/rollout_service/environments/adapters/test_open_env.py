@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from tests.rollout_service.environments.adapters.played import check_exact, play, said, task_of
 from tests.servers import wait_for
 
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.environments.adapters.open_env import session
 from penstock.rollout_service.environments.adapters.open_env.open_env import OPENENV
+from penstock.rollout_service.environments.adapters.open_env.options import OpenEnvOptions
 from penstock.rollout_service.environments.environment import load_environments
+from penstock.rollout_service.environments.over_http import servers
 from penstock.rollout_service.errors import TaskRefused
 
 PYTHON = os.environ.get("PENSTOCK_TEST_OPENENV_PYTHON", "")
@@ -131,3 +136,54 @@ def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_environments((), {"mine": EnvironmentDefinition.model_validate({"type": "openenv", "options": options})})
     assert problem in str(caught.value)
+
+
+async def test_a_server_that_fails_at_the_start_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One never opens a session, one ends it at its reset: the episode goes to the third, whose session ends without its word."""
+    monkeypatch.setattr(session, "_OPEN_S", 2.0)
+    monkeypatch.setattr(session, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(servers, "_FIRST_REST_S", 30.0)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def ends(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.close()
+        return socket
+
+    async def plays(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        await socket.receive()
+        await socket.send_json({"type": "observation", "data": {"observation": {"prompt": "go"}, "done": False}})
+        await closed.wait()  # it does not read that the session is over
+        return socket
+
+    closed = asyncio.Event()
+    deaf = await asyncio.start_server(silent, "127.0.0.1", 0)
+    urls = [f"http://127.0.0.1:{deaf.sockets[0].getsockname()[1]}"]
+    runners = []
+    for handler in (ends, plays):
+        app = web.Application()
+        app.router.add_get("/ws", handler)
+        runners.append(web.AppRunner(app, shutdown_timeout=0.1))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+        urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
+    sessions = session.Sessions(OpenEnvOptions(url=urls), ())
+    try:
+        with pytest.raises(session.OpenEnvFailed, match=f"{urls[1]}: the session ended"):
+            await sessions.open({})
+        opened, first = await sessions.open({})
+        assert first["observation"] == {"prompt": "go"}
+        await opened.close()
+    finally:
+        closed.set()
+        await sessions.close()
+        for runner in runners:
+            await runner.cleanup()
+        deaf.close()
