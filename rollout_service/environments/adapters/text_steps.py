@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from penstock.protocol.errors import ConfigError
-from penstock.rollout_service.environments.games.actions import ActionOptions, find_action, malformed
+from penstock.rollout_service.environments.games.actions import ActionOptions, find_action, malformed, opening
 from penstock.rollout_service.environments.play import Play, Reply, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message
@@ -74,10 +74,7 @@ class StepPlay(Play):
         self._world = self._make(self._options)
         self.version = self._world.version
         self._observation = self._world.reset(self._seed)
-        system = tuple(one for one in self._row.messages if one.role == "system")
-        prompt = self._row.messages[-1].content if self._row.messages else ""
-        text = self._options.rules if self._options.instructions == "rules" else prompt
-        return (*system, Message("user", f"{text}\n{self._observation}" if text else self._observation))
+        return opening(self._row, self._options, self._options.rules, self._observation)
 
     def step(self, answer: Message) -> Reply:
         """Reply with the next observation; an answer without an action costs ``format_penalty`` and moves nothing."""

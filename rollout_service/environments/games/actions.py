@@ -62,7 +62,7 @@ def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[M
     system = tuple(one for one in row.messages if one.role == "system")
     prompt = row.messages[-1].content if row.messages else ""
     text = rules if options.instructions == "rules" else prompt
-    return (*system, Message("user", f"{text}\n{state}" if state else text))
+    return (*system, Message("user", "\n".join(filter(None, [text, state]))))
 
 
 def malformed(options: ActionOptions, text: str, state: str, parts: Mapping[str, float]) -> Reply:

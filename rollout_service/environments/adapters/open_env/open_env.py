@@ -21,7 +21,7 @@ from penstock.rollout_service.environments.adapters.open_env.session import (
     Sessions,
 )
 from penstock.rollout_service.environments.adapters.text_steps import text_of
-from penstock.rollout_service.environments.games.actions import find_action, malformed
+from penstock.rollout_service.environments.games.actions import find_action, malformed, opening
 from penstock.rollout_service.environments.play import Play, Reply, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message, ToolCall
@@ -50,10 +50,7 @@ class OpenEnvPlay(Play):
         if self._options.tools:
             self.tools = await self._listed()
         self._shown = self._text(first)
-        system = tuple(one for one in self._row.messages if one.role == "system")
-        prompt = self._row.messages[-1].content if self._row.messages else ""
-        text = self._options.rules if self._options.instructions == "rules" else prompt
-        return (*system, Message("user", "\n".join(filter(None, [text, self._shown]))))
+        return opening(self._row, self._options, self._options.rules, self._shown)
 
     async def step(self, answer: Message) -> Reply:
         """Send the policy's action, or its calls of tools; raises OpenEnvFailed."""
