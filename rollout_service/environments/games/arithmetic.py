@@ -19,25 +19,26 @@ def evaluate(text: str) -> Fraction:
         raise ValueError(f"the expression has {len(text)} characters, at most {_LONGEST} are read")
     if not set(text) <= set("0123456789.+-*/%() "):
         raise ValueError(_ALLOWED)
+    text = text.strip()
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError("the expression cannot be read") from None
-    return _value(tree)
+    return _value(tree, text)
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: ast.expr, text: str) -> Fraction:
     match node:
         case ast.Constant(value=int() as number):
             return Fraction(number)
-        case ast.Constant(value=float() as number):
-            return Fraction(repr(number))  # as it is written: 0.1 is a tenth
+        case ast.Constant(value=float()):
+            return Fraction(text[node.col_offset : node.end_col_offset])  # as it is written: 0.1 is a tenth
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+            return -_value(operand, text)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
+            return _value(operand, text)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _joined(_value(left), _OPERATORS[type(op)], _value(right))
+            return _joined(_value(left, text), _OPERATORS[type(op)], _value(right, text))
         case _:
             raise ValueError(_ALLOWED)
 
