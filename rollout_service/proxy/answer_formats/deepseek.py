@@ -9,7 +9,7 @@ from penstock.rollout_service.proxy.answer_formats.marked_calls import Marks, ca
 
 _MARKS = Marks("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _SEPARATOR = "<｜tool▁sep｜>"
-_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?```\s*", re.DOTALL)
+_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*)\n?```\s*", re.DOTALL)  # to the last fence: a text in it may hold others
 
 
 class DeepSeek(AnswerFormat):

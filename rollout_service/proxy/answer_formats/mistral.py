@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from penstock.rollout_service.proxy.answer_formats.answer_format import (
     AnswerFormat,
     Call,
@@ -11,6 +9,7 @@ from penstock.rollout_service.proxy.answer_formats.answer_format import (
     read_call,
     read_json,
 )
+from penstock.rollout_service.proxy.answer_formats.marked_calls import call_of
 
 _BEGIN, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
@@ -42,14 +41,8 @@ def _listed(text: str) -> tuple[Call, ...]:
 
 
 def _named(text: str) -> tuple[Call, ...]:
-    found: list[Call] = []
-    for one in text.split(_BEGIN):
-        name, _, arguments = one.partition(_ARGUMENTS)
-        value = read_json(arguments.strip())
-        if not name.strip() or not isinstance(value, dict):
-            raise ValueError("expected a name and an object")
-        found.append(Call(name.strip(), json.dumps(value, ensure_ascii=False)))
-    return tuple(found)
+    parts = (one.partition(_ARGUMENTS) for one in text.split(_BEGIN))
+    return tuple(call_of(name, arguments) for name, _, arguments in parts)
 
 
 MISTRAL = Mistral()

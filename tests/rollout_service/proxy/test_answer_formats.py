@@ -60,6 +60,7 @@ def test_llama_reads_an_answer_that_is_all_calls() -> None:
             f'Hm.{DEEPSEEK_SECTION}{BEGIN}function{SEP}a\n```json\n{{"x": 1}}\n```{END}\n{BEGIN}function{SEP}b\n```json\n{{}}\n```{END}<｜tool▁calls▁end｜>',
             "Hm.", [("a", {"x": 1}), ("b", {})],
         ),
+        ("deepseek", f'{DEEPSEEK_SECTION}{BEGIN}function{SEP}a\n```json\n{{"x": "```py\\n1\\n```"}}\n```{END}', "", [("a", {"x": "```py\n1\n```"})]),
         ("deepseek", f'{DEEPSEEK_SECTION}{BEGIN}a{SEP}{{"x": 1}}{END}{BEGIN}b{SEP}{{}}{END}<｜tool▁calls▁end｜>', "", [("a", {"x": 1}), ("b", {})]),
         (
             "kimi_k2",
