@@ -69,12 +69,16 @@ class Probed:
     kind: Kind | None
     refused: dict[Kind, str]
 
+    @property
+    def reasons(self) -> str:
+        """Why each kind that was refused does not work; empty if none was."""
+        return "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
+
     def __str__(self) -> str:
         """Return one line for logs and the terminal."""
-        reasons = "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
         if self.kind is None:
-            return f"code rewards are refused: no sandbox works on this machine ({reasons or 'switched off'})"
-        return f"programs run in {self.kind}" + (f" ({reasons})" if reasons else "")
+            return f"code rewards are refused: no sandbox works on this machine ({self.reasons or 'switched off'})"
+        return f"programs run in {self.kind}" + (f" ({self.reasons})" if self.reasons else "")
 
 
 def probe(wanted: str) -> Probed:

@@ -1,6 +1,6 @@
 """The service's side of a zygote and of the programs it forks: start, pipes, limits, kill.
 
-Everything here blocks, with deadlines; it runs on the threads of a `SandboxPool`.
+Everything here blocks, with deadlines; it runs on the threads of `Slots`.
 """
 
 from __future__ import annotations

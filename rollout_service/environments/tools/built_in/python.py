@@ -114,7 +114,7 @@ class PythonTool(Tool):
         chosen: PythonOptions = self.chosen
         probed = canary.probe(chosen.sandbox)
         if probed.kind is None:
-            raise ConfigError(f"the tool python needs a sandbox, and none works on this machine: {probed.refused}")
+            raise ConfigError(f"the tool python needs a sandbox, and none works on this machine ({probed.reasons})")
         self.max_running = chosen.slots
         self._limits = Limits(cpu_s=chosen.cpu_s, memory_bytes=chosen.memory_mb * 1024**2, output_bytes=_OUTPUT_BYTES)
         launch = Launch(probed.kind)
