@@ -69,7 +69,8 @@ async def run(worker: Worker, stop: asyncio.Event) -> None:
 
 async def _start_and_work(worker: Worker) -> None:
     first = await worker.weights.start()
-    worker.packs.use_model(first.model_folder)
+    with worker.activity.working("preparing the environments"):  # a corpus that is indexed takes minutes
+        await asyncio.to_thread(worker.packs.use_model, first.model_folder)
     await worker.packs.check_teacher(first.model_folder, start_deadline_s=worker.start_deadline_s)
     worker.activity.restart()
     log.info("working", policy_version=first.version)

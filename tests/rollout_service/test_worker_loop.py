@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import Child
 from penstock.protocol import streams, subjects
+from penstock.protocol.activity import Activity
 from penstock.protocol.facts import RunEvent, TaskList, encode_unbounded
 from penstock.protocol.packs import group_pack
 from penstock.protocol.streams import StreamLimits
+from penstock.rollout_service import loop
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.trainer_side import TrainerSide, attached
@@ -264,6 +272,30 @@ def test_a_heartbeat_reports_the_workers_metrics(
     assert beat.figures["tokens_generated"] == sum(delivery.fact.groups[0].completion_tokens)
     assert beat.busy_s > 0
     assert beat.cpu_s > 0
+
+
+async def test_environments_that_take_long_to_prepare_stop_no_heartbeat():
+    """The event loop goes on while a corpus is read; the state says what is waited for."""
+    activity, went_on, states = Activity(), threading.Event(), []
+
+    def use_model(folder: Path) -> None:
+        states.append(activity.state)
+        assert went_on.wait(20), "the event loop was stopped"
+
+    async def start() -> Any:
+        asyncio.get_running_loop().call_later(0.01, went_on.set)
+        return SimpleNamespace(model_folder=Path("model"), version=0)
+
+    async def check_teacher(folder: Path, *, start_deadline_s: float) -> None:
+        raise LookupError("the teacher is asked next")
+
+    worker: Any = SimpleNamespace(
+        weights=SimpleNamespace(start=start), activity=activity, start_deadline_s=1.0,
+        packs=SimpleNamespace(use_model=use_model, check_teacher=check_teacher),
+    )  # fmt: skip
+    with pytest.raises(LookupError, match="asked next"):
+        await loop._start_and_work(worker)
+    assert states == ["preparing the environments"]
 
 
 def test_a_worker_imports_no_torch():
