@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 from penstock.protocol.config.environment_settings import EpisodeSettings
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.rollout_service.environments.call_play import EnvironmentFailed, call, checked_messages, checked_reply
+from penstock.rollout_service.environments.call_play import (
+    EnvironmentFailed,
+    call,
+    checked_messages,
+    checked_reply,
+    checked_score,
+)
 from penstock.rollout_service.environments.environment import Environment
 from penstock.rollout_service.environments.over_http.http_environment import Http
 from penstock.rollout_service.environments.play import Play, Row
@@ -100,6 +106,8 @@ async def _turns(
             trial.end = "truncated" if reply.is_truncated else "done"
             break
         messages = checked_messages(reply.messages, is_first=False)
+    else:
+        trial.reward += checked_score(await _call(play.score, settings, executor))
     trial.digest = said.hexdigest()
 
 

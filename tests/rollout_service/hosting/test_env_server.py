@@ -258,6 +258,40 @@ def test_a_trial_finds_failures_and_worlds_that_do_not_follow_from_the_seed(
     assert "ANOTHER EPISODE: everything random must follow from the seed" in said
 
 
+SCORED = """
+from penstock import Message, Play, TurnEnvironment, say
+
+
+class Endless(Play):
+    def start(self):
+        return [Message("user", "go")]
+
+    def step(self, answer):
+        return say("on", 0.25)
+
+    def score(self):
+        return 0.5
+
+
+class Scored(TurnEnvironment):
+    name = "scored"
+
+    def play(self, seed, row, options):
+        return Endless()
+"""
+
+
+def test_a_trial_that_runs_out_of_turns_has_its_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an episode of a run has."""
+    (tmp_path / "scored.py").write_text(SCORED)
+    monkeypatch.chdir(tmp_path)
+    assert try_environment.main(["scored.py:Scored", "--episodes", "1", "--max-turns", "2", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["policies"]
+    assert (found["ends"]["truncated"], found["reward"]["mean"]) == (1, 1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
