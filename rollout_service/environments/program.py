@@ -22,7 +22,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -134,7 +134,7 @@ class Program(EpisodeEnvironment):
         try:
             variables = self._variables(begun, folder, url + path(session))
             ended = await program_process.run(
-                self._confined(folder, variables) if self.chosen.sandbox else self.chosen.command,
+                self._confined(folder) if self.chosen.sandbox else self.chosen.command,
                 Path(self.chosen.folder),
                 variables,
                 self.settings.episode_deadline_s,
@@ -162,7 +162,7 @@ class Program(EpisodeEnvironment):
         if self._served is not None:
             await self._served.close()
 
-    def _confined(self, folder: Path, variables: Mapping[str, str]) -> list[str]:
+    def _confined(self, folder: Path) -> list[str]:
         served = self._served
         assert served is not None
         return program_sandbox.confined(
@@ -171,7 +171,6 @@ class Program(EpisodeEnvironment):
             readable=self.chosen.readable,
             writable=folder,
             socket=served.socket,
-            variables=variables,
         )
 
     def _variables(self, begun: Begun, folder: Path, url: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.protocol.errors import ConfigError
@@ -49,17 +49,14 @@ def confined(
     readable: Sequence[str],
     writable: Path,
     socket: Path,
-    variables: Mapping[str, str],
 ) -> list[str]:
     """Return the command that runs ``command`` confined.
 
     ``start_in`` and ``readable`` can be read besides the system and this Python, ``writable`` is the episode's folder, ``socket`` the
-    proxy's. The sandbox sees ``variables`` and no others.
+    proxy's. The sandbox sees the variables that the command is started with: in its arguments every user could read them.
     """
     arguments = [program(), "--unshare-all", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
-    arguments += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
-    for name, value in variables.items():
-        arguments += ["--setenv", name, value]
+    arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     arguments += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]  # noqa: S108  inside
     for path in dict.fromkeys(_readable(start_in, readable)):
         arguments += (

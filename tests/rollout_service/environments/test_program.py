@@ -274,6 +274,7 @@ for path in ({str(tmp_path / "data" / "new")!r}, "/usr/new", "/new"):
     fails(open, path, "w")
 assert os.getuid() != 0 and all(int(one) < 20 for one in os.listdir("/proc") if one.isdecimal())
 assert "OWN" in os.environ and "PENSTOCK_S3_SECRET_KEY" not in os.environ
+assert os.environ["OPENAI_BASE_URL"] not in open("/proc/1/cmdline").read()  # of bubblewrap, which all users can read
 result(json.dumps({{"reward": 0.25}}))
 """
         options = {"sandbox": True, "readable": [str(tmp_path / "data")], "variables": {"OWN": "2"}, "folder": "/usr"}
