@@ -107,7 +107,9 @@ async def _turns(
             break
         messages = checked_messages(reply.messages, is_first=False)
     else:
-        trial.reward += checked_score(await _call(play.score, settings, executor))
+        score = checked_score(await _call(play.score, settings, executor))
+        said.update(repr(score).encode())
+        trial.reward += score
     trial.digest = said.hexdigest()
 
 
