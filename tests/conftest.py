@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,17 @@ def pytest_configure() -> None:
 def _configure_uncached(configure: Callable[..., None], **settings: Any) -> None:
     """Configure logging so that it can be reset: a cached logger would keep the level that one test has set."""
     configure(**settings | {"cache_logger_on_first_use": False})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while the tests are imported: what is made stays, and looking through it takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

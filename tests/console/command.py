@@ -7,7 +7,14 @@ from pathlib import Path
 
 from tests import forked
 
-_PRELOADED = ("penstock.console.tools.dead_letters", "penstock.console.tools.rewards", "penstock.console.tools.removal")
+_PRELOADED = (
+    "penstock.console.record.audit",
+    "penstock.console.record.lineage",
+    "penstock.console.record.rescore",
+    "penstock.console.tools.dead_letters",
+    "penstock.console.tools.removal",
+    "penstock.console.tools.rewards",
+)
 
 
 def penstock(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

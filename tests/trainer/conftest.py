@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.console.command import penstock
 from tests.trainer.learner.forks import Command
 from tests.trainer.producer import Answer, ScriptedProducer, recite, write_run_file
 
@@ -54,10 +53,7 @@ class StoredRun:
 
     def console(self, verb: str, *options: str, run: str = RUN, expected: int = 0) -> str:
         """Run a command of the console on it; return stdout, or stderr when it is expected to fail."""
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock", verb, run, str(self.run_file), *options],
-            capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
+        done = penstock(verb, run, str(self.run_file), *options, cwd=self.folder)
         assert done.returncode == expected, done.stderr
         return done.stdout if expected == 0 else done.stderr
 

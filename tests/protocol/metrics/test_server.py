@@ -20,7 +20,7 @@ def served(port: int = 0) -> MetricsServer:
     )
 
 
-def ask(running: MetricsServer, request: bytes, *, wait_s: float = 5.0) -> bytes:
+def ask(running: MetricsServer, request: bytes, *, wait_s: float = 60.0) -> bytes:
     """Send bytes and return all that is answered until the server closes."""
     port = int(running.url.rsplit(":", 1)[1].split("/")[0])
     with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as client:
@@ -56,13 +56,13 @@ def test_only_get_metrics_of_this_machine_is_answered(request_line: str, headers
 
 def test_clients_that_send_nothing_do_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow and excessive connections are closed; a scrape is answered meanwhile, and afterwards."""
-    monkeypatch.setattr(server, "_REQUEST_S", 0.3)
+    monkeypatch.setattr(server, "_REQUEST_S", 2.0)
     scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with served() as running:
         port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(8)]
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(8)]
         assert ask(running, scrape).startswith(b"HTTP/1.1 200")
-        idle += [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(40)]
+        idle += [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(40)]
         assert ask(running, b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\n\r\n") == b"", "too long a head is closed"
         for client in idle:
             assert client.recv(1) == b"", "closed after the deadline"
@@ -94,14 +94,15 @@ def test_a_page_that_cannot_be_made_is_an_error_of_that_scrape_only() -> None:
         assert ask(running, scrape).endswith(b"x 1\n")
 
 
-def test_stopping_does_not_wait_for_a_client() -> None:
+def test_stopping_does_not_wait_for_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service ends at once although a client holds a connection open."""
+    monkeypatch.setattr(server, "_REQUEST_S", 120.0)
     running = served()
     with running:
         port = int(running.url.rsplit(":", 1)[1].split("/")[0])
         client = socket.create_connection(("127.0.0.1", port), timeout=5)
         started = time.monotonic()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 100
     client.close()
 
 
@@ -132,11 +133,12 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
     assert num_bytes < size
 
 
-def test_more_clients_than_allowed_are_closed() -> None:
+def test_more_clients_than_allowed_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seventeenth connection at a time is closed at once, long before the deadline of the others."""
+    monkeypatch.setattr(server, "_REQUEST_S", 120.0)
     with served() as running:
         port = int(running.url.rsplit(":", 1)[1].split("/")[0])
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=2) for _ in range(17)]
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(17)]
         assert idle[-1].recv(1) == b""
         for client in idle:
             client.close()

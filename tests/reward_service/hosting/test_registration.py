@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.servers import wait_for
 
 from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress
@@ -68,19 +69,24 @@ async def test_a_lease_is_renewed_at_the_replica_that_is_left(
     assert [one.asked for one in replicas] == [["/v1/endpoints"], []]
     keeping = asyncio.create_task(registration.keep(service, OFFER))
     await asyncio.to_thread(replicas[0].kill)
-    replicas[1].asked.clear()
-    await asyncio.sleep(0.5)
+    await asked_again(replicas[1])
     assert set(replicas[1].asked) == {"/v1/endpoints/mine/lease"}
     assert capsys.readouterr().err == ""
     replicas[1].status = 503
-    await asyncio.sleep(0.5)
+    await asked_again(replicas[1])
     said = capsys.readouterr().err
     assert said.count("the lease of reward mine is not renewed") == 1
     assert "HTTP 503" in said
     replicas[1].status = None
-    await asyncio.sleep(0.5)
+    await asked_again(replicas[1])
     keeping.cancel()
     assert capsys.readouterr().err == "the lease of reward mine is renewed again\n"
+
+
+async def asked_again(replica: Replica) -> None:
+    """Wait until a replica was asked four times more: it was told the answers to at least two of them."""
+    replica.asked.clear()
+    await asyncio.to_thread(wait_for, lambda: len(replica.asked) >= 4, "four more renewals")
 
 
 async def test_who_is_waited_for_is_said_at_once(

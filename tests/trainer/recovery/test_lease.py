@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -45,7 +46,7 @@ def take(state: KeyValue, ttl_s: float = 1.0) -> HeldLease:
 
 def test_a_second_trainer_is_refused_while_the_first_is_alive(state: KeyValue, running: ExitStack) -> None:
     """The error names the holder, since when it holds the run, and how to stop it."""
-    running.enter_context(take(state))
+    running.enter_context(take(state, ttl_s=6.0))
     with pytest.raises(RunIsHeld, match=rf"trainer-\w+ \(host .*, pid {os.getpid()}, epoch 1, since 20.*kill -TERM"):
         take(state)
 
@@ -74,25 +75,34 @@ def watched_for(server: NatsSettings, run: str, seconds: float) -> Unchanged | N
         return watch.end()
 
 
-def test_a_lease_expires_while_it_is_watched(state: KeyValue, run_streams: str, nats_settings: NatsSettings) -> None:
+def test_a_lease_expires_while_it_is_watched(
+    state: KeyValue, run_streams: str, nats_settings: NatsSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A trainer that watched a killed one's lease during its imports does not wait for it again."""
-    take(state)  # killed: it is not renewed
-    watched = watched_for(nats_settings, run_streams, 1.5)
+    monkeypatch.setattr("penstock.trainer.recovery.lease._WATCH_END_S", 60.0)
+    take(state, ttl_s=60.0)  # killed: it is not renewed
+    with LeaseWatch(lambda: Bus.connect(nats_settings, name="watch"), run_streams) as watch:
+        wait_for(lambda: watch._unchanged is not None, "the first look")
+        first = watch._unchanged
+        time.sleep(0.5)  # it looks again meanwhile
+        watched = watch.end()
     assert watched is not None
+    assert watched == first
     began = time.monotonic()
-    with acquire(state, "r", clock=time.time, ttl_s=1.0, watched=watched) as lease:
+    a_minute_ago = replace(watched, since=watched.since - 60.0)
+    with acquire(state, "r", clock=time.time, ttl_s=1.0, watched=a_minute_ago) as lease:
         assert lease.epoch == 2
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 50.0
 
 
 def test_a_watched_lease_that_is_renewed_is_refused(
     state: KeyValue, running: ExitStack, run_streams: str, nats_settings: NatsSettings
 ) -> None:
     """Watching takes nothing from a trainer that is alive."""
-    running.enter_context(take(state, ttl_s=0.6))
+    running.enter_context(take(state, ttl_s=6.0))
     watched = watched_for(nats_settings, run_streams, 1.0)
     with pytest.raises(RunIsHeld):
-        acquire(state, "r", clock=time.time, ttl_s=0.6, watched=watched)
+        acquire(state, "r", clock=time.time, ttl_s=6.0, watched=watched)
 
 
 def test_an_outage_during_the_watch_starts_it_again(own_nats: Callable[[], NatsServer]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,7 +164,9 @@ def test_a_client_that_takes_nothing_is_disconnected(
     one = event_routes._Stream(api.context, api.folder / run, 0)
     try:
         one._begin()
-        time.sleep(0.5)
+        reading = one._reading
+        assert reading is not None
+        wait_for(lambda: reading.is_behind, "the client to be too slow")
         assert [event.id for event in one._new_events()] == ["1", "2", "3"]
         assert one.is_over
     finally:
