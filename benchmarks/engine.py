@@ -171,7 +171,7 @@ def run_sessions(
                     waiting.append(
                         Sequence(str(number), tokens, Sampling(max_new_tokens=new, seed=draw.getrandbits(63)))
                     )
-                newcomers = choose_admissions(waiting, runner.running, limits, runner.num_new_tokens)
+                newcomers = choose_admissions(waiting, runner.running, limits, runner.kept.num_known)
                 for _ in newcomers:
                     waiting.popleft()
                 ended = runner.start(newcomers) if newcomers else runner.step() if runner.running else []

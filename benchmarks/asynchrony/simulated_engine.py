@@ -143,10 +143,6 @@ class SimulatedRunner:
     def num_stored_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in list(self.running))
 
-    def num_new_tokens(self, prefix: Prefix) -> int:
-        """Return how many tokens of a prompt would have to be computed."""
-        return len(prefix[1])
-
     def computing(self) -> AbstractContextManager[object]:
         """Return a context without an effect: nothing is computed."""
         return nullcontext()

@@ -61,8 +61,11 @@ class KeptPrefixes:
         self._clock = itertools.count(1)
 
     def num_known(self, prefix: Prefix) -> int:
-        """Return how many of the first tokens are known, without counting this as a use."""
-        return sum(count for _, count in self._path(prefix[0], _array(prefix[1]))) if self._may_know(prefix) else 0
+        """Return how many of the first tokens `find` would return, without counting this as a use."""
+        if not self._may_know(prefix):
+            return 0
+        length = sum(count for _, count in self._path(prefix[0], _array(prefix[1])))
+        return length if length >= FEWEST_TOKENS else 0
 
     def find(self, prefix: Prefix, at_most: int) -> Reused:
         """Return the longest known beginning of up to ``at_most`` tokens; `NOTHING` if it is shorter than `FEWEST_TOKENS`."""

@@ -38,16 +38,11 @@ def prompts_of(admitted: Items[Sequence], kept: KeptPrefixes) -> list[Prompt]:
     groups: dict[Prefix, list[Sequence]] = {}
     for sequence in admitted:
         groups.setdefault(sequence.prefix(), []).append(sequence)
-    prompts = [Prompt(prefix, same, kept.find(prefix, _num_reusable(prefix, same))) for prefix, same in groups.items()]
+    prompts = [
+        Prompt(prefix, same, kept.find(prefix, min(one.num_reusable for one in same)))
+        for prefix, same in groups.items()
+    ]
     return sorted(prompts, key=lambda one: (len(one.new_tokens), one.reused.length))
-
-
-def _num_reusable(prefix: Prefix, sequences: Items[Sequence]) -> int:
-    """Return how many tokens need not be computed: from where prompt log-probabilities are wanted on all do, and all whose experts are."""
-    if any(one.wants_experts for one in sequences):
-        return 0
-    wanted = [one.input_logprobs_from for one in sequences if one.input_logprobs is None]
-    return min([len(prefix[1]) - 1, *(start for start in wanted if start is not None)])
 
 
 def spans_of(prompts: Items[Prompt]) -> list[PromptSpan]:

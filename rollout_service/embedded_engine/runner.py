@@ -23,7 +23,7 @@ from penstock.rollout_service.embedded_engine.model.transformer import PromptBat
 from penstock.rollout_service.embedded_engine.prompts import Prompt, packed, prompts_of, spans_of
 from penstock.rollout_service.embedded_engine.rows import NO_TOKEN, Rows
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
-from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Prefix, Sequence
+from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Sequence
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
 _KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
@@ -68,10 +68,6 @@ class Runner:
         self._num_weights += 1
         self.kept.clear()
 
-    def num_new_tokens(self, prefix: Prefix) -> int:
-        """Return how many tokens of a prompt would have to be computed, about."""
-        return max(1, len(prefix[1]) - self.kept.num_known(prefix))
-
     @property
     def num_stored_tokens(self) -> int:
         """Tokens whose keys and values are in the cache; callable from any thread."""
@@ -85,7 +81,9 @@ class Runner:
         """Compute the prompts of ``admitted`` sequences and sample one token each; return those that finished."""
         prompts = prompts_of(admitted, self.kept)
         first, copies = len(self.running), [len(one.sequences) for one in prompts]
-        self._cache.ensure(padded_rows(first + len(admitted)), max(len(one.tokens) for one in prompts) + 1)
+        # Those that run count too: a rectangle at its limit is reallocated with exactly these rows and columns.
+        longest = max(int(self._rows.position[:first].max(initial=0)), *(len(one.tokens) for one in prompts))
+        self._cache.ensure(padded_rows(first + len(admitted)), longest + 1)
         starts = (first + np.cumsum([0, *copies[:-1]])).tolist()
         for prompt, row in zip(prompts, starts, strict=True):
             self._cache.fill_rows(row, len(prompt.sequences), prompt.reused.parts)
@@ -232,13 +230,13 @@ class Runner:
 
     def _has_ended(self, sequence: Sequence) -> bool:
         sampling, token = sequence.sampling, sequence.output_ids[-1]
-        if sampling.max_new_tokens == 0:  # only prompt logprobs were requested
+        if not all(map(math.isfinite, (sequence.output_logprobs[-1], *(sequence.input_logprobs or ())))):
+            message = "the model's logits are not finite; the served weights overflow on this input"
+            sequence.finish = FinishReason("abort", message=message, status_code=500)
+        elif sampling.max_new_tokens == 0:  # only prompt logprobs were requested
             sequence.output_ids.clear()
             sequence.output_logprobs.clear()
             sequence.finish = FinishReason("length")
-        elif not math.isfinite(sequence.output_logprobs[-1]):
-            message = "the model's logits are not finite; the served weights overflow on this input"
-            sequence.finish = FinishReason("abort", message=message, status_code=500)
         elif token in sampling.stop_token_ids:
             sequence.finish = FinishReason("stop", matched=token)
         elif sampling.stop_strings and (found := self._find_stop_string(sequence)) is not None:

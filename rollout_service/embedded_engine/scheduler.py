@@ -6,7 +6,7 @@ First come, first served, so no sequence starves. Three rules:
    An admitted sequence is therefore never evicted for lack of memory.
 2. One prompt pass computes at most ``max_prefill_tokens`` different prompt tokens (a single longer prompt
    is computed alone). Sequences with the same tokens, key and adapter are computed once, at no further cost;
-   tokens whose keys and values are known cost nothing either.
+   tokens whose keys and values are known cost nothing either, where the sequence can do without computing them.
 3. While sequences run, new ones are admitted by an eighth of the rows at a time (or all that wait, if
    fewer): a prompt pass stalls every running sequence, so it should start many.
 """
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from penstock.rollout_service.embedded_engine.kept_prefixes import FEWEST_TOKENS
 from penstock.rollout_service.embedded_engine.sequence import Prefix, Sequence
 
 _EXACT_ROWS = 8
@@ -50,19 +51,19 @@ def are_admitted(num_free: int, num_waiting: int, num_running: int, max_running:
     return not num_running or num_free >= min(num_waiting, max(1, max_running // 8))
 
 
-def _num_tokens(prefix: Prefix) -> int:
-    return len(prefix[1])
+def _none_known(prefix: Prefix) -> int:
+    return 0
 
 
 def choose_admissions(
     waiting: deque[Sequence],
     running: Iterable[Sequence],
     limits: Limits,
-    num_new_tokens: Callable[[Prefix], int] = _num_tokens,
+    num_known: Callable[[Prefix], int] = _none_known,
 ) -> list[Sequence]:
     """Return the head of ``waiting`` that starts now, possibly empty; removes nothing.
 
-    ``num_new_tokens`` returns how many tokens of a prompt would have to be computed.
+    ``num_known`` returns how many of a prompt's first tokens have keys and values that are known.
     """
     current = list(running)
     free = limits.max_running - len(current)
@@ -70,18 +71,19 @@ def choose_admissions(
         return []
     longest = max((sequence.max_tokens for sequence in current), default=0)
     chosen: list[Sequence] = []
-    prefixes: set[Prefix] = set()
+    counted: dict[Prefix, tuple[int, int]] = {}  # tokens that are known, and those that the pass computes
     prefill_tokens = 0
     for sequence in waiting:
         longest = max(longest, sequence.max_tokens)
         if len(chosen) == free or padded_rows(len(current) + len(chosen) + 1) * longest > limits.max_total_tokens:
             break
         prefix = sequence.prefix()
-        if prefix not in prefixes:
-            num_tokens = num_new_tokens(prefix)
-            if chosen and prefill_tokens + num_tokens > limits.max_prefill_tokens:
-                break
-            prefixes.add(prefix)
-            prefill_tokens += num_tokens
+        known, computed = counted.get(prefix) or (num_known(prefix), 0)
+        reused = min(known, sequence.num_reusable)
+        more = max(0, sequence.num_tokens - (reused if reused >= FEWEST_TOKENS else 0) - computed)
+        if chosen and more and prefill_tokens + more > limits.max_prefill_tokens:
+            break
+        counted[prefix] = known, computed + more
+        prefill_tokens += more
         chosen.append(sequence)
     return chosen

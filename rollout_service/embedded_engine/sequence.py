@@ -95,6 +95,17 @@ class Sequence:
         return len(self.prompt) + len(self.output_ids)
 
     @property
+    def num_reusable(self) -> int:
+        """How many first tokens need not be computed where their keys and values are known.
+
+        The last one must be, all whose experts are wanted, and those of the prompt from where its log-probabilities are.
+        """
+        if self.wants_experts:
+            return 0
+        reported = self.input_logprobs_from if self.input_logprobs is None else None
+        return self.num_tokens - 1 if reported is None else min(reported, self.num_tokens - 1)
+
+    @property
     def max_tokens(self) -> int:
         """Prompt and the longest completion allowed."""
         return len(self.prompt) + self.sampling.max_new_tokens

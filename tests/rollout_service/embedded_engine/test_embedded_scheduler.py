@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +12,9 @@ from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_ad
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
 
 
-def sequence(prompt: int = 4, new: int = 8, *, token: int = 1) -> Sequence:
+def sequence(prompt: int = 4, new: int = 8, *, token: int = 1, **fields: object) -> Sequence:
     """A sequence of so many prompt tokens, all alike, that may generate so many."""
-    return Sequence("r", (token,) * prompt, Sampling(max_new_tokens=new))
+    return Sequence("r", (token,) * prompt, Sampling(max_new_tokens=new), **fields)  # pyright: ignore[reportArgumentType]
 
 
 def limits(max_running: int = 64, max_total_tokens: int = 10**6, max_prefill_tokens: int = 10**6) -> Limits:
@@ -38,6 +39,31 @@ def test_equal_prompts_count_once() -> None:
     """Samples of one prompt are computed once, so they fit one pass with any budget."""
     waiting = deque([*(sequence(prompt=100) for _ in range(8)), sequence(prompt=100, token=2)])
     assert len(choose_admissions(waiting, [], limits(max_prefill_tokens=150))) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "num"),
+    [
+        ({}, 8),  # one token each
+        ({"input_logprobs_from": 40}, 2),
+        ({"input_logprobs_from": 40, "input_logprobs": []}, 8),  # reported before it was retracted
+        ({"input_logprobs_from": 0}, 1),
+        ({"wants_experts": True}, 1),
+    ],
+)
+def test_known_tokens_count_where_they_are_computed_all_the_same(fields: dict[str, object], num: int) -> None:
+    """A pass holds no more tokens than its limit because their keys and values are known, when something else of them is wanted."""
+    waiting = deque(sequence(prompt=100, token=index, **fields) for index in range(8))
+    chosen = choose_admissions(waiting, [], limits(max_prefill_tokens=150), lambda prefix: len(prefix[1]))
+    assert len(chosen) == num
+
+
+def test_a_sample_of_a_known_prompt_that_must_be_computed_counts() -> None:
+    """The first needs one token, the second all of the same prompt: what is left to compute is added."""
+    waiting = deque([sequence(prompt=100), sequence(prompt=100, wants_experts=True), sequence(prompt=100)])
+    for prefill, num in ((99, 1), (100, 3)):
+        chosen = choose_admissions(waiting, [], limits(max_prefill_tokens=prefill), lambda prefix: len(prefix[1]))
+        assert len(chosen) == num
 
 
 def test_a_prompt_longer_than_the_pass_is_computed_alone() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,9 @@ from penstock.rollout_service.embedded_engine.model.low_rank import LowRank, pre
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 from penstock.rollout_service.embedded_engine.model.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.prompts import prompts_of
 from penstock.rollout_service.embedded_engine.runner import Runner
+from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
 from penstock.rollout_service.embedded_engine.sequence import Prefix, Sampling, Sequence
 
 TOLERANCE = 1e-5  # nats; float32 against float32
@@ -128,10 +132,10 @@ class Model:
             ]
         self.dense = [Dense(one) for one in folders]
 
-    def runner(self, max_kept_tokens: int = 10**5) -> Runner:
+    def runner(self, max_kept_tokens: int = 10**5, max_tokens: int = 10**5) -> Runner:
         """A new runner with the first weights."""
         with torch.inference_mode():
-            cache = KVCache(self.config, max_tokens=10**5, device=CPU, dtype=torch.float32)
+            cache = KVCache(self.config, max_tokens=max_tokens, device=CPU, dtype=torch.float32)
             model = Transformer(self.config, device=CPU, dtype=torch.float32)
             return Runner(
                 model,
@@ -216,6 +220,56 @@ def test_a_long_new_part_behind_a_short_known_one_is_exact(model: Model) -> None
         start, table = one.input_logprobs_from or 0, model.dense[0].logprobs(list(one.prompt))
         wanted = [table[at - 1, one.prompt[at]].item() for at in range(start + 1, len(one.prompt))]
         assert one.input_logprobs == pytest.approx(wanted, abs=TOLERANCE)
+
+
+def test_short_prompts_beside_a_long_sequence_leave_its_keys_and_values(model: Model) -> None:
+    """More rows in a cache at its limit: what runs keeps its columns, though the newcomers need fewer."""
+    draw = random.Random(8)
+    long, short = sequence(random_tokens(draw, 100), 20), [sequence(random_tokens(draw, 5), 4) for _ in range(7)]
+    limits = Limits(max_running=8, max_total_tokens=8 * long.max_tokens, max_prefill_tokens=10**5)
+    assert choose_admissions(deque(short), [long], limits) == short
+    complete(model.runner(max_tokens=limits.max_total_tokens), [long], short)
+    for one in (long, *short):
+        check_exact(one, model.dense[0])
+
+
+@pytest.mark.parametrize("max_new_tokens", [6, 0])
+def test_a_prompt_that_is_not_finite_spoils_no_other(model: Model, max_new_tokens: int) -> None:
+    """One token's values overflow: its sequence fails, and a prompt with the same beginning is as exact as before."""
+    draw, runner = random.Random(6), model.runner()
+    embedding = model.weights[0].embedding.clone()
+    embedding[7] = torch.nan
+    runner.weights = replace(model.weights[0], embedding=embedding)
+    shared = tuple(token if token != 7 else 8 for token in random_tokens(draw, 60))
+    failing = sequence((*shared, 7), max_new_tokens, input_logprobs_from=0)
+    other, shorter = sequence((*shared, 9), input_logprobs_from=59), sequence(shared[:9], 9)
+    complete(runner, [failing])
+    assert failing.finish is not None
+    assert failing.finish.status_code == 500
+    complete(runner, [shorter, other])  # in the row of the one that failed, with columns left over of it
+    check_exact(other, model.dense[0])
+    check_exact(shorter, model.dense[0])
+
+
+def test_a_pass_computes_no_more_tokens_than_its_limit(model: Model) -> None:
+    """What the scheduler counts is what the runner computes, whatever is known and whatever is wanted of it."""
+    draw, runner = random.Random(7), model.runner()
+    shared = random_tokens(draw, 20)  # too few to be found
+    prompts = [shared + random_tokens(draw, 50) for _ in range(6)]
+    complete(runner, [sequence(prompt, 1) for prompt in prompts[:4]])
+    wanted: list[dict[str, object]] = [
+        {},
+        {"wants_experts": True},
+        {"input_logprobs_from": 0},
+        {"input_logprobs_from": 20},  # fewer than are reused
+        {"input_logprobs_from": 40},
+    ]
+    for _ in range(50):
+        waiting = deque(sequence(draw.choice(prompts), 1, **draw.choice(wanted)) for _ in range(12))
+        limits = Limits(16, 10**5, max_prefill_tokens=draw.choice([1, 90, 200]))
+        chosen = choose_admissions(waiting, [], limits, runner.kept.num_known)
+        computed = [len(one.new_tokens) for one in prompts_of(chosen, runner.kept)]
+        assert len(computed) == 1 or sum(computed) <= limits.max_prefill_tokens
 
 
 def test_new_weights_reuse_nothing_of_the_old_ones(model: Model) -> None:
