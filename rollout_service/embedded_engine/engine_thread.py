@@ -72,7 +72,11 @@ class _Command:
         self.outcome: Future[Any] = Future()
 
     def run(self) -> None:
-        self.outcome.set_result(self._action())
+        try:
+            self.outcome.set_result(self._action())
+        except Exception as error:
+            self.outcome.set_exception(EngineStopped(f"the engine thread ended: {error}"))
+            raise
 
 
 class EngineThread:
@@ -240,10 +244,9 @@ class EngineThread:
         with self._changed:
             while not (self._commands or self._inbox or self._can_compute() or self._stopping):
                 self._changed.wait()
-            commands = list(self._commands)
-            self._commands.clear()
-        for command in commands:
-            command.run()
+            num_commands = len(self._commands)
+        for _ in range(num_commands):  # one by one: if it raises, `_fail_all` still finds those behind it
+            self._commands.popleft().run()
         return not self._stopping
 
     def _can_compute(self) -> bool:
@@ -254,17 +257,17 @@ class EngineThread:
         self._admit_jobs()
         if self._can_compute():
             runner = self._runner
-            admitted = choose_admissions(self._waiting, runner.running, self.limits, runner.num_new_tokens)
+            admitted = choose_admissions(self._waiting, runner.running, self.limits, runner.kept.num_known)
             if admitted:
-                finished = self._runner.start(admitted)
+                finished = runner.start(admitted)
                 for _ in admitted:  # after start: if it raises, `_fail_all` still finds their jobs
                     self._waiting.popleft()
                 self.metrics.prompt_tokens += sum(len(item.prompt) for item in admitted)
                 self.metrics.cached_tokens += sum(item.cached_tokens for item in admitted)
                 self.metrics.generated_tokens += len(admitted)
             else:
-                self.metrics.generated_tokens += len(self._runner.running)
-                finished = self._runner.step()
+                self.metrics.generated_tokens += len(runner.running)
+                finished = runner.step()
             self._finish(finished)
             self._report_progress()
             self.metrics.busy_s += time.monotonic() - started

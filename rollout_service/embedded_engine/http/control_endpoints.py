@@ -49,7 +49,7 @@ async def abort_request(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    """Confirm that the KV cache is empty: ``/flush_cache``."""
+    """Drop what is kept of ended sequences: ``/flush_cache``; refused while sequences run or wait."""
     if await asyncio.wrap_future(server_of(request).engine.flush()):
         return PlainTextResponse("Cache flushed.\n")
     return PlainTextResponse("Flush cache failed: requests are running or waiting.\n", status_code=400)

@@ -9,18 +9,16 @@ import pytest
 
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import EngineStopped
+from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.scheduler import Limits
-from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Prefix, Sampling, Sequence
+from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Sampling, Sequence
 
 
 class BrokenRunner:
     """A runner whose every computation fails, as a bug or exhausted memory would make it."""
 
     running: list[Sequence] = []  # noqa: RUF012  (stays empty)
-
-    def num_new_tokens(self, prefix: Prefix) -> int:
-        """Nothing is known."""
-        return len(prefix[1])
+    kept = KeptPrefixes(0)
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is computed."""
@@ -62,6 +60,26 @@ def test_a_failed_engine_thread_fails_its_jobs() -> None:
         engine.submit(job)
     with pytest.raises(EngineStopped):
         engine.pause("abort")
+
+
+class StuckRunner(BrokenRunner):
+    """A runner that cannot remove sequences."""
+
+    def remove(self, leaving: list[Sequence]) -> None:
+        """Fail."""
+        raise RuntimeError(f"cannot move {len(leaving)} rows")
+
+
+def test_a_failed_command_answers_its_caller() -> None:
+    """A control action that fails ends the thread; neither its caller nor that of the next one waits for ever."""
+    limits = Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100)
+    runner = StuckRunner()
+    engine = EngineThread(runner, limits, version="0", model_path="model", on_failure=lambda: None)  # type: ignore[arg-type]
+    answers = [engine.pause("retract"), engine.flush()]  # queued: the thread takes both at once
+    engine.start()
+    for answer in answers:
+        with pytest.raises(EngineStopped, match="cannot move 0 rows"):
+            answer.result(60)
 
 
 class InstantRunner(BrokenRunner):
