@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from safetensors.torch import save_file
 from tests.contracts.engine_under_test import DEADLINE_S, EngineUnderTest, embedded_engine
@@ -256,6 +257,16 @@ def test_nothing_is_accepted_and_ignored(small_engine: EngineUnderTest, body: di
 def test_an_empty_rid_aborts_nothing(small_engine: EngineUnderTest) -> None:
     """An empty prefix, which would match every request, is refused without abort_all."""
     small_engine.post("/abort_request", {}, expect=400)
+
+
+def test_flushing_drops_what_is_kept(small_engine: EngineUnderTest) -> None:
+    """A prompt of an ended sequence is found, and after a flush computed again."""
+    prompt = list(range(60, 105))
+    small_engine.generate(prompt, max_new_tokens=2)
+    assert small_engine.generate(prompt, max_new_tokens=2)["meta_info"]["cached_tokens"] == 44
+    flushed = f"{small_engine.url}/flush_cache"
+    wait_for(lambda: httpx.post(flushed, timeout=60).status_code == 200, "the engine to be idle")
+    assert small_engine.generate(prompt, max_new_tokens=2)["meta_info"]["cached_tokens"] == 0
 
 
 def test_logits_that_are_not_finite_are_an_error(small_engine: EngineUnderTest, tmp_path: Path) -> None:

@@ -12,12 +12,21 @@ import numpy as np
 import pytest
 import torch
 from tests.contracts.engine_under_test import embedded_engine
-from tests.contracts.tiny_model import MIXTURE, Adapter, Dense, build_model, read_tensors, write_changed_copy
+from tests.contracts.tiny_model import (
+    MIXTURE,
+    Adapter,
+    Dense,
+    build_model,
+    read_tensors,
+    write_changed_copy,
+    write_tensors,
+)
 from transformers import AutoModelForCausalLM
 
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
 from penstock.rollout_service.embedded_engine.model.adapter_file import read_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
+from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 
 PROMPT = [5, 17, 88, 250, 31, 9]
 
@@ -75,6 +84,12 @@ def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
     tensors = read_tensors(tmp_path / "model")
     assert tensors["model.layers.2.mlp.experts.7.up_proj.weight"].shape == (32, 64)
     assert "model.layers.1.mlp.gate_proj.weight" in tensors  # the dense layer
+    del tensors["model.layers.2.mlp.experts.7.up_proj.weight"]
+    incomplete = write_tensors(tmp_path / "model", tmp_path / "incomplete", tensors)
+    with pytest.raises(
+        CheckpointRefused, match=r"1 tensors missing, e\.g\. model\.layers\.2\.mlp\.experts\.7\.up_proj"
+    ):
+        read_checkpoint(incomplete, read_model_config(incomplete))
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
