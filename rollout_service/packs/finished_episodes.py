@@ -67,10 +67,17 @@ class FinishedEpisodes:
                 continue
             self._keys.setdefault(task.group_id, set()).update(keys)
             for kind, episode in read:
-                if self._is_usable(task, episode, max_staleness[task.environment]):
-                    same = self._found.setdefault((task.group_id, kind), [])
-                    if all(one.index != episode.index for one in same):
-                        same.append(episode)
+                if not self._is_usable(task, episode, max_staleness[task.environment]):
+                    log.info(
+                        "an ended episode is of other versions than are wanted now, and is played again",
+                        episode=episode.episode_id,
+                        oldest_version=episode.oldest_version,
+                        newest_version=episode.newest_version,
+                    )
+                    continue
+                same = self._found.setdefault((task.group_id, kind), [])
+                if all(one.index != episode.index for one in same):
+                    same.append(episode)
 
     def take(self, task: Task) -> Sequence[Episode]:
         """Return the episodes of a task that were loaded, once."""

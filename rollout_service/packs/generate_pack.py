@@ -90,9 +90,11 @@ class PackGenerator:
         Raises EngineError, PackError or TaskRefused, which `Settlement` handles.
         """
         tasks = await self._accepted_tasks(received)
-        if received.delivery.num_delivered > 1:
-            await self._episodes.load(tasks, vocab_size=self.limits.vocab_size, max_staleness=self._kept_staleness())
         try:
+            if received.delivery.num_delivered > 1:
+                await self._episodes.load(
+                    tasks, vocab_size=self.limits.vocab_size, max_staleness=self._kept_staleness()
+                )
             return await self._generate(received, tasks)
         except BaseException:
             await self._episodes.forget([task.group_id for task in tasks], delete=False)
@@ -214,9 +216,8 @@ class PackGenerator:
             if isinstance(members, TaskRefused):
                 refused.append((task, members))
                 continue
-            played = [
-                one for one in members.kept if not isinstance(one, ContinuedEpisode)
-            ]  # others were checked before
+            # Those of an earlier delivery were checked before, by the worker that played them.
+            played = [one for one in members.kept if not isinstance(one, ContinuedEpisode)]
             self._check_origin(task, [row for one in played for row in rows_of(one)])
             groups.append(build_group(task, members.kept, members.abandoned))
         return groups, refused
