@@ -134,10 +134,7 @@ class Sampling(Wire):
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what a worker of an earlier release would not know, unless it is used."""
-        document = dict(fields(self))
-        if self.routers is None:
-            document.pop("routers", None)
-        return document
+        return without_empty(fields(self), "routers")
 
 
 class RewardRequest(Wire):

@@ -219,7 +219,8 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
                     kills[kill.victim] += 1
                 code = run.wait(max(1.0, give_up - time.monotonic()))
                 if code != 0:
-                    raise SystemExit(f"the trainer ended with {code}:\n{run.log_tail(TRAINER)}")
+                    ended = f"ended with {code}" if code is not None else f"did not end within {given.deadline_s:g} s"
+                    raise SystemExit(f"the trainer {ended}:\n{run.log_tail(TRAINER)}")
                 blobs = Blobs(run.s3)
                 proof = check_record(gather(run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
                 left = [stat.key for stat in blobs.list(blob_keys.all_finished_episodes_prefix(run_id))]
@@ -241,9 +242,8 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         failures.append("no ended episode was continued by another worker: the kills came at the wrong moments")
     deadline = time.monotonic() + _SWEPT_S
     while (orphans := left_behind()) and time.monotonic() < deadline:
-        time.sleep(
-            0.5
-        )  # those of the last kills, whose sweepers ended with the run, are swept here as the next worker would
+        # The sweepers of the last kills ended with the run; what they left is swept here as the next worker would.
+        time.sleep(0.5)
         program_process.sweep(Path(tempfile.gettempdir()))
     failures += [f"left behind: {one}" for one in orphans]
     return {

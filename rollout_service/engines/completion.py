@@ -25,9 +25,8 @@ class Completion:
     version_runs: tuple[VersionRun, ...]  # cover [0, C) without gap or overlap
     finish_reason: FinishReason
     text: str
-    experts: ExpertChoices | None = (
-        None  # of all tokens of prompt and completion but the last, where they were asked for
-    )
+    # Of all tokens of prompt and completion but the last, where they were asked for.
+    experts: ExpertChoices | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,8 @@ class EngineKind:
     options: type[Section] = NoOptions  # validates worker.engine_options
     section: str = ""  # section of the run file that holds the options instead
     update_modes: tuple[UpdateMode, ...] = get_args(UpdateMode)
-    returns_experts: bool = (
-        False  # its client says which experts of a mixture computed each token, where a request asks for it
-    )
+    # Its client says which experts of a mixture computed each token, where a request asks for it.
+    returns_experts: bool = False
 
     @property
     def is_attached(self) -> bool:
