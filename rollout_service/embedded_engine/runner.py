@@ -91,17 +91,20 @@ class Runner:
         batch = PromptBatch(ids, positions, spans_of(prompts), copies, first)
         hidden = self._model.prefill(self.weights, batch, self._cache, self._prompt_adapters(prompts))
         ends = np.cumsum([len(one.new_tokens) for one in prompts])
-        for prompt, row, end in zip(prompts, starts, ends.tolist(), strict=True):
+        last = np.zeros(padded_rows(len(prompts)), dtype=np.int64)
+        last[: len(prompts)] = ends - 1
+        last_hidden = hidden[self._to_device(last)]
+        finite = torch.isfinite(last_hidden[: len(prompts)]).all(1).tolist()
+        for prompt, row, end, is_finite in zip(prompts, starts, ends.tolist(), finite, strict=True):
             self._report_prompt(prompt, hidden[end - len(prompt.new_tokens) : end])
-            self.kept.keep(prompt.prefix, partial(self._cache.read, row))
+            if is_finite:  # one value that is not spoils those of the tokens before it too: 0 x NaN in a masked product
+                self.kept.keep(prompt.prefix, partial(self._cache.read, row))
         for row, sequence in enumerate((one for prompt in prompts for one in prompt.sequences), start=first):
             self._rows.fill(row, sequence)
             self._rows.position[row] = sequence.num_tokens
             sequence.computed_with = self._num_weights
             self.running.append(sequence)
-        last = np.zeros(padded_rows(len(prompts)), dtype=np.int64)
-        last[: len(prompts)] = ends - 1
-        logits = self._model.logits(self.weights, hidden[self._to_device(last)])[: len(prompts)]
+        logits = self._model.logits(self.weights, last_hidden)[: len(prompts)]
         logits = logits.repeat_interleave(torch.tensor(copies, device=self._device), dim=0)
         return self._advance(logits, first)
 
