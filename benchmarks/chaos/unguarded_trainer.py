@@ -22,7 +22,7 @@ from typing import Any
 from penstock.trainer.__main__ import main
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
-from penstock.trainer.groups.dispatch import GroupKey
+from penstock.trainer.groups.dispatch_state import GroupKey
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 

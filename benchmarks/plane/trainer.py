@@ -22,7 +22,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.dispatch import GroupKey
+from penstock.trainer.groups.dispatch_state import GroupKey
 from penstock.trainer.groups.drops import Drop
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.pack_reader import PackReader

@@ -31,8 +31,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.dispatch import (
-    Dispatch,
+from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.dispatch_state import (
     DispatchState,
     GroupKey,
     accept,

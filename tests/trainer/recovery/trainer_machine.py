@@ -36,7 +36,8 @@ from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
-from penstock.trainer.groups.dispatch import Dispatch, GroupKey
+from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.dispatch_state import GroupKey
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.ledger import Ledger
