@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cyclopts import App
 
 from penstock.console.cli.main import app
+from tests.forked import Forked
 from tests.packaging.conftest import HostileFolder
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
@@ -71,45 +74,53 @@ def _verbs(app: App, path: tuple[str, ...] = ()) -> Iterator[str]:
 VERBS = sorted(_verbs(app))
 
 
-def run(folder: HostileFolder, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str) -> tuple[int, str]:
-    """Run the command in the folder; a process that is still running at the deadline is stopped (exit code 124)."""
+def run(forked: Forked, folder: HostileFolder, log: Path, verb: str) -> tuple[int, str]:
+    """Run a verb in the folder; a process that is still running at the deadline is stopped (exit code 124)."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
-    with subprocess.Popen(
-        [PENSTOCK, *arguments],
-        cwd=folder.path,
-        env=environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            return process.wait(deadline_s), process.communicate()[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                return 124, process.communicate(timeout=30)[0]
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                return 124, process.communicate()[0]
+    log.touch()
+    pid = forked.start(
+        *verb.split(), *ARGUMENTS.get(verb, ()), log=log, environ=environ | NO_SERVERS, cwd=folder.path, new_session=True
+    )  # fmt: skip
+    for deadline_s, signal_then in (
+        (SERVES_S if verb in SERVING else DEADLINE_S, signal.SIGTERM),
+        (30.0, signal.SIGKILL),
+    ):
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            if (code := forked.poll(pid)) is not None:
+                return code if signal_then == signal.SIGTERM else 124, log.read_text()
+            time.sleep(0.02)
+        os.killpg(pid, signal_then)
+    forked.wait(pid)
+    return 124, log.read_text()
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit code and output of every verb, started in one hostile folder, several at a time: most wait for servers."""
+    """Exit code and output of every verb, run in one hostile folder, several at a time: most wait for servers.
+
+    Each is forked from a process that has imported what every verb does at its start, and imports the rest there.
+    """
     base = tmp_path_factory.mktemp("verbs")
     folder = HostileFolder(base / "here", base / "imported")
     (folder.path / "run.toml").write_text('[run]\nid = "run"\n')
     (folder.path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     (folder.path / "my_reward.py").write_text("def compute_score(*given, **named):\n    return 1.0\n")
-
-    def start(verb: str) -> tuple[int, str]:
-        deadline_s = SERVES_S if verb in SERVING else DEADLINE_S
-        return run(folder, *verb.split(), *ARGUMENTS.get(verb, ()), deadline_s=deadline_s, **NO_SERVERS)
-
-    with ThreadPoolExecutor(16) as pool:
-        found = dict(zip(VERBS, pool.map(start, VERBS), strict=True))
+    with Forked("penstock.console.cli.main", log=base / "forked.log") as forked, ThreadPoolExecutor(16) as pool:
+        logs = [base / f"{verb.replace(' ', '-')}.log" for verb in VERBS]
+        found = dict(zip(VERBS, pool.map(partial(run, forked, folder), logs, VERBS), strict=True))
     return found | {"": (0, folder.imported())}
+
+
+def test_the_command_starts_in_a_hostile_folder(hostile_folder: HostileFolder):
+    """What every verb imports at its start comes from elsewhere, too."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
+    answer = subprocess.run(
+        [PENSTOCK, "version"], cwd=hostile_folder.path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("penstock ")
+    assert hostile_folder.imported() == ""
 
 
 @pytest.mark.slow
