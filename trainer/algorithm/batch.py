@@ -166,11 +166,17 @@ def num_computed(piece: Sequence[int], lengths: Sequence[int], prefixes: Prefixe
     return total
 
 
-def build(rows: Sequence[Row]) -> MicroBatch:
-    """Build the tensors of one micro-batch; without rows it contributes nothing to the gradient."""
+def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBatch:
+    """Build the tensors of one micro-batch; without rows it contributes nothing to the gradient.
+
+    Args:
+        rows: The rows.
+        prompts: Tokens of each row's prompt, which rows share whole; None: those before its first sampled token.
+    """
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
     experts = of_all_rows([row.experts for row in rows])
-    packed = pack([row.token_ids[:-1] for row in rows], [first_sampled(row.loss_mask) for row in rows], experts)
+    starts = [first_sampled(row.loss_mask) for row in rows] if prompts is None else prompts
+    packed = pack([row.token_ids[:-1] for row in rows], starts, experts)
     predictors = [at[where - 1] for at, where in zip(packed.positions, sampled, strict=True)]
     counts = [len(where) for where in sampled]
 

@@ -140,7 +140,8 @@ class RewardTask:
                 yield self._batch([some[number] for number in part])
 
     def _batch(self, pairs: Sequence[Pair]) -> ScoredBatch:
-        plain = build([_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)])
+        rows = [_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        plain = build(rows, prompts=[len(pair.prompt) for pair in pairs for _ in range(2)])
         margins = torch.tensor([pair.margin if self._use_margin else 0.0 for pair in pairs])
         return ScoredBatch(**{one.name: getattr(plain, one.name) for one in fields(MicroBatch)}, margins=margins)
 

@@ -26,6 +26,7 @@ from penstock.trainer.settings import TrainerSettings
 ADAMW = {"batch_size": BATCH, "betas": [0.9, 0.999], "schedule": "linear"}
 SFT_LR, DPO_LR = 1e-3, 3e-4
 LONG_STEPS = 120
+WHOLE = ("sft", "dpo/sigmoid", "dpo/ipo", "rm")
 
 
 class StopAfter(threading.Event):
@@ -81,14 +82,16 @@ def checksum(path: Path) -> float:
     return float(sum(abs(tensor.astype("float64")).sum() for tensor in load_file(path).values()))
 
 
-def curve(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
-    """Train as a recorded curve of TRL was made; all but three of them for 5 of the 50 steps."""
+def curve(folder: Path, ranks: Ranks, name: str, *, is_whole: bool = False) -> dict[str, Any]:
+    """Train as a recorded curve of TRL was made; unless ``is_whole``, all but four of them for 5 of the 50 steps."""
     kind, _, loss = name.partition("/")
+    is_whole = is_whole or name in WHOLE
+    stop = None if is_whole else 5
     if kind == "dpo":
         smoothing = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 1e-3}}.get(loss, {})
         own = {"loss": loss, "lr": DPO_LR, **smoothing}
         chosen = settings(folder, f"trl-{loss.replace('_', '-')}", "dpo", own)
-        return train(ranks, "dpo", chosen, stop=None if loss in ("sigmoid", "ipo") else 5)
+        return train(ranks, "dpo", chosen, stop=stop)
     if kind == "kto":
         own = {
             "lr": DPO_LR,
@@ -97,17 +100,17 @@ def curve(folder: Path, ranks: Ranks, name: str) -> dict[str, Any]:
             "eval_data": folder / "held_out_labelled.jsonl",
             "eval_every": 5,
         }
-        return train(ranks, "dpo", settings(folder, "trl-kto", "dpo", own), stop=5)
+        return train(ranks, "dpo", settings(folder, "trl-kto", "dpo", own), stop=stop)
     if kind == "wpo":
         chosen = settings(folder, "trl-wpo", "dpo", {"lr": DPO_LR, "weighting": "wpo"})
-        return train(ranks, "dpo", chosen, stop=5)
+        return train(ranks, "dpo", chosen, stop=stop)
     if kind == "rm":
         chosen = settings(
             folder, "trl-rm", "rm", {"lr": DPO_LR, "center": 0.01, "eval_data": folder / "held_out_pairs.jsonl"}
         )
-        return train(ranks, "rm", chosen)
+        return train(ranks, "rm", chosen, stop=stop)
     own = {"lr": SFT_LR, "loss": "dft" if kind == "dft" else "nll"}
-    return train(ranks, "sft", settings(folder, f"trl-{kind}", "sft", own), stop=None if kind == "sft" else 5)
+    return train(ranks, "sft", settings(folder, f"trl-{kind}", "sft", own), stop=stop)
 
 
 def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:

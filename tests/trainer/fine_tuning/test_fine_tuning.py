@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tests.trainer.fine_tuning.check import WHOLE
 from tests.trainer.fine_tuning.trl_rows import pairs, write_labelled, write_pairs, write_turns
 from tests.trainer.learner.forks import Fork
 
@@ -56,7 +57,7 @@ def found(folder: Path) -> dict[str, Any]:
 def test_losses_and_gradient_norms_are_those_of_trl(found: dict[str, Any], name: str) -> None:
     """Each step's loss is within 1e-5 of TRL's on the same rows, although the micro-batches are others."""
     steps, recorded = found[name]["steps"], CURVES[name]
-    assert len(steps) == (50 if name in ("sft", "dpo/sigmoid", "dpo/ipo", "rm") else 5)
+    assert len(steps) == (50 if name in WHOLE else 5)
     for line, loss, norm in zip(steps, recorded["losses"], recorded["grad_norms"], strict=False):
         assert line["loss"] == pytest.approx(loss, abs=TOLERANCE.get(name, 1e-5))
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)

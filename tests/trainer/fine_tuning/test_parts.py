@@ -6,7 +6,10 @@ import errno
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +18,17 @@ from tests.examples import examples
 from penstock.console.report import fine_tuned
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import pause_request
+from penstock.trainer.data.pairs import Pair
 from penstock.trainer.errors import CheckpointError, RunIsHeld, TrainingDiverged
 from penstock.trainer.fine_tuning import checkpoints
 from penstock.trainer.fine_tuning.checkpoints import TrainingState
 from penstock.trainer.fine_tuning.early_stop import Best
 from penstock.trainer.fine_tuning.length import Length, check_warmup
+from penstock.trainer.fine_tuning.rm import RewardTask, ScoredBatch
 from penstock.trainer.fine_tuning.training_folder import TrainingFolder
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import TrainerSettings
 
 
 @examples(50)
@@ -148,3 +156,31 @@ def test_a_result_counts_until_the_training_begins_again(tmp_path: Path) -> None
     folder.rewind(0)
     assert not fine_tuned.is_finished(tmp_path, "sft")
     folder.close()
+
+
+def test_a_reward_model_reads_a_prompt_once_for_both_answers() -> None:
+    """Although only the last token of a text is scored: the stream has the prompt, then what differs, and no padding."""
+    rng = np.random.default_rng(0)
+    sizes = [(40, 30, 20), (60, 10, 70), (50, 25, 25)]
+    pairs = [Pair(*(rng.integers(1, 60, size).astype(np.int32) for size in three)) for three in sizes]
+    taken: list[ScoredBatch] = []
+
+    def train_step(batches: list[ScoredBatch], _: object) -> Any:
+        taken.extend(batches)
+        sums = {"accuracy": 0.0, "margin": 0.0, "reward_mean": 0.0}
+        return SimpleNamespace(sums=sums, maxima={"reward_max": 0.0, "reward_min": 0.0})
+
+    policy: Any = SimpleNamespace(train_step=train_step)
+    given: Any = pairs
+    settings = TrainerSettings.model_validate({"run": {"id": "rm"}, "model": {"path": "model"}})
+    RewardTask(policy, given, None, settings, ParallelDims(Ranks())).step(range(3))
+    [batch] = taken
+    assert batch.input_ids.shape[1] == sum(map(sum, sizes))
+    assert batch.position_ids is not None
+    tokens, places = batch.input_ids[0, batch.predictors].tolist(), batch.position_ids[0, batch.predictors].tolist()
+    scored = list(zip(tokens, places, strict=True))  # chosen, rejected, chosen, … of the pairs in any order
+    expected = [
+        tuple((int(answer[-1]), len(pair.prompt) + len(answer) - 1) for answer in (pair.chosen, pair.rejected))
+        for pair in pairs
+    ]
+    assert sorted(zip(scored[0::2], scored[1::2], strict=True)) == sorted(expected)
