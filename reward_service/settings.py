@@ -41,7 +41,7 @@ class RewardServiceSection(Section):
     token_file: Path | None = Field(default=None, description="File that holds the token, as a secret mount gives it.")
     tokens_file: Path | None = Field(
         default=None,
-        description="File with lines NAME ROLE TOKEN; roles are read, register (its own endpoints) and admin.",
+        description="File with lines NAME ROLE TOKEN, or sha256:DIGEST of the token; roles are read, register (its own endpoints) and admin.",
     )
     concurrency: int = Field(
         default=8,

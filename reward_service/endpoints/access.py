@@ -6,7 +6,8 @@
 | `register` | also score and test, and register, renew, drain and remove its own endpoints |
 | `admin` | also change the endpoints of all owners |
 
-A token has a name; endpoints belong to the name that registered them. Without any token (loopback only) every
+A token is given as it is, or as ``sha256:`` and the 64 hexadecimal digits of its SHA-256, so that the service's file lets
+nobody in. A token has a name; endpoints belong to the name that registered them. Without any token (loopback only) every
 process on this machine is admin, and secrets are refused: a process that takes over the name of an endpoint could
 have its signed requests sent elsewhere.
 """
@@ -24,6 +25,8 @@ from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.errors import NotAllowed
 
 _MIN_CHARS = 16  # a shorter token can be guessed
+_HASHED = "sha256:"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -64,8 +67,8 @@ class Access:
     """The tokens of one service; only digests of them are kept."""
 
     def __init__(self, tokens: Sequence[tuple[str, Role, str]]) -> None:
-        """``tokens``: name, role and token of each caller; none: every caller is admin."""
-        self._tokens = [_Token(_digest(token), Caller(name, role)) for name, role, token in tokens]
+        """``tokens``: name, role and token of each caller, or its hash; none: every caller is admin."""
+        self._tokens = [_Token(_digest_of(token), Caller(name, role)) for name, role, token in tokens]
 
     @property
     def is_open(self) -> bool:
@@ -97,10 +100,23 @@ def read_tokens(text: str) -> list[tuple[str, Role, str]]:
             raise ValueError(f"line {number} is not NAME ROLE TOKEN, with a role of read, register or admin")
         if len(words[2]) < _MIN_CHARS:
             raise ValueError(f"line {number}: the token has fewer than {_MIN_CHARS} characters")
+        if words[2].startswith(_HASHED) and not _DIGEST.fullmatch(words[2].removeprefix(_HASHED)):
+            raise ValueError(f"line {number}: after {_HASHED} come 64 hexadecimal digits, as sha256sum prints them")
         if any(words[0] == name for name, _, _ in found):
             raise ValueError(f"line {number}: {words[0]} has a token already")
         found.append((words[0], Role[words[1].upper()], words[2]))
     return found
+
+
+def hashed(token: str) -> str:
+    """Return a token as a file may hold it in the token's place."""
+    return _HASHED + _digest(token).hex()
+
+
+def _digest_of(given: str) -> bytes:
+    """Return the digest of a token that was configured, as it is or hashed; what a caller sends is never taken for a hash."""
+    digest = given.removeprefix(_HASHED)
+    return bytes.fromhex(digest) if digest != given and _DIGEST.fullmatch(digest) else _digest(given)
 
 
 def _digest(token: str) -> bytes:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.endpoints import signature
 from penstock.reward_service.api.api_models import Registration
-from penstock.reward_service.endpoints.access import ANONYMOUS, Access, Role, read_tokens
+from penstock.reward_service.endpoints.access import ANONYMOUS, Access, Role, hashed, read_tokens
 from penstock.reward_service.endpoints.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALLS, Breaker, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_lease import Leases, key
@@ -141,6 +141,18 @@ def test_tokens_have_names_and_roles() -> None:
     bob.check_owns(hers.model_copy(update={"owner": "bob"}))
 
 
+def test_a_hashed_token_lets_its_token_in_and_not_its_hash() -> None:
+    """Whoever reads the file of tokens cannot use what is in it."""
+    line = hashed("a" * 16)
+    assert line == "sha256:0c0beacef8877bbf2416eb00f2b5dc96354e26dd1df5517320459b1236860f8c"  # sha256sum's
+    access = Access(read_tokens(f"ann admin {line}"))
+    caller = access.caller("a" * 16)
+    assert caller is not None
+    assert (caller.name, caller.role) == ("ann", Role.ADMIN)
+    assert access.caller(line) is None
+    assert access.caller(line.removeprefix("sha256:")) is None
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -149,6 +161,7 @@ def test_tokens_have_names_and_roles() -> None:
         "a/b read aaaaaaaaaaaaaaaa",
         "ann admin short",
         "a read aaaaaaaaaaaaaaaa\na read bbbbbbbbbbbbbbbb",
+        "a read sha256:aaaaaaaaaaaaaaaa",
     ],
 )
 def test_a_wrong_line_of_tokens_is_named_without_its_token(line: str) -> None:
