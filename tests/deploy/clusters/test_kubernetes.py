@@ -17,6 +17,7 @@ from docs.generate import http_apis
 from pydantic import BaseModel
 from tests.servers import require_package
 
+from penstock.console import nodes
 from penstock.console.cli.main import app as penstock
 from penstock.deploy import health, nats_config
 from penstock.deploy.bootstrap import ConnectionSettings
@@ -24,6 +25,7 @@ from penstock.deploy.make_secrets import make_secrets
 from penstock.protocol.config.run_file import load
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.__main__ import USAGE_ERROR
 from penstock.trainer.settings import TrainerSettings
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'penstock[dev]'")
@@ -32,7 +34,7 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 FOLDER = DEPLOY / "kubernetes"
 RUN_FILE = FOLDER / "base" / "run.toml"
 RELEASE = "1.37"
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "gpu-nodes")
 NATS_HOSTS = ("nats-0.nats", "nats-1.nats", "nats-2.nats")
 OURS: dict[str, type[BaseModel]] = {
     "bootstrap": ConnectionSettings,
@@ -65,7 +67,14 @@ def of_kind(objects: list[Object], *kinds: str) -> dict[str, Object]:
 
 def pods(objects: list[Object]) -> dict[str, Object]:
     """The pod of each workload, by the workload's name."""
-    return {name: one["spec"]["template"] for name, one in of_kind(objects, "Deployment", "StatefulSet", "Job").items()}
+    found = {name: one["spec"] for name, one in of_kind(objects, "Deployment", "StatefulSet", "Job").items()}
+    return {name: spec["template"] for name, spec in (found | jobs_of_sets(objects)).items()}
+
+
+def jobs_of_sets(objects: list[Object]) -> dict[str, Object]:
+    """The Job that each JobSet makes, by the set's name."""
+    sets = of_kind(objects, "JobSet")
+    return {name: job["template"]["spec"] for name, one in sets.items() for job in one["spec"]["replicatedJobs"]}
 
 
 def containers(pod: Object) -> Iterator[Object]:
@@ -118,10 +127,17 @@ def test_the_servers_of_nats_are_a_cluster(objects: list[Object]) -> None:
 
 
 def test_every_object_fits_the_schema_of_its_kind(objects: list[Object]) -> None:
-    """The schemas of Kubernetes accept all, without an unknown field."""
+    """The schemas of Kubernetes accept all, without an unknown field; of a JobSet, whose controller is no part of it, its Jobs."""
     assert len(objects) > 25
     for one in objects:
-        kubernetes_validate.validate(one, RELEASE, strict=True)
+        if one["kind"] == "JobSet":
+            assert set(one["spec"]) == {"suspend", "network", "failurePolicy", "replicatedJobs"}
+            for job in one["spec"]["replicatedJobs"]:
+                assert set(job) == {"name", "replicas", "template"}
+                made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": one["metadata"], **job["template"]}
+                kubernetes_validate.validate(made, RELEASE, strict=True)
+        else:
+            kubernetes_validate.validate(one, RELEASE, strict=True)
 
 
 def test_the_pod_that_copies_the_inputs_fits_the_restricted_namespace(objects: list[Object]) -> None:
@@ -171,6 +187,7 @@ def test_every_command_is_one_that_there_is(objects: list[Object], role: str) ->
     dockerfile = (DEPLOY / "docker" / f"{'reward' if role == 'bootstrap' else role}.Dockerfile").read_text()
     assert 'ENTRYPOINT ["python", "-P", "-m"]' in dockerfile
     if module == "penstock":
+        _, rest = nodes.split([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in rest], {})
         command, bound, _ = penstock.parse_args(rest, exit_on_error=False, print_error=False)
         assert command.__name__ in ("train", "bootstrap")
         assert str(RUN_FILE.name) in str(bound)
@@ -210,6 +227,34 @@ def test_sglang_is_started_as_under_compose(rendered: dict[str, list[Object]]) -
     )
 
 
+def test_the_nodes_of_a_trainer_find_each_other(rendered: dict[str, list[Object]]) -> None:
+    """Each pod is a node by its index; they meet at the first one's name, on any port, and share checkpoints."""
+    objects = rendered["gpu-nodes"]
+    job = jobs_of_sets(objects)["trainer"]
+    (container,) = containers(job["template"])
+    found = [
+        nodes.split([word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["args"]], {})[0]
+        for index in range(job["completions"])
+    ]
+    one = of_kind(objects, "JobSet")["trainer"]["spec"]
+    first = f"trainer-{one['replicatedJobs'][0]['name']}-0-0.{one['network']['subdomain']}"
+    assert found == [nodes.Nodes(job["completions"], index, f"{first}:{nodes.PORT}") for index in range(2)]
+    assert one["network"]["enableDNSHostnames"] is True
+    assert one["suspend"] is True
+    assert (job["completionMode"], job["parallelism"], job["backoffLimit"]) == ("Indexed", job["completions"], 0)
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [USAGE_ERROR]
+    assert one["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert int(environment(container, objects)["PENSTOCK_TRAINER__NUM_RANKS"]) == gpus * job["completions"]
+    assert of_kind(objects, "PersistentVolumeClaim")["runs"]["spec"]["accessModes"] == ["ReadWriteMany"]
+    policy = of_kind(objects, "NetworkPolicy")["trainer-nodes"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= job["template"]["metadata"]["labels"].items()
+    assert "Job/trainer" not in {f"{one['kind']}/{one['metadata']['name']}" for one in objects}
+    single = pods(rendered["gpu"])["trainer"]["spec"]
+    for key in ("securityContext", "volumes", "automountServiceAccountToken"):
+        assert job["template"]["spec"][key] == single[key], "all else is as with one node"
+
+
 def test_the_trainer_has_as_many_gpus_as_ranks(rendered: dict[str, list[Object]]) -> None:
     """On GPUs each rank has one; without, nothing asks for a GPU."""
     (trainer,) = containers(pods(rendered["gpu"])["trainer"])
@@ -238,7 +283,7 @@ def test_ports_match(objects: list[Object]) -> None:
     metrics = tomllib.loads(RUN_FILE.read_text())["metrics"]
     for role in ("trainer", "rollout"):
         container = next(one for one in containers(workloads[role]) if one["name"] == role)
-        assert container["ports"] == [{"containerPort": metrics[f"{role}_port"], "name": "metrics"}]
+        assert container["ports"][0] == {"containerPort": metrics[f"{role}_port"], "name": "metrics"}
     assert load(RewardSettings, environ=environment(next(containers(workloads["reward"])), objects)).settings
     assert "listen: 0.0.0.0:4222" in (DEPLOY / "nats.conf").read_text()
 
@@ -337,8 +382,8 @@ def test_a_pod_has_time_to_drain(objects: list[Object]) -> None:
 
 def test_a_trainer_that_explains_its_error_is_not_started_again(objects: list[Object]) -> None:
     """Exit code 2 ends the Job; an eviction does not count as a failure."""
-    from penstock.trainer.__main__ import USAGE_ERROR
-
+    if "trainer" not in of_kind(objects, "Job"):
+        pytest.skip("a JobSet: its own test")
     job = of_kind(objects, "Job")["trainer"]["spec"]
     assert job["suspend"] is True, "before its inputs and streams are there it would end with that error"
     rules = job["podFailurePolicy"]["rules"]

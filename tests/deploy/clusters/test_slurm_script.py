@@ -64,6 +64,32 @@ def test_a_signal_reaches_the_run_and_the_job_is_queued_again(folder: Path, code
         assert "put back into the queue" in output
 
 
+SERVERS = {"PENSTOCK_NATS__URL": "tls://n:4222", "PENSTOCK_S3__ENDPOINT": "https://s:9000"}
+
+
+@pytest.mark.parametrize(("code", "is_requeued"), [("130", True), ("0", False)])
+def test_on_several_nodes_srun_starts_the_trainer_on_each(folder: Path, code: str, is_requeued: bool) -> None:
+    """One task a node, with the arguments as they are and no servers; a signal reaches srun, which passes it to its tasks."""
+    stand_in(folder, "penstock", FINISHES)
+    stand_in(folder, "srun", f'printf "%s|" "$@" > arguments; {WAITS}')
+    job = start(folder, "run.toml", "trainer.num_ranks=16", CODE=code, SLURM_JOB_NUM_NODES="2", **SERVERS)
+    wait_for((folder / "up").exists, "srun", 20)
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=20)
+    assert job.returncode == int(code)
+    flags = "--ntasks-per-node=1|--kill-on-bad-exit=1|"
+    assert (folder / "arguments").read_text() == f"{flags}penstock|train|run.toml|trainer.num_ranks=16|"
+    assert (folder / "requeued").exists() == is_requeued
+
+
+def test_several_nodes_without_servers_that_all_reach_are_refused(folder: Path) -> None:
+    """Each node would look for them on itself."""
+    stand_in(folder, "penstock", FINISHES)
+    job = start(folder, "run.toml", SLURM_JOB_NUM_NODES="2", PENSTOCK_NATS__URL="tls://n:4222")
+    assert "export PENSTOCK_NATS__URL and PENSTOCK_S3__ENDPOINT" in job.communicate(timeout=20)[0]
+    assert job.returncode == 2
+
+
 def test_what_is_missing_is_named(folder: Path) -> None:
     """Without a run file, or without the program, nothing is started."""
     nothing = start(folder)
@@ -76,4 +102,6 @@ def test_what_is_missing_is_named(folder: Path) -> None:
 def test_the_options_are_those_that_the_guide_explains() -> None:
     """The job may be requeued, keeps one output file, and the signal goes to the script alone."""
     options = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(), re.MULTILINE)
-    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@180", "--nodes=1"} <= set(options)
+    assert {"--requeue", "--open-mode=append", "--signal=B:TERM@180", "--nodes=1", "--ntasks-per-node=1"} <= set(
+        options
+    )
