@@ -1,19 +1,28 @@
 """A real run under a real Prometheus: every query answers, no alert fires; then faults, and their alerts do. `make proof-observe`.
 
-    python -m benchmarks.proofs.observe [FOLDER]
+    python -m benchmarks.proofs.observe [FOLDER]        # as root: the run is in a file system of its own, which is filled
 
-Prints a line for each step of the proof with its figures; exit code 1 when one does not hold.
+Seven faults, one after the other: a worker, the reward service and an endpoint that hang, an endpoint whose answers cannot be
+scored, a version that an engine does not take, log-probabilities that are not the trainer's, and a disk that fills. The alerts
+are those of `rules.yml` with a fifth of their times; that their whole times hold is what promtool tests
+(`tests/deploy/monitoring/test_alerts.py`). Prints a line for each step of the proof with its figures; exit code 1 when one does
+not hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +30,7 @@ import httpx
 
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import LocalRun
+from penstock.deploy.monitoring.alerts import ALERTS, rules
 from penstock.deploy.monitoring.boards import DASHBOARDS
 from penstock.deploy.monitoring.observe import METRICS_ON, Prometheus, target_writer
 from penstock.protocol import logs
@@ -33,11 +43,43 @@ reward = { name = "strict" }
 rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
 trainer = { steps = 100000, lr = 1e-4, checkpoint_every_s = 20 }
 eval.every = 20
+worker.engine = "flawed.py:kind"
 """
 _REWARD = """
+from pathlib import Path
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if Path(FOLDER, "endpoint-fails").exists():
+        raise RuntimeError("no score, for the proof")
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 8
 """
+# The embedded engine, whose client spoils what it was told to by files.
+_ENGINE = """
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.rollout_service.engines.embedded.kind import EMBEDDED
+from penstock.rollout_service.engines.sglang.client import SglangClient
+
+
+class Flawed(SglangClient):
+    async def generate(self, *given, **named):
+        found = await super().generate(*given, **named)
+        if not Path(FOLDER, "log-probabilities-differ").exists():
+            return found
+        return [[replace(one, logprobs=[value - 0.07 for value in one.logprobs]) for one in group] for group in found]
+
+    async def load_weights(self, folder, *given, **named):
+        while Path(FOLDER, "version-not-taken").exists() and "worker-1" in str(folder):
+            await asyncio.sleep(0.2)
+        await super().load_weights(folder, *given, **named)
+
+
+kind = replace(EMBEDDED, name="flawed", connect=Flawed)
+"""
+_DISK_MB = 3000
+_FASTER = 5  # times as fast as rules.yml
 _WARM_S, _FAULT_S = 240.0, 420.0
 _STEPS = 25
 _RATE = "30s"  # for $__rate_interval: scrapes are two seconds apart
@@ -79,9 +121,34 @@ def main() -> int:
         quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=4000, num_eval=8)
         quickstart_task.write_model(base / "model", seed=0)
         (base / "run.toml").write_text(_RUN_FILE)
-        (base / "strict.py").write_text(_REWARD)
+        (base / "strict.py").write_text(_REWARD.replace("FOLDER", repr(str(base))))
+        (base / "flawed.py").write_text(_ENGINE.replace("FOLDER", repr(str(base))))
     logs.configure("proof", level="warning")
-    prometheus = Prometheus(base / "prometheus")
+    (base / "rules.yml").write_text(
+        rules(tuple(replace(one, expr=faster(one.expr), wait=faster(one.wait)) for one in ALERTS))
+    )
+    with _disk(base / "runs"):
+        return _with_prometheus(base)
+
+
+def faster(text: str) -> str:
+    """Return an expression, or a wait, with every range and time in minutes at a fraction of it; never below ten seconds."""
+    return re.sub(r"\b(\d+)m\b", lambda match: f"{max(10, int(match[1]) * 60 // _FASTER)}s", text)
+
+
+@contextlib.contextmanager
+def _disk(folder: Path) -> Iterator[None]:
+    """A file system of its own for the run, in memory, so that it can be filled."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _with_prometheus(base: Path) -> int:
+    prometheus = Prometheus(base / "prometheus", rules=base / "rules.yml")
     prometheus.start()
     proof = Proof(prometheus.url)
     writer = None
@@ -123,24 +190,52 @@ def _prove(proof: Proof, run: LocalRun) -> None:
     proof.check(f"{num_queries} queries of {len(DASHBOARDS)} dashboards answer with {num_series} series", not empty)
     print("\n".join(f"    empty: {one}" for one in empty))
     print("\n".join(f"    empty, as it should be without its cause: {one}" for one in idle))
-    rules = httpx.get(f"{proof.url}/api/v1/rules", timeout=30).json()["data"]["groups"][0]["rules"]
-    proof.check(f"{len(rules)} alerts evaluated, none with an error", all(rule["health"] == "ok" for rule in rules))
+    found = httpx.get(f"{proof.url}/api/v1/rules", timeout=30).json()["data"]["groups"][0]["rules"]
+    proof.check(f"{len(found)} alerts evaluated, none with an error", all(rule["health"] == "ok" for rule in found))
     proof.check(f"alerts that fire in a healthy run: {sorted(proof.alerts())}", not proof.alerts())
     _fault(proof, run, "worker-1", {"PenstockFewerWorkers"})
     _fault(proof, run, "reward", {"PenstockNoRewardService"})
     _fault(proof, run, "endpoint-strict", {"PenstockRewardsWait"})
+    base = Path.cwd()
+    for flag, expected in (
+        ("endpoint-fails", {"PenstockEndpointErrors"}),
+        ("version-not-taken", {"PenstockWorkerOnOldWeights"}),
+        ("log-probabilities-differ", {"PenstockEngineMismatch"}),
+    ):
+        _until_it_fires(proof, flag, expected, (base / flag).touch, (base / flag).unlink)
+    fill = base / "runs" / "fill"
+    _until_it_fires(proof, "disk fills", {"PenstockDiskFills"}, lambda: _fill(fill), fill.unlink)
+
+
+def _fill(file: Path) -> None:
+    free = shutil.disk_usage(file.parent).free
+    with file.open("wb") as opened:
+        os.posix_fallocate(opened.fileno(), 0, free - _DISK_MB * 1_000_000 // 20)
+
+
+def _until_it_fires(
+    proof: Proof, what: str, expected: set[str], begin: Callable[[], object], end: Callable[[], object]
+) -> None:
+    """Make a cause until its alerts fire; take it away, and they end."""
+    begin()
+    try:
+        proof.wait(f"{what}: {sorted(expected)} fire", lambda: expected <= proof.alerts(), _FAULT_S)
+        print(f"    firing: {json.dumps(sorted(proof.alerts()))}")
+    finally:
+        end()
+    proof.wait(f"{what} no more: no alert fires", lambda: not proof.alerts(), _FAULT_S)
 
 
 def _fault(proof: Proof, run: LocalRun, name: str, expected: set[str]) -> None:
     """Stop a process as a machine that hangs would, until its alerts fire; then let it go on, and they end."""
     pid = next(view.pid for view in run.processes() if view.name == name)
-    os.killpg(pid, signal.SIGSTOP)
-    try:
-        proof.wait(f"{name} stopped (SIGSTOP): {sorted(expected)} fire", lambda: expected <= proof.alerts(), _FAULT_S)
-        print(f"    firing: {json.dumps(sorted(proof.alerts()))}")
-    finally:
-        os.killpg(pid, signal.SIGCONT)
-    proof.wait(f"{name} goes on: no alert fires", lambda: not proof.alerts(), _FAULT_S)
+    _until_it_fires(
+        proof,
+        f"{name} stopped",
+        expected,
+        lambda: os.killpg(pid, signal.SIGSTOP),
+        lambda: os.killpg(pid, signal.SIGCONT),
+    )
 
 
 if __name__ == "__main__":

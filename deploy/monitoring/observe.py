@@ -40,9 +40,12 @@ class Prometheus(Server):
 
     name = "prometheus"
 
-    def __init__(self, folder: Path, *, port: int = 0, scrape_s: int = _SCRAPE_S) -> None:
+    def __init__(
+        self, folder: Path, *, port: int = 0, scrape_s: int = _SCRAPE_S, rules: Path = FOLDER / "rules.yml"
+    ) -> None:
         """Its data, log, configuration and `targets.json` are in ``folder``; port 0 takes a free one."""
         super().__init__(folder, folder / "prometheus.log", port or _free_port(), ())
+        self._rules = rules
         self.targets = self.store / "targets.json"
         self._scrape_s = scrape_s
 
@@ -56,7 +59,7 @@ class Prometheus(Server):
         job = {"job_name": "penstock", "file_sd_configs": [{"files": [str(self.targets)], "refresh_interval": "2s"}]}
         seconds = f"{self._scrape_s}s"
         timing = {"scrape_interval": seconds, "scrape_timeout": seconds, "evaluation_interval": seconds}
-        rules = [str(FOLDER / "rules.yml")]
+        rules = [str(self._rules)]
         config.write_text(json.dumps({"global": timing, "rule_files": rules, "scrape_configs": [job]}))  # JSON is YAML
         command = [
             "prometheus",
