@@ -81,11 +81,15 @@ fuzz-patches: $(STAMP)  ## decode 200,000 malformed weight patches, manifests an
 bench-patches: $(STAMP)  ## compare sparse weight patches with memcpy, full safetensors and XOR + zstd, at five densities (minutes)
 	$(BIN)/python -m benchmarks.weights.patches
 
-check: $(STAMP)  ## check style, types and allowed imports
+# kubectl, the schemas of Kubernetes and of compose, hadolint, promtool: whatever is not installed is skipped and named.
+MANIFESTS := tests/deploy/clusters tests/deploy/test_compose.py tests/deploy/test_compose_interpreter.py tests/deploy/test_monitoring.py \
+	tests/deploy/monitoring/test_alerts.py tests/deploy/monitoring/test_dashboards.py tests/deploy/test_nats_config.py
+check: $(STAMP)  ## check style, types, allowed imports, and every manifest, dashboard and rule of deploy/ with the real tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q --no-header $(MANIFESTS)
 
 bench-memory: $(STAMP)  ## the memory that `penstock plan` estimates, compared with measured peaks (minutes)
 	$(BIN)/python -m benchmarks.trainer_memory --phases --record benchmarks/trainer_memory.json
@@ -145,7 +149,7 @@ observe: $(STAMP)  ## a run (RUN=run.toml) on this machine with a Prometheus tha
 	test -n "$(RUN)" || { echo "usage: make observe RUN=run.toml"; exit 2; }
 	$(BIN)/python -P -m penstock.deploy.monitoring.observe $(RUN)
 
-proof-observe: $(STAMP)  ## a real run under a real Prometheus: every query of the dashboards answers, faults make their alerts fire (minutes)
+proof-observe: $(STAMP)  ## a real run under a real Prometheus, as root: every query of the dashboards answers, seven faults make their alerts fire (a quarter of an hour)
 	$(BIN)/python -m benchmarks.proofs.observe
 
 compose-test: $(STAMP)  ## compose.yaml's profile cpu as processes in namespaces, as root: TLS, roles, restarts, audit, replay (minutes; `ip`, `unshare`)

@@ -1,9 +1,10 @@
-"""Make the secrets of a compose deployment: one password per NATS role, one S3 secret key per role, the reward token.
+"""Make the secrets of a compose deployment: one password per NATS role, one S3 secret key per role, tokens of the reward service.
 
     python -m penstock.deploy.make_secrets [FOLDER]        # default: deploy/secrets
     python -m penstock.deploy.make_secrets FOLDER --nats-servers nats-0.nats,nats-1.nats,nats-2.nats
 
-In its folder ``tls`` are an authority, a certificate of each server, and the pair of keys that signs weights and lets workers
+`reward_tokens` is the reward service's file: hashes of the tokens of an administrator, of endpoints that register, and of
+Prometheus, which reads. In the folder ``tls`` are an authority, a certificate of each server, and the pair of keys that signs weights and lets workers
 verify them; a certificate that ends within a month, or lacks the name of a server, is renewed.
 
 Existing files are kept, so the command can be repeated. Only the owner may enter the folder; the
@@ -21,15 +22,21 @@ from pathlib import Path
 
 from penstock.deploy import certificates
 from penstock.deploy.processes.child import DeployError
+from penstock.reward_service.endpoints.access import hashed
 
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "environment", "viewer")
 S3_USERS = ("trainer", "rollout", "reward", "viewer")
-OTHERS = ("s3_secret_key", *(f"s3_{user}" for user in S3_USERS), "reward_token")
+REWARD_TOKENS = {  # file of a token: name and role of its holder
+    "reward_token": ("operator", "admin"),
+    "reward_register_token": ("endpoints", "register"),
+    "reward_read_token": ("prometheus", "read"),
+}
+OTHERS = ("s3_secret_key", *(f"s3_{user}" for user in S3_USERS), *REWARD_TOKENS, "grafana_password")
 METRICS = (
     "metrics"  # of trainer and workers, whatever the container's name: Prometheus takes it for tls_config.server_name
 )
 METRICS_HOSTS = ("trainer-cpu", "trainer-gpu", "rollout-cpu", "rollout-gpu", "trainer", "rollout")
-SERVERS = ("nats", "s3", "reward", "reward-model", METRICS)
+SERVERS = ("nats", "s3", "reward", "reward-model", METRICS, "prometheus", "grafana")
 _BYTES = 24
 _ROUTE_PORT = 6222
 
@@ -45,14 +52,24 @@ def make_secrets(folder: Path, nats_servers: Sequence[str] = ()) -> list[Path]:
     written = [path for path in written if not path.exists()]
     for path in written:
         path.write_text(secrets.token_hex(_BYTES))
-    passwords = folder / "nats_passwords.conf"
-    lines = [f'{user.upper()}_PASSWORD: "{(folder / f"nats_{user}").read_text().strip()}"\n' for user in NATS_USERS]
-    if not passwords.exists() or passwords.read_text() != "".join(lines):
-        passwords.write_text("".join(lines))
-        written.append(passwords)
+    made = {
+        "nats_passwords.conf": [f'{user.upper()}_PASSWORD: "{_value(folder / f"nats_{user}")}"' for user in NATS_USERS],
+        "reward_tokens": [
+            f"{name} {role} {hashed(_value(folder / file))}" for file, (name, role) in REWARD_TOKENS.items()
+        ],
+    }
+    for name, lines in made.items():
+        path, text = folder / name, "".join(f"{line}\n" for line in lines)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            written.append(path)
     if nats_servers:
         written += _write_routes(folder, nats_servers)
     return [*written, *_make_certificates(folder / "tls", nats_servers)]
+
+
+def _value(file: Path) -> str:
+    return file.read_text().strip()
 
 
 def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
@@ -91,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -P -m penstock.deploy.make_secrets",
         description="Make the secrets of a deployment: a password for each NATS role (nats_ROLE, and nats_passwords.conf, which nats.conf "
-        "includes as passwords.conf), the S3 secret key of the store's own user and of each role (s3_ROLE), the reward token, and in tls/ the certificates of all servers and the key that signs weights. Existing files are kept.",
+        "includes as passwords.conf), the S3 secret key of the store's own user and of each role (s3_ROLE), tokens of the reward service for an administrator, for endpoints and for Prometheus with their hashes (reward_tokens), Grafana's password, and in tls/ the certificates of all servers and the key that signs weights. Existing files are kept.",
     )
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path(__file__).with_name("secrets"), help="where to write them"

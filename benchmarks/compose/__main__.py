@@ -1,16 +1,17 @@
-"""Run what `docker compose --profile cpu up --scale rollout-cpu=N` would start, as processes in namespaces of this machine.
+"""Run what `docker compose --profile cpu --profile observability up --scale rollout-cpu=N` would start, as processes in namespaces of this machine.
 
     python -m benchmarks.compose [--scale N] [--steps N] [--keep]        # make compose-test; needs root and iproute2
 
 compose.yaml is read as it is: services, commands, variables, files, volumes, secrets, networks, health checks, order and
-restarts. In place of images stand this repository's environment, nats-server, and `s3_stand_in` for MinIO, which has users
-and policies. In mid-run a worker, the reward service and the trainer are killed once each. Then the run is audited with the
-viewer's credentials. Exit code 0 when everything that it prints holds.
+restarts. In place of images stand this repository's environment, nats-server, Debian's prometheus, and `s3_stand_in` for MinIO,
+which has users and policies, and `grafana_stand_in`. In mid-run a worker, the reward service and the trainer are killed once
+each. Prometheus must have read all of them over TLS. Then the run is audited with the viewer's credentials. Exit code 0 when everything that it prints holds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.compose.interpret import Mount, Service, interpret
 from benchmarks.compose.stack import Stack
@@ -32,6 +34,13 @@ from penstock.deploy.s3_users import access_key
 
 REPOSITORY = Path(__file__).parents[2]
 RUN = "composed"
+PROFILES = ("cpu", "observability")
+_SCRAPED = {"penstock-trainer": 1, "penstock-reward": 1}  # and the workers: services that Prometheus must have read
+_ASK = """
+import json, ssl, sys, urllib.request as u
+context = ssl.create_default_context(cafile="/etc/penstock/ca.pem")
+print(json.dumps(json.load(u.urlopen("https://prometheus:9090/api/v1/" + sys.argv[1], timeout=5, context=context))["data"]))
+"""
 _RUN_FILE = """
 data = {{ train = "/data/train.jsonl", eval = "/data/eval.jsonl" }}
 rollout = {{ groups_per_step = 4, group_size = 4, max_new_tokens = 10 }}
@@ -64,12 +73,13 @@ def _run(folder: Path, scale: int, steps: int) -> int:
     files.mkdir()
     for name in ("compose.yaml", "nats.conf"):
         shutil.copy(REPOSITORY / "deploy" / name, files / name)
+    shutil.copytree(REPOSITORY / "deploy" / "monitoring", files / "monitoring")
     make_secrets(files / "secrets")
     write_model(files / "model", seed=0)
     (files / "model" / "model.safetensors").chmod(0o644)  # as one that was downloaded: containers have another user
     write_data(files / "data", seed=0, num_sft=1, num_train=400, num_eval=8)
     (files / "run.toml").write_text(_RUN_FILE.format(steps=steps))
-    services = interpret((files / "compose.yaml").read_text(), {"RUN_ID": RUN}, ["cpu"], {"rollout-cpu": scale})
+    services = interpret((files / "compose.yaml").read_text(), {"RUN_ID": RUN}, list(PROFILES), {"rollout-cpu": scale})
     subnet = f"10.213.{os.getpid() % 250}"
     started = time.monotonic()
     with Stack(services, files=files, repository=REPOSITORY, work=folder, subnet=subnet) as stack:
@@ -93,6 +103,7 @@ def _run(folder: Path, scale: int, steps: int) -> int:
             "health of all",
             120,
         )
+        scraped, rules = _scraped(stack, {**_SCRAPED, "penstock-rollout": scale})
         healthy = sorted(name for name, one in stack.health.items() if one.state == "healthy")
         outcome = {
             name: _tool(stack, services["trainer-cpu"], number, words)
@@ -107,7 +118,7 @@ def _run(folder: Path, scale: int, steps: int) -> int:
         "containers": sum(service.replicas for service in services.values()), "healthy": healthy, "restarts": restarts,
         "steps": done, "audit": outcome["audit"][0], "breaches": audit.get("breaches"), "lineage": outcome["lineage"][0],
         "weights": outcome["weights"][0], "replay with signatures": outcome["replay"][0],
-        "requests that a policy refused": refused, "wall_s": round(wall_s, 1), "cpu_s": round(cpu.ru_utime + cpu.ru_stime, 1),
+        "read by Prometheus": scraped, "alerts without an error": rules, "requests that a policy refused": refused, "wall_s": round(wall_s, 1), "cpu_s": round(cpu.ru_utime + cpu.ru_stime, 1),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
     holds = (
@@ -115,6 +126,8 @@ def _run(folder: Path, scale: int, steps: int) -> int:
         and audit.get("breaches") == []
         and not refused
         and len(restarts) == 3
+        and scraped == {**_SCRAPED, "penstock-rollout": scale}
+        and rules > 10
         and done >= steps
     )
     if not holds:
@@ -125,6 +138,24 @@ def _run(folder: Path, scale: int, steps: int) -> int:
             file=sys.stderr,
         )
     return 0 if holds else 1
+
+
+def _scraped(stack: Stack, wanted: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Return how many services of each job Prometheus has read, once they are all that are wanted or a minute later, and its healthy alerts."""
+    (targets,) = stack.of("targets")
+
+    def ask(path: str) -> Any:
+        code, text = targets.run([sys.executable, "-c", _ASK, path], 20)
+        return json.loads(text) if code == 0 else None
+
+    def seen() -> dict[str, int]:
+        answer = ask("query?query=count%20by%20(job)%20(max_over_time(up[30m])%20==%201)")
+        return {one["metric"]["job"]: int(one["value"][1]) for one in answer["result"]} if answer else {}
+
+    with contextlib.suppress(TimeoutError):
+        stack.wait(lambda: seen() == wanted, "scrapes", 60)
+    groups = (ask("rules") or {"groups": []})["groups"]
+    return seen(), sum(rule["health"] == "ok" for group in groups for rule in group["rules"])
 
 
 _TOOLS = {

@@ -29,7 +29,9 @@ class Image:
 
 NATS = Image(entrypoint=("nats-server",))
 MINIO = Image(entrypoint=(sys.executable, "-P", "-m", "benchmarks.compose.s3_stand_in"))
-FOREIGN = {"nats": NATS, "pgsty/silo": MINIO}
+PROMETHEUS = Image(entrypoint=("prometheus",))  # Debian's, a real one
+GRAFANA = Image(entrypoint=(sys.executable, "-P", "-m", "benchmarks.compose.grafana_stand_in"))
+FOREIGN = {"nats": NATS, "pgsty/silo": MINIO, "prom/prometheus": PROMETHEUS, "grafana/grafana": GRAFANA}
 
 
 def foreign(image: str) -> Image:

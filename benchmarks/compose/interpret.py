@@ -14,7 +14,10 @@ from typing import Any
 import yaml
 
 # Keys without a meaning for processes on one machine: what they say is checked by tests/deploy/test_compose.py.
-NOT_CARRIED_OUT = frozenset({"logging", "ports", "ipc", "ulimits", "security_opt", "cap_drop", "init"})
+NOT_CARRIED_OUT = frozenset(
+    {"logging", "ports", "ipc", "ulimits", "security_opt", "cap_drop", "init", "mem_limit", "networks"}
+)
+_TOP_LEVEL = {"name", "services", "secrets", "volumes", "networks"}
 _KNOWN = frozenset(
     {
         *("image", "build", "command", "environment", "volumes", "secrets", "depends_on", "healthcheck", "profiles"),
@@ -77,7 +80,7 @@ def interpret(
 ) -> dict[str, Service]:
     """Return the services that `docker compose --profile … up --scale …` starts, by name. Raises NotInterpreted."""
     document = _filled_in(yaml.safe_load(text), environ)
-    if unknown := {key for key in document if not key.startswith("x-")} - {"name", "services", "secrets", "volumes"}:
+    if unknown := {key for key in document if not key.startswith("x-")} - _TOP_LEVEL:
         raise NotInterpreted(f"top-level keys {sorted(unknown)}")
     wanted = set(profiles)
     found = {

@@ -104,6 +104,8 @@ class Stack:
             service, image, number=number, namespace=self._namespaces[shared or service.name], volumes=self._work / "volumes",
             files=self._files, work=self._work / f"{service.name}-{number}",
         )  # fmt: skip
+        if not shared:  # docker's DNS knows a container by its host name too
+            self._hosts[container.hostname] = [f"{self._subnet}.{number}"]
         if service.check is not None:
             self.health[container.name] = Health(container, service.check, self._pool)
         return container

@@ -22,6 +22,7 @@ from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.s3_users import access_key
 from penstock.protocol.config.run_file import load
 from penstock.reward_model.__main__ import _parser as reward_model_options
+from penstock.reward_service.endpoints.access import Access, Role, read_tokens
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings
@@ -37,6 +38,7 @@ OURS: dict[str, type[BaseModel]] = {
     "rollout-cpu": RolloutSettings,
     "trainer-gpu": TrainerSettings,
     "trainer-cpu": TrainerSettings,
+    "targets": ConnectionSettings,
 }
 
 
@@ -105,9 +107,9 @@ def test_every_variable_is_in_the_example_with_its_default() -> None:
     assert given == used
 
 
-@pytest.mark.parametrize("name", [name for name in SERVICES if "build" in SERVICES[name]])
-def test_our_containers_can_write_volumes_and_tmp_only(name: str) -> None:
-    """A read-only root without capabilities; what torch compiles is loaded from its cache below /tmp."""
+@pytest.mark.parametrize("name", [name for name in SERVICES if name != "sglang"])
+def test_containers_can_write_volumes_and_tmp_only(name: str) -> None:
+    """A read-only root without capabilities, but SGLang's; what torch compiles is loaded from its cache below /tmp."""
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -118,6 +120,19 @@ def test_our_containers_can_write_volumes_and_tmp_only(name: str) -> None:
     }
     folders = [service.get("environment", {}).get(key) for key in ("PENSTOCK_WORKER__CACHE_DIR", "PENSTOCK_RUN__DIR")]
     assert all(folder in mounted for folder in folders if folder is not None)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_container_has_a_limit_of_memory(name: str) -> None:
+    """One that leaks is ended and started again; it does not take the others with it."""
+    assert re.fullmatch(r"\d+g", filled_in(SERVICES[name]["mem_limit"]))
+
+
+def test_endpoints_reach_the_reward_service_alone() -> None:
+    """A reward model is in a network without NATS, the object store, and the servers of /metrics, which ask for no token."""
+    networks = {name: service.get("networks", ["default"]) for name, service in SERVICES.items()}
+    assert networks.pop("reward-model") == ["endpoints"]
+    assert {name for name, found in networks.items() if "endpoints" in found} == {"reward"}
 
 
 def test_engine_and_trainer_have_gpus_of_their_own() -> None:
@@ -167,7 +182,6 @@ def test_the_reward_model_is_started_with_options_that_it_takes() -> None:
     assert urlsplit(options.url).netloc == f"reward-model:{options.port}"
     assert f":{options.port}/" in SERVICES["reward-model"]["healthcheck"]["test"][-1]
     assert Path(options.token_file).name in SERVICES["reward-model"]["secrets"]
-    assert SERVICES["reward"]["environment"]["PENSTOCK_REWARD_SERVICE__TOKEN_FILE"] == str(options.token_file)
 
 
 def test_the_s3_image_is_one_variable() -> None:
@@ -242,7 +256,9 @@ def test_the_roles_have_credentials_of_their_own() -> None:
         assert holders[f"nats_{role}"] == {role}
         assert holders[f"s3_{role}"] == {role, "bootstrap"}
     keys = {
-        name: filled_in(s["environment"]["PENSTOCK_S3__ACCESS_KEY"]) for name, s in SERVICES.items() if name in OURS
+        name: filled_in(s["environment"]["PENSTOCK_S3__ACCESS_KEY"])
+        for name, s in SERVICES.items()
+        if name in OURS and name != "targets"
     }
     assert {name: keys[name] for name in ("reward", "rollout-cpu", "trainer-cpu")} == {
         name: access_key(role)
@@ -292,6 +308,25 @@ def test_a_server_that_joins_a_cluster_is_in_the_certificate(tmp_path: Path) -> 
     assert {"n0.example", "n1.example"} <= set(certificates.hosts_of(tmp_path / "tls" / "nats.pem"))
     assert certificates.certificate(tmp_path / "tls", "nats").ca_file.read_text() == authority
     assert make_secrets(tmp_path, ["n1.example:6222"]) == []
+
+
+def test_the_reward_service_knows_hashes_of_tokens_only(tmp_path: Path) -> None:
+    """Endpoints register with a token of their own, Prometheus reads with another; the service's file has none of them."""
+    make_secrets(tmp_path)
+    file = SERVICES["reward"]["environment"]["PENSTOCK_REWARD_SERVICE__TOKENS_FILE"]
+    hashes = (tmp_path / Path(file).name).read_text()
+    access = Access(read_tokens(hashes))
+    roles = {}
+    for secret in ("reward_token", "reward_register_token", "reward_read_token"):
+        token = (tmp_path / secret).read_text()
+        assert token not in hashes
+        caller = access.caller(token)
+        assert caller is not None
+        roles[secret] = caller.role
+    assert list(roles.values()) == [Role.ADMIN, Role.REGISTER, Role.READ]
+    assert "reward_register_token" in SERVICES["reward-model"]["secrets"]
+    assert "reward_read_token" in SERVICES["prometheus"]["secrets"]
+    assert not any("reward_token" in str(service.get("secrets")).split("'") for service in SERVICES.values())
 
 
 def test_health_settings_come_from_the_environment() -> None:

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "deploy" / "compose.yaml").read_text()
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "reward-model"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "reward-model", "observability"])
 def test_every_key_of_the_file_is_carried_out_or_named(profile: str) -> None:
     """Each profile is interpreted whole, and every image is built from a Dockerfile of ours or has a stand-in."""
-    for service in interpret(TEXT, {}, [profile, "gpu"] if profile == "reward-model" else [profile], {}).values():
+    for service in interpret(TEXT, {}, [profile, "gpu"], {}).values():
         if service.dockerfile:
             image = built(ROOT / service.dockerfile, service.target)
             assert image.entrypoint[0] == "python"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.servers import require_package, secret_file
 
+from penstock.deploy.certificates import hosts_of
+from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.monitoring import targets
 from penstock.deploy.monitoring.alerts import ALERTS
 from penstock.protocol import heartbeats, streams
@@ -26,6 +30,47 @@ def test_promtool_accepts_the_example() -> None:
     checked = subprocess.run(["promtool", "check", "config", str(file)], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(ALERTS)} rules found" in checked.stdout
+
+
+def test_promtool_accepts_the_configuration_of_compose(tmp_path: Path) -> None:
+    """With the files that compose mounts, where it mounts them; the jobs verify the certificates that make_secrets makes."""
+    require_package("promtool", "prometheus")
+    make_secrets(tmp_path / "secrets")
+    document = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())
+    service = document["services"]["prometheus"]
+    mounted = dict(reversed(one.removesuffix(":ro").split(":")) for one in service["volumes"])
+    mounted |= {f"/run/secrets/{one}": document["secrets"][one]["file"] for one in service["secrets"]}
+    for kind, target in (("config", "/etc/prometheus/prometheus.yml"), ("web-config", "/etc/prometheus/web.yml")):
+        text = (FOLDER.parent / mounted[target]).read_text().replace("rules.yml", str(FOLDER / "rules.yml"))
+        for inside, source in mounted.items():
+            outside = (tmp_path if "secrets" in source else FOLDER.parent) / source
+            text = re.sub(rf"(?<= ){re.escape(inside)}(?=[ ,])", str(outside), text)
+        (tmp_path / "checked.yml").write_text(text)
+        command = ["promtool", "check", kind, str(tmp_path / "checked.yml")]
+        checked = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert f"{len(ALERTS)} rules found" in checked.stdout or kind == "web-config"
+    for job in yaml.safe_load((FOLDER / "compose" / "prometheus.yml").read_text())["scrape_configs"]:
+        assert job["tls_config"]["server_name"] in hosts_of(
+            tmp_path / "secrets" / "tls" / f"{job['tls_config']['server_name']}.pem"
+        )
+
+
+def test_grafana_finds_prometheus_and_the_dashboards() -> None:
+    """What its provisioning files name is mounted in its container, and is Prometheus' address there."""
+    services = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())["services"]
+    mounted = dict(reversed(one.removesuffix(":ro").split(":")) for one in services["grafana"]["volumes"])
+    (source,) = yaml.safe_load((FOLDER / "compose" / "datasources.yml").read_text())["datasources"]
+    assert source["type"] == "prometheus"
+    host, port = source["url"].removeprefix("https://").split(":")
+    assert f":{port}" in services[host]["ports"][0]
+    authority = re.fullmatch(r"\$__file\{(.+)\}", source["secureJsonData"]["tlsCACert"])
+    assert authority is not None
+    assert mounted[authority[1]].endswith("ca.pem")
+    (provider,) = yaml.safe_load((FOLDER / "compose" / "dashboards.yml").read_text())["providers"]
+    assert list((FOLDER.parent / mounted[provider["options"]["path"]]).glob("*.json"))
+    for file in ("datasources", "dashboards"):
+        assert mounted[f"/etc/grafana/provisioning/{file}/penstock.yml"] == f"./monitoring/compose/{file}.yml"
 
 
 def beat(service_id: str, url: str | None, state: str = "") -> Heartbeat:
