@@ -46,11 +46,14 @@ class ToolEpisode:
 class Tool(ABC):
     """One tool. Its ``call`` may be a coroutine; a plain one runs on a thread."""
 
-    name: ClassVar[str]  # as the policy writes it
-    description: ClassVar[str]  # as the policy reads it
+    name: str  # as the policy writes it
+    description: str  # as the policy reads it
     arguments: ClassVar[type[ToolArguments]] = ToolArguments
     options: ClassVar[type[PlayOptions]] = PlayOptions  # what the run file may set
     max_running: int = 32  # calls that run at once in a worker; others wait, before their time begins
+    ends_calls: bool = (
+        False  # its calls end by themselves at their deadline, with TimeoutError; those of others are given up
+    )
 
     def __init__(self) -> None:
         """Start with the default options."""

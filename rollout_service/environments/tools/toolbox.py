@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,11 +80,17 @@ class Toolbox:
         """Return the tools as the chat completions API writes them."""
         return tuple(tool.schema() for tool in self.tools.values())
 
-    async def answer(self, calls: Sequence[ToolCall], allowed: int, episode: ToolEpisode) -> Answered:
-        """Return a text for each call, in order; the first ``allowed`` of them run beside each other. Raises ToolUnavailable."""
+    async def answer(
+        self, calls: Sequence[ToolCall], allowed: int, episode: ToolEpisode, own: Mapping[str, Tool]
+    ) -> Answered:
+        """Return a text for each call, in order; the first ``allowed`` of them run beside each other. Raises ToolUnavailable.
+
+        ``own``: tools that the episode has besides.
+        """
+        known = {**self.tools, **own}
         try:
             async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(self._answer(call, episode)) for call in calls[:allowed]]
+                tasks = [running.create_task(self._answer(call, episode, known)) for call in calls[:allowed]]
         except* ToolUnavailable as failures:
             raise failures.exceptions[0] from None
         counts: Counter[str] = Counter(calls=len(calls))
@@ -101,11 +107,11 @@ class Toolbox:
         messages = [Message("tool", text, tool_call_id=call.id) for call, text in zip(calls, texts, strict=True)]
         return Answered(tuple(messages), counts)
 
-    async def _answer(self, call: ToolCall, episode: ToolEpisode) -> tuple[str, str]:
+    async def _answer(self, call: ToolCall, episode: ToolEpisode, known: Mapping[str, Tool]) -> tuple[str, str]:
         """Return the text for a call, and what it is counted as."""
-        tool = self.tools.get(call.name)
+        tool = known.get(call.name)
         if tool is None:
-            return f"error: there is no tool {call.name[:_SHOWN]!r}; tools: {', '.join(self.tools)}", "unknown_tools"
+            return f"error: there is no tool {call.name[:_SHOWN]!r}; tools: {', '.join(known)}", "unknown_tools"
         try:
             arguments = tool.arguments.model_validate_json(call.arguments)
         except ValueError as err:  # a ValidationError is one
@@ -127,8 +133,9 @@ class Toolbox:
         place = self._places.setdefault(tool.name, asyncio.Semaphore(tool.max_running))
         await place.acquire()
         if inspect.iscoroutinefunction(tool.call):
+            deadline_s = None if tool.ends_calls else self.limits.deadline_s
             try:
-                return _checked(tool, await _within(tool.call(arguments, episode), self.limits.deadline_s))
+                return _checked(tool, await _within(tool.call(arguments, episode), deadline_s))
             finally:
                 place.release()
         if tool.name not in self._threads:
@@ -139,14 +146,14 @@ class Toolbox:
         return _checked(tool, await _within(asyncio.shield(running), self.limits.deadline_s))
 
 
-async def _within(answer: Any, deadline_s: float) -> Any:
-    """Wait for an answer; a TimeoutError that the tool raises itself is not one of ours."""
+async def _within(answer: Any, deadline_s: float | None) -> Any:
+    """Wait for an answer; a TimeoutError that the tool raises itself is not one of ours, unless there is none of ours."""
     limit = asyncio.timeout(deadline_s)
     try:
         async with limit:
             return await answer
     except TimeoutError as err:
-        if limit.expired():
+        if deadline_s is None or limit.expired():
             raise
         raise ToolError(f"TimeoutError: {err}") from None
 

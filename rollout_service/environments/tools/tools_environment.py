@@ -6,89 +6,61 @@ answers by `answer_format`, outside the path of the tokens.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
-
-from pydantic import Field
+from typing import Self
 
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.errors import ConfigError
-from penstock.rollout_service.environments.episode_environment import PlayOptions
-from penstock.rollout_service.environments.games.actions import PatternOptions, find_action
+from penstock.rollout_service.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S
+from penstock.rollout_service.environments.adapters.mcp_servers.mcp_tool import McpTool
+from penstock.rollout_service.environments.adapters.mcp_servers.sessions import (
+    McpSessions,
+    Reached,
+    ServerTool,
+    sweep,
+)
+from penstock.rollout_service.environments.episode_environment import PlayOptions, Site
+from penstock.rollout_service.environments.games.actions import find_action
 from penstock.rollout_service.environments.play import Play, Reply, Row
-from penstock.rollout_service.environments.tools.final_answer import Scoring, is_right
-from penstock.rollout_service.environments.tools.output_limit import Cut
+from penstock.rollout_service.environments.tools.final_answer import is_right
+from penstock.rollout_service.environments.tools.options import ToolsOptions
 from penstock.rollout_service.environments.tools.tool import TOOLS, Tool, ToolEpisode
 from penstock.rollout_service.environments.tools.toolbox import BAD_CALLS, CallLimits, Toolbox
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message, ToolCall, canonical_arguments
 
 
-class ToolsOptions(PatternOptions):
-    """Options of ``tools``."""
-
-    tools: dict[str, dict[str, Any]] = Field(
-        min_length=1,
-        max_length=64,
-        description="The tools: built-in ones by name, or your own as module:ATTRIBUTE or file.py:ATTRIBUTE, each with a table of its options.",
-    )
-    system: str = Field(
-        "",
-        description="Text before the row's system message, for example how to call tools; {tools} in it becomes their JSON Schemas, one a line.",
-    )
-    answer: Scoring = Field(
-        "none",
-        description="How the last answer is compared with the row's ground truth for a reward of 1: text, number, or none, which gives "
-        "no reward for it.",
-    )
-    call_reward: float = Field(
-        0.0, le=0, allow_inf_nan=False, description="Reward of every call, 0 or less: what a call costs."
-    )
-    max_calls: int = Field(
-        64, ge=1, le=4096, description="Calls of one episode that are answered; others get an error."
-    )
-    max_parallel_calls: int = Field(
-        8, ge=1, le=64, description="Calls of one answer, which run beside each other; others get an error."
-    )
-    min_turns: int = Field(
-        1,
-        ge=1,
-        description="An answer without a call that comes before this turn is not the last: the policy is asked to call a tool.",
-    )
-    repeat_limit: int = Field(
-        0, ge=0, description="The episode ends when the same call was made so often; 0: it does not."
-    )
-    note: str = Field(
-        "",
-        description="Text after each reply; {turn} in it becomes the number of the next answer, {turns_left} how many are left with it.",
-    )
-    call_deadline_s: float = Field(
-        30.0, gt=0, description="Seconds of one call; less than reply_deadline_s of the environment."
-    )
-    max_output_chars: int = Field(
-        4000, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
-    )
-    output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
-
-
 class ToolsPlay(Play):
     """One conversation."""
 
-    def __init__(self, toolbox: Toolbox, options: ToolsOptions, max_turns: int, episode: ToolEpisode) -> None:
-        """``max_turns``: answers of the episode."""
-        self.tools = toolbox.schemas()
+    def __init__(
+        self,
+        toolbox: Toolbox,
+        options: ToolsOptions,
+        max_turns: int,
+        episode: ToolEpisode,
+        servers: McpSessions | None = None,
+    ) -> None:
+        """``max_turns``: answers of the episode. ``servers``: its own sessions with MCP servers, whose tools it has besides."""
         self._toolbox, self._options, self._max_turns, self._episode = toolbox, options, max_turns, episode
+        self._servers = servers
+        self._own: dict[str, Tool] = {}
         self._turn = 0
         self._num_calls = 0
         self._made: Counter[tuple[str, str]] = Counter()
 
-    def start(self) -> Sequence[Message]:
-        """Return the row's prompt."""
-        self._toolbox.prepare()
+    async def start(self) -> Sequence[Message]:
+        """Return the row's prompt; raises ServerFailed, or ConfigError for a tool that its server does not have."""
+        await asyncio.to_thread(self._toolbox.prepare)
+        if self._servers is not None:
+            self._own = self._chosen_of(await self._servers.open())
+        self.tools = (*self._toolbox.schemas(), *(tool.schema() for tool in self._own.values()))
         messages = self._episode.row.messages
         if not self._options.system:
             return messages
@@ -97,6 +69,27 @@ class ToolsPlay(Play):
         if messages and messages[0].role == "system":
             return (Message("system", f"{own}\n\n{messages[0].content}"), *messages[1:])
         return (Message("system", own), *messages)
+
+    async def close(self) -> None:
+        """End the sessions with servers."""
+        if self._servers is not None:
+            await self._servers.close()
+
+    def _chosen_of(self, listed: Sequence[ServerTool]) -> dict[str, Tool]:
+        """Return those tools of the servers that the run file chooses, by name; raises ConfigError."""
+        own: dict[str, Tool] = {}
+        for server, chosen in self._options.servers.items():
+            found = {tool.name: McpTool(tool) for tool in listed if tool.server == server}
+            missing = set(chosen.tools) - set(found)
+            if missing:
+                raise ConfigError(
+                    f"MCP server {server} does not have the tools {sorted(missing)} of options.servers.{server}.tools; it has "
+                    f"{', '.join(sorted(found)) or 'none'}"
+                )
+            for tool in (found[name] for name in chosen.tools or found):
+                if tool.name in self._toolbox.tools or own.setdefault(tool.name, tool) is not tool:
+                    raise ConfigError(f"two tools are named {tool.name!r}; rename the MCP server in options.servers")
+        return own
 
     async def step(self, answer: Message) -> Reply:
         """Answer calls with texts; an answer without a call ends the episode."""
@@ -115,7 +108,7 @@ class ToolsPlay(Play):
         options = self._options
         allowed = max(0, min(options.max_parallel_calls, options.max_calls - self._num_calls))
         self._num_calls += min(len(answer.tool_calls), allowed)
-        found = await self._toolbox.answer(answer.tool_calls, allowed, self._episode)
+        found = await self._toolbox.answer(answer.tool_calls, allowed, self._episode, self._own)
         parts = {name: float(count) for name, count in found.counts.items()}
         messages = found.messages
         if answer.unparsed_calls:
@@ -167,15 +160,23 @@ class Tools(TurnEnvironment):
         """Start without tools."""
         super().__init__()
         self._toolbox: Toolbox | None = None
+        self._run_servers: tuple[OwnServer, ...] = ()
+        self._reached: Reached | None = None
+
+    def never_call(self, servers: Sequence[OwnServer]) -> None:
+        """Note the run's own servers, which no URL of an MCP server may lead to."""
+        self._run_servers = tuple(servers)
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
         """Return this environment with the tools of a definition; raises ConfigError for wrong options, and unknown tools."""
         made = super().defined(name, definition)
         chosen: ToolsOptions = made.chosen
         place = f"environment.define.{name}"
-        if chosen.call_deadline_s >= definition.reply_deadline_s:
+        least = chosen.call_deadline_s + (LISTS_WITHIN_S if chosen.servers else 0.0)
+        if least >= definition.reply_deadline_s:
+            lists = f" and {LISTS_WITHIN_S:g} s to see whether an MCP server still answers" if chosen.servers else ""
             raise ConfigError(
-                f"{place}.options.call_deadline_s = {chosen.call_deadline_s:g} must be below {place}.reply_deadline_s = "
+                f"{place}.options.call_deadline_s = {chosen.call_deadline_s:g}{lists} must be below {place}.reply_deadline_s = "
                 f"{definition.reply_deadline_s:g}: a call that takes too long is an error for the policy, a reply that does begins "
                 "the episode again"
             )
@@ -195,20 +196,33 @@ class Tools(TurnEnvironment):
         super().use_model(folder, context_tokens)
         if self._toolbox is not None:
             self._toolbox.prepare()
+            self._reach()
 
     def play(self, seed: int, row: Row, options: PlayOptions) -> ToolsPlay:
         """Return the conversation of a row; raises ValueError for one without a prompt, or without a ground truth to compare with."""
-        if self._toolbox is None or not isinstance(options, ToolsOptions):
+        if self._toolbox is None:
             raise ValueError(
                 'tools are chosen in the run file: write [environment.define.NAME] with type = "tools" and options.tools, and name that'
             )
         if not row.messages or row.messages[-1].role != "user":
             raise ValueError("the row's prompt does not end with a message of the user")
-        if options.answer != "none":
-            is_right(
-                "", row.ground_truth, options.answer
-            )  # a row without a ground truth is refused before it is played
-        return ToolsPlay(self._toolbox, options, self.settings.max_turns, ToolEpisode(seed, row))
+        chosen: ToolsOptions = self.chosen  # the run file's alone: they have commands, which are run
+        if chosen.answer != "none":
+            is_right("", row.ground_truth, chosen.answer)  # a row without a ground truth is refused before it is played
+        reached = self._reach()
+        servers = None if reached is None else McpSessions(seed, chosen, reached)
+        return ToolsPlay(self._toolbox, chosen, self.settings.max_turns, ToolEpisode(seed, row), servers)
+
+    def _reach(self) -> Reached | None:
+        """Return what reaches the MCP servers, if there are any; raises ConfigError."""
+        if self._reached is None and self.chosen.servers:
+            self._reached = Reached.of(self.chosen, self._run_servers)
+        return self._reached
+
+    def _prepare(self) -> Site:
+        if self.chosen is not None and any(one.command for one in self.chosen.servers.values()):
+            sweep()
+        return super()._prepare()
 
     async def close(self) -> None:
         """Close the tools."""

@@ -79,7 +79,7 @@ def define(folder: Path, options: dict[str, Any], **settings: Any) -> Tools:
 def play_of(environment: Tools, truth: Any = "12") -> ToolsPlay:
     row = Row((Message("system", "Be brief."), Message("user", "How high?")), truth, {"Rigi": 1798}, "")
     play = environment.play(7, row, environment.chosen)
-    play.start()
+    asyncio.run(play.start())
     return play
 
 
@@ -238,7 +238,7 @@ def test_a_call_that_takes_too_long_is_an_error(name: str, given: dict[str, Any]
 
 async def _answer(toolbox: Toolbox, made: Sequence[ToolCall], allowed: int) -> Any:
     try:
-        return await toolbox.answer(made, allowed, EPISODE)
+        return await toolbox.answer(made, allowed, EPISODE, {})
     finally:
         await toolbox.close()
 
@@ -327,7 +327,7 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
     assert environment._toolbox is not None
     height = ("height", {"name": "Rigi"})
     play = play_of(environment)
-    first = play.start()
+    first = asyncio.run(play.start())
     assert first[0].content.startswith('Call {"type": "function"')
     assert first[0].content.endswith("\n\nBe brief.")
     early = step(play, "<answer>12</answer>")
@@ -367,7 +367,7 @@ def test_penalties_limits_and_patterns(tmp_path: Path) -> None:
         ({"tools": {"calculators": {}}}, {}, "unknown tool 'calculators'; did you mean 'calculator'"),
         ({"tools": {"calculator": {"digits": 3}}}, {}, r"options\.tools\.calculator: digits: .*has no options"),
         ({"tools": {"search": {}}}, {}, r"options\.tools\.search: corpus: Field required; search has corpus, top"),
-        ({"tools": {}}, {}, "tools: Dictionary should have at least 1"),
+        ({"tools": {}}, {}, "write tools, or servers that have some"),
         ({}, {"reply_deadline_s": 30.0}, r"call_deadline_s = 30 must be below .*reply_deadline_s = 30"),
         ({"call_reward": 1.0}, {}, "call_reward"),
     ],

@@ -43,6 +43,7 @@ class Result:
     text: str
     is_error: bool
     structured: Any = None  # what the tool returns besides, as JSON
+    is_late: bool = False  # there was no answer in time
 
 
 class McpConnection:
@@ -100,7 +101,7 @@ class McpConnection:
                 raise await self._failed(f"does not answer a call of {tool}", err) from None
             await self._check_lists(tool)
             if err.code == _TIMED_OUT:
-                return Result(f"error: no answer within {self._call_deadline_s:g} seconds", is_error=True)
+                return Result(f"error: no answer within {self._call_deadline_s:g} seconds", is_error=True, is_late=True)
             return Result(f"error: {err.message}", is_error=True)
         text = "\n".join(_text(one) for one in answer.content)
         if answer.is_error:

@@ -7,66 +7,30 @@ conversation, or what a tool that the policy cannot call (`options.reward_tool`)
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import ssl
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
-
-import structlog
+from typing import Self
 
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
+from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.transport import http_tls
-from penstock.rollout_service.environments import program_process
-from penstock.rollout_service.environments.adapters.mcp_servers import transports
-from penstock.rollout_service.environments.adapters.mcp_servers.connection import (
-    LISTS_WITHIN_S,
-    McpConnection,
-    Result,
-    ServerFailed,
+from penstock.rollout_service.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S, Result, ServerFailed
+from penstock.rollout_service.environments.adapters.mcp_servers.options import McpOptions
+from penstock.rollout_service.environments.adapters.mcp_servers.sessions import (
+    McpSessions,
+    Reached,
+    ServerTool,
+    side_by_side,
+    sweep,
 )
-from penstock.rollout_service.environments.adapters.mcp_servers.options import McpOptions, McpServer
 from penstock.rollout_service.environments.environment import Sampler
 from penstock.rollout_service.environments.episode_environment import Attempt, Begun, RowUnfit, Site
 from penstock.rollout_service.environments.play import Play, Reply, Row, done
 from penstock.rollout_service.environments.tools.output_limit import shortened
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.messages import Message, ToolCall
-
-log = structlog.get_logger("rollout.mcp")
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """What all episodes of a worker share to reach the servers."""
-
-    policy: TargetPolicy
-    trusted: ssl.SSLContext
-    tokens: Mapping[str, str]  # by the server's name
-
-
-@dataclass(frozen=True, slots=True)
-class _Tool:
-    """A tool of a server, and its name there."""
-
-    connection: McpConnection
-    name: str
-    described: Any
-
-    def as_function(self, name: str) -> dict[str, Any]:
-        """Return it as the chat completions API describes a function."""
-        function = {
-            "name": name,
-            "description": self.described.description or "",
-            "parameters": self.described.input_schema,
-        }
-        return {"type": "function", "function": function}
 
 
 class McpPlay(Play):
@@ -76,21 +40,15 @@ class McpPlay(Play):
         """Note the options; nothing is connected before `start`. Raises ValueError for a row without a prompt."""
         if not row.messages or row.messages[-1].role != "user":
             raise ValueError("its messages are none, or do not end with one of the user")
-        self._seed, self._row, self._options, self._reached = seed, row, options, reached
-        self._connections: list[McpConnection] = []
-        self._tools: dict[str, _Tool] = {}
-        self._reward: _Tool | None = None
+        self._row, self._options = row, options
+        self._sessions = McpSessions(seed, options, reached)
+        self._tools: dict[str, ServerTool] = {}
+        self._reward: ServerTool | None = None
 
     async def start(self) -> Sequence[Message]:
         """Connect to all servers, learn their tools, and return the row's messages; raises ServerFailed, or ConfigError for a tool that none has."""
-        named = [(name, self._connection(name, server)) for name, server in self._options.servers.items()]
-        self._connections = [connection for _, connection in named]
-        listed = await _all(connection.open() for connection in self._connections)
-        found: dict[str, _Tool] = {}
-        for (server, connection), tools in zip(named, listed, strict=True):
-            for tool in tools:
-                name = f"{server}__{tool.name}" if len(named) > 1 else tool.name
-                found[name] = _Tool(connection, tool.name, tool)
+        listed, several = await self._sessions.open(), len(self._options.servers) > 1
+        found = {f"{tool.server}__{tool.name}" if several else tool.name: tool for tool in listed}
         wanted = self._options.tools or [name for name in found if name != self._options.reward_tool]
         missing = {*wanted, *filter(None, [self._options.reward_tool])} - set(found)
         if missing:
@@ -106,7 +64,7 @@ class McpPlay(Play):
         """Make the calls of an answer and reply with their results; an answer without one ends the episode. Raises ServerFailed."""
         if not answer.tool_calls:
             return done(await self._rewarded(answer.content))
-        results = await _all(self._result(call, number) for number, call in enumerate(answer.tool_calls))
+        results = await side_by_side(self._result(call, number) for number, call in enumerate(answer.tool_calls))
         messages = [
             Message("tool", self._cut(result.text), tool_call_id=call.id, name=call.name)
             for call, result in zip(answer.tool_calls, results, strict=True)
@@ -120,7 +78,7 @@ class McpPlay(Play):
 
     async def close(self) -> None:
         """End the sessions, and the processes of servers."""
-        await _all(connection.close() for connection in self._connections)
+        await self._sessions.close()
 
     async def _result(self, call: ToolCall, number: int) -> Result:
         if number >= self._options.max_parallel_calls:
@@ -154,29 +112,6 @@ class McpPlay(Play):
     def _cut(self, text: str) -> str:
         return shortened(text, self._options.max_output_chars, self._options.output_cut)
 
-    def _connection(self, name: str, server: McpServer) -> McpConnection:
-        known, options = transports.ServerProcess(), self._options
-        if server.url:
-            headers = {"Penstock-Seed": str(self._seed)}
-            if name in self._reached.tokens:
-                headers["Authorization"] = f"Bearer {self._reached.tokens[name]}"
-            transport = transports.over_http(
-                server.url,
-                headers,
-                self._reached.policy,
-                self._reached.trusted,
-                max_answer_bytes=options.max_message_bytes,
-            )
-        else:
-            passed = program_process.passed(server.pass_variables)
-            variables = {**passed, **server.variables, "PENSTOCK_SEED": str(self._seed)}
-            transport = transports.over_process(
-                server.command, Path(server.folder), variables, max_message_bytes=options.max_message_bytes, known=known
-            )
-        return McpConnection(
-            name, transport, mode=server.protocol, call_deadline_s=options.call_deadline_s, known=known.text
-        )
-
 
 class Mcp(TurnEnvironment):
     """The environment ``mcp``."""
@@ -209,22 +144,16 @@ class Mcp(TurnEnvironment):
         """Note where the model is, and read the tokens; raises ConfigError without the library, or for a file that cannot be read."""
         super().use_model(folder, context_tokens)
         if self.chosen is not None:
-            self.prepare()
-
-    def prepare(self) -> None:
-        """Read the tokens; raises ConfigError."""
-        transports.library()
-        tokens = {name: _token(name, one.token_file) for name, one in self.chosen.servers.items() if one.token_file}
-        policy = TargetPolicy(self.chosen.allowed_targets, self._own, key="options.allowed_targets")
-        self._reached = Reached(policy, http_tls.trust_own_authority(ssl.create_default_context()), tokens)
+            self._reached = Reached.of(self.chosen, self._own)
 
     def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
-        """Return the play of one episode."""
-        if self._reached is None:
+        """Return the play of one episode, with the servers of the run file, whatever ``options`` say: they have commands, which are run."""
+        if self.chosen is None:
             raise ValueError(
                 'mcp needs servers: write [environment.define.NAME] with type = "mcp" and options.servers, and name that'
             )
-        return McpPlay(seed, row, options, self._reached)
+        self._reached = self._reached or Reached.of(self.chosen, self._own)  # tried without a model
+        return McpPlay(seed, row, self.chosen, self._reached)
 
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         """Play one episode; raises EngineError, or RowUnfit where nothing would give a reward."""
@@ -235,20 +164,8 @@ class Mcp(TurnEnvironment):
         return await super().attempt(site, begun, sampler)
 
     def _prepare(self) -> Site:
-        killed, deleted = program_process.sweep(Path(tempfile.gettempdir()))
-        if killed or deleted:
-            log.warning("servers of a worker that is gone", processes_killed=killed, folders_deleted=deleted)
+        sweep()
         return super()._prepare()
-
-
-async def _all(work: Any) -> list[Any]:
-    """Return the results of coroutines that run side by side; the first failure ends the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _error(text: str) -> Result:
@@ -268,19 +185,6 @@ def _reward_of(result: Result) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def _token(name: str, file: Path) -> str:
-    """Return the token of a file; raises ConfigError, which never shows it."""
-    try:
-        token = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(
-            f"options.servers.{name}.token_file {file}: not readable as ASCII ({type(err).__name__})"
-        ) from None
-    if not token or not token.isprintable() or " " in token:
-        raise ConfigError(f"options.servers.{name}.token_file {file}: expected one token without spaces")
-    return token
 
 
 MCP = Mcp()

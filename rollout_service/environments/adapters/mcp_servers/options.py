@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
@@ -94,7 +95,12 @@ class McpOptions(PlayOptions):
     @field_validator("servers")
     @classmethod
     def _have_names(cls, value: dict[str, McpServer]) -> dict[str, McpServer]:
-        for name in value:
-            if not name.isidentifier() or "__" in name:
-                raise ValueError(f"{name!r}: a server's name is made of letters, digits and single underscores")
+        check_names(value)
         return value
+
+
+def check_names(servers: Iterable[str]) -> None:
+    """Raise ValueError for a server's name of which SERVER__TOOL would not be one."""
+    for name in servers:
+        if not name.isidentifier() or "__" in name:
+            raise ValueError(f"{name!r}: a server's name is made of letters, digits and single underscores")

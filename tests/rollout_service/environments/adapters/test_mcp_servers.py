@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from tests.rollout_service.environments.adapters.played import check_exact, play, said, task_of
+from tests.rollout_service.environments.adapters.served_tools import ServedTools
 from tests.rollout_service.environments.test_program import read_pid, wait_until_ended
-from tests.servers import wait_for
 
 from penstock.deploy import certificates
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -73,34 +73,14 @@ def _prompt(engine: Any, model: Path) -> str:
     return engine.tokenizer.decode(engine.prompts[0])
 
 
-class _Http:
-    """The same server at a URL, on a thread of the test."""
-
-    def __init__(self, **options: Any) -> None:
-        import uvicorn
-        from tests.rollout_service.environments.adapters.tool_server import server
-
-        config = uvicorn.Config(server.streamable_http_app(), port=0, log_level="critical", ws="none", **options)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        wait_for(lambda: self.server.started, "the MCP server's start")
-        scheme = "https" if options else "http"
-        self.url = f"{scheme}://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/mcp"
-
-    def stop(self) -> None:
-        self.server.force_exit = self.server.should_exit = True
-        self.thread.join(20)
-
-
 @pytest.fixture(scope="module")
-def http() -> Iterator[_Http]:
-    running = _Http()
+def http() -> Iterator[ServedTools]:
+    running = ServedTools()
     yield running
     running.stop()
 
 
-def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, http: _Http) -> None:
+def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, http: ServedTools) -> None:
     """A failing tool, an unknown one, wrong arguments, no answer in time, a long result, too many calls: the episode goes on."""
     script = [
         call("fail"),
@@ -170,7 +150,7 @@ def test_a_server_that_is_none_is_named(tool_model: Path, server: dict[str, Any]
     assert problem in str(refused), str(refused)
 
 
-def test_a_server_at_a_url_is_called(tool_model: Path, http: _Http, tmp_path: Path) -> None:
+def test_a_server_at_a_url_is_called(tool_model: Path, http: ServedTools, tmp_path: Path) -> None:
     """With the seed and the token in its headers; two servers have names of their own for their tools."""
     (tmp_path / "token").write_text("secret\n")
     servers = {
@@ -195,7 +175,7 @@ def test_a_server_with_a_certificate_of_ones_own_authority_is_called(
 ) -> None:
     """Where the machine's variable names it; without that its certificate is refused and the episode has failed."""
     certificates.write_certificates(tmp_path, services=("api",))
-    running = _Http(ssl_certfile=str(tmp_path / "api.pem"), ssl_keyfile=str(tmp_path / "api.key"))
+    running = ServedTools(ssl_certfile=str(tmp_path / "api.pem"), ssl_keyfile=str(tmp_path / "api.key"))
     try:
         servers, script = {"web": {"url": running.url}}, [call("add", a=1, b=2), "3"]
         refused, _ = tools(tool_model, [], servers=servers, reward_tool="judge", attempts=1)
@@ -211,7 +191,7 @@ def test_a_server_with_a_certificate_of_ones_own_authority_is_called(
 
 def test_a_server_at_a_url_that_is_gone_has_failed(tool_model: Path) -> None:
     """In mid-episode: the policy's next call finds nothing."""
-    running = _Http()
+    running = ServedTools()
 
     async def stop() -> None:
         if len(engines[0].prompts) == 2:
@@ -361,7 +341,7 @@ def test_a_reward_that_nothing_gives_is_refused(tool_model: Path) -> None:
     assert not engine.prompts
 
 
-def test_a_tool_that_no_server_has_is_named(tool_model: Path, http: _Http) -> None:
+def test_a_tool_that_no_server_has_is_named(tool_model: Path, http: ServedTools) -> None:
     refused, _ = tools(tool_model, [], servers={"notes": {"url": http.url}}, tools=["substract"], attempts=1)
     assert "no MCP server has the tools ['substract']; they have add, " in str(refused)
 
