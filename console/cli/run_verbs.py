@@ -260,7 +260,8 @@ def replay(
         is not replayed: the record may be another person's.
     trusted_keys
         File of public keys (signing.pem of `penstock certs`): also compare every version that is still stored with what
-        one of them has signed. Without it PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
+        one of them has signed; with --batch, read only published weights that one of them has signed. Without it
+        PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
     json
         Print one JSON object.
     """

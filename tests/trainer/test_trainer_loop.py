@@ -23,6 +23,7 @@ from tests.trainer.producer import Answer, Sampler, ScriptedProducer, recite, wr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import streams
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -187,6 +188,7 @@ def test_a_bad_step_saves_its_batch_keeps_the_checkpoint_and_can_be_left_out(
     Once the reward is limited the step is only an outlier, and left out: in the run, its record, its metrics and its replay.
     """
     home = run_folder / "runs" / run_streams
+    private, public = signing_key(run_folder / "keys")
 
     def session(*overrides: str) -> Command:
         trainers.append(Command(run_folder, "train", str(run_file), *overrides))
@@ -199,7 +201,7 @@ def test_a_bad_step_saves_its_batch_keeps_the_checkpoint_and_can_be_left_out(
             rollout={"max_staleness": 0, "groups_per_message": 4},
             trainer={
                 "checkpoint_every": 1, "zero_stage": 0, "lease_s": 2.0, "peak_flops": 1e12,
-                "skip_step_above_grad_norm": 20.0, "skip_step_after": 2,
+                "skip_step_above_grad_norm": 20.0, "skip_step_after": 2, "signing_key_file": str(private),
             },
         ),
     )  # fmt: skip
@@ -221,7 +223,8 @@ def test_a_bad_step_saves_its_batch_keeps_the_checkpoint_and_can_be_left_out(
             assert [group.group_id for group in groups] == [scored.generated.group_id for scored in batch.groups]
             if stage == 0:  # then the published version is the only one before the step
                 (home / "checkpoints").rename(home / "hidden")
-            replay = Command(run_folder, "replay", run_streams, str(run_file), "--json", "--batch", "3").wait()
+            options = ("--json", "--batch", "3", "--trusted-keys", str(public))
+            replay = Command(run_folder, "replay", run_streams, str(run_file), *options).wait()
             found = json.loads(replay)
             assert (found["is_reproduced"], found["error"]) == (True, "TrainingDiverged")
             assert found["weights_from"] == (

@@ -86,8 +86,6 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, rest = parser.parse_known_args(arguments)
     if options.batch and (options.first is not None or options.last is not None):
         raise ConfigError("--batch trains on one saved batch alone; leave out --from and --to")
-    if options.batch and options.trusted_keys is not None:
-        raise ConfigError("--batch reads no stored weights; leave out --trusted-keys")
     return options, rest
 
 
@@ -139,7 +137,10 @@ def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Seque
     del files  # they say where the run is
     folder = find_batch(settings.run.folder, options.batch)
     model = model_folder(options.model) if options.model else None
-    replay = BatchReplay(settings.run.folder, folder, ranks, model=model, user_code=options.user_code)
+    keys = _keys(options.trusted_keys)
+    replay = BatchReplay(
+        settings.run.folder, folder, ranks, model=model, user_code=options.user_code, trusted_keys=keys
+    )
     verdict = replay.run(Blobs(settings.s3, deadline_s=30.0))
     sys.stdout.write(json.dumps(verdict.to_document()) + "\n" if options.json else describe_batch(verdict))
     return 0 if verdict.is_reproduced else DIFFERS

@@ -18,13 +18,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.protocol import blob_keys
-from penstock.protocol.errors import ConfigError, MalformedFact, PackError, WireError
+from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState, committed
-from penstock.protocol.record.stopped_batch import FOLDER, GROUPS, SETTINGS, read_batch, stopped_batches
+from penstock.protocol.record.stopped_batch import FOLDER, GROUPS, SETTINGS, StoppedBatch, read_batch, stopped_batches
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.export import export_version
@@ -47,6 +47,9 @@ from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings
 from penstock.trainer.replay.batch_verdict import BatchVerdict, group_figures
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
 
 
 class StoppedPacks:
@@ -75,21 +78,68 @@ def find_batch(run_folder: Path, given: str) -> Path:
     saved = {int(path.name.removeprefix("step")): path for path in stopped_batches(run_folder)}
     if given.isdecimal() and int(given) in saved:
         return saved[int(given)]
-    if not given.isdecimal() and Path(given) in saved.values():
-        return Path(given)
+    if not given.isdecimal() and (folder := Path(given).absolute()) in {path.absolute() for path in saved.values()}:
+        return folder
     steps = ", ".join(map(str, saved)) or "none: the run has not stopped by itself"
     raise ConfigError(f"{run_folder / FOLDER}: no saved batch {given!r}; give a step or a folder of {steps}")
+
+
+def fetch_published(
+    batch: StoppedBatch, folder: Path, *, store: Blobs, trusted_keys: TrustedKeys | None = None
+) -> None:
+    """Write the published version of a batch into a model folder, of the newest session that may have made it.
+
+    Manifests that none of ``trusted_keys`` has signed are not read; None: signatures are not verified. Raises ConfigError
+    where no stored version is usable.
+    """
+    version, run_id = PolicyVersion(batch.version), batch.run_id
+    store.check(run_id)
+    found, problems = list[VersionManifest](), list[str]()
+    for stat in store.list(blob_keys.weights_prefix(run_id, version)):
+        if stat.key.endswith("/manifest.json"):
+            try:
+                data = store.get_unverified(stat.key)
+                if trusted_keys is not None:
+                    trusted_keys.verify(data, stat.key)
+                found.append(VersionManifest.from_json(data))
+            except (BlobMissing, SignatureRefused, WireError) as err:
+                problems.append(str(err))
+    known = [one for one in found if one.version == version and one.epoch <= batch.epoch]
+    reader = WeightReader(store, run_id, trusted_keys=trusted_keys)
+    for manifest in sorted(known, key=lambda one: one.epoch, reverse=True):
+        try:
+            export_version(manifest, folder, reader=reader, blobs=store)
+        except UNUSABLE as err:
+            problems.append(str(err))
+            continue
+        return
+    said = f" ({'; '.join(problems)[:400]})" if problems else ""
+    raise ConfigError(
+        f"the weights before step {batch.step} of run {run_id} are not available: there is no checkpoint of version {version}, "
+        f"and the object store cannot give that version{said}; it keeps trainer.keep_versions of them"
+    )
 
 
 class BatchReplay:
     """Rank 0's part; the other ranks run `follow`."""
 
-    def __init__(self, run_folder: Path, folder: Path, ranks: Ranks, *, model: Path | None, user_code: bool) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        model: Path | None,
+        user_code: bool,
+        trusted_keys: TrustedKeys | None = None,
+    ) -> None:
         """Read the batch in ``folder`` with its settings; ``model`` is where the initial model has moved to.
 
-        Raises ConfigError for a damaged one, or for code that its settings name by path unless ``user_code``.
+        One of ``trusted_keys`` must have signed the weights if they are read as they were published; None: not verified.
+        Raises ConfigError for a damaged batch, or for code that its settings name by path unless ``user_code``.
         """
         self._run_folder, self._folder, self._ranks, self._model = run_folder, folder, ranks, model
+        self._trusted_keys = trusted_keys
         try:
             self._batch, groups = read_batch(folder)
             self._document = (folder / SETTINGS).read_bytes()
@@ -176,36 +226,12 @@ class BatchReplay:
                 return _Weights(f"the checkpoint {folder.name}", checkpoint=(folder, state))
         if self._steps_before == 0:
             return _Weights("the initial model")
-        return self._published(store, scratch / "model")
+        fetch_published(self._batch, scratch / "model", store=store, trusted_keys=self._trusted_keys)
+        return _Weights(f"version {version} as it was published", model=scratch / "model")
 
     @property
     def _steps_before(self) -> int:
         return self._batch.step - 1
-
-    def _published(self, store: Blobs, folder: Path) -> _Weights:
-        """Fetch the published version, of the newest session that may have made it."""
-        version, run_id = PolicyVersion(self._batch.version), self._batch.run_id
-        store.check(run_id)
-        found, problems = list[VersionManifest](), list[str]()
-        for stat in store.list(blob_keys.weights_prefix(run_id, version)):
-            if stat.key.endswith("/manifest.json"):
-                try:
-                    found.append(VersionManifest.from_json(store.get_unverified(stat.key)))
-                except WireError as err:
-                    problems.append(str(err))
-        known = [one for one in found if one.version == version and one.epoch <= self._batch.epoch]
-        for manifest in sorted(known, key=lambda one: one.epoch, reverse=True):
-            try:
-                export_version(manifest, folder, reader=WeightReader(store, run_id), blobs=store)
-            except UNUSABLE as err:
-                problems.append(str(err))
-                continue
-            return _Weights(f"version {version} as it was published", model=folder)
-        said = f" ({'; '.join(problems)[:400]})" if problems else ""
-        raise ConfigError(
-            f"the weights before step {self._batch.step} of run {run_id} are not stored any more: there is no checkpoint of version "
-            f"{version}, and the object store cannot give that version{said}; it keeps trainer.keep_versions of them"
-        )
 
     def _build(self, weights: _Weights) -> RankGroup:
         order = {

@@ -1,0 +1,66 @@
+"""The weights on which a saved batch is trained again, and the folders that name one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.trainer.groups.stored_groups import invent_group
+from tests.weights_source import WeightsSource
+from transformers import AutoModelForCausalLM
+
+from penstock.deploy.certificates import signing_key
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.record.stopped_batch import StoppedBatch, read_batch
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.weights.signature import SigningKey, TrustedKeys
+from penstock.trainer.errors import TrainingDiverged
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.recovery.stopped_batch import Stop, save_batch
+from penstock.trainer.replay.replay_batch import fetch_published, find_batch
+
+
+def saved(home: Path, run_id: str, *, step: int, version: int) -> Path:
+    """Save a batch of one group; return its folder."""
+    group = invent_group("e0.p1.a0", seed=1)
+    scored = ScoredGroup(generated=group.summary(0), rewards=(1.0, 0.0, 1.0, 0.5), scorer="mine")
+    ready = ReadyGroup(scored, BlobRef(key="k", size_bytes=1, sha256="0" * 64), group)
+    return save_batch(home, [ready], Stop(run_id, step, version, TrainingDiverged("it is nan")), config=b"{}")
+
+
+def test_a_batch_is_replayed_on_weights_that_a_trusted_key_has_signed(
+    bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path
+) -> None:
+    """A published version of a stranger's key is refused, with the reason; without keys nothing is verified."""
+    write_model(tmp_path / "model", seed=0)
+    private, public = signing_key(tmp_path / "own")
+    source = WeightsSource(bus, blobs, run_streams, tmp_path / "model", signing_key=SigningKey.from_file(private, "x"))
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    source.publish(0, tensors)
+    batch: StoppedBatch = read_batch(saved(tmp_path / "home", run_streams, step=1, version=0))[0]
+    stranger = TrustedKeys.from_file(signing_key(tmp_path / "other")[1], "x")
+    with pytest.raises(ConfigError, match=r"cannot give that version \(.*signed by key .*trusted are"):
+        fetch_published(batch, tmp_path / "no", store=blobs, trusted_keys=stranger)
+    assert not (tmp_path / "no").exists()
+    for name, keys in (("own-key", TrustedKeys.from_file(public, "x")), ("no-key", None)):
+        fetch_published(batch, tmp_path / name, store=blobs, trusted_keys=keys)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_batch_is_named_by_its_step_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder may be relative while that of the run is absolute, and the other way round."""
+    folder = saved(tmp_path / "mine", "mine", step=12, version=11)
+    monkeypatch.chdir(tmp_path)
+    relative = Path("mine", "stopped", "step00000012")
+    assert find_batch(tmp_path / "mine", "12") == folder
+    assert find_batch(tmp_path / "mine", str(relative)) == folder
+    assert find_batch(Path("mine"), f"{folder}/") == folder
+    for other in ("11", "stopped/step00000012", "x"):
+        with pytest.raises(ConfigError, match=r"no saved batch .*; give a step or a folder of 12"):
+            find_batch(tmp_path / "mine", other)
