@@ -57,17 +57,28 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _print_rows(rows: RowFile, data: DataSettings, most: int, *, has_pairs: bool) -> None:
-    step = max(1, len(rows) // max(1, most))
-    for number in range(0, len(rows), step)[:most]:
+    numbers = _prompts(rows, data) if has_pairs else range(len(rows))
+    step = max(1, len(numbers) // max(1, most))
+    for number in numbers[::step][:most]:
         try:
             row = rename(rows.row(number), data, nested_texts=rows.nested_texts)
-            if has_pairs and holds_pair(row):  # it is scored by no reward
-                continue
             prompt = prompt_row(row, data)
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None
         given = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)
         sys.stdout.write(json.dumps({**as_reward_input(rows.place(number), prompt), "completion": given}) + "\n")
+
+
+def _prompts(rows: RowFile, data: DataSettings) -> list[int]:
+    """Return the numbers of the rows that a reward scores: all but pairs of answers."""
+    found = []
+    for number in range(len(rows)):
+        try:
+            if not holds_pair(rename(rows.row(number), data, nested_texts=rows.nested_texts)):
+                found.append(number)
+        except MalformedData as err:
+            raise MalformedData(f"{rows.place(number)}: {err}") from None
+    return found
 
 
 def as_reward_input(place: str, prompt: PromptRow) -> dict[str, Any]:

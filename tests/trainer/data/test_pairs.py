@@ -11,6 +11,7 @@ import pytest
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.trainer.commands import data_rows
 from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.pair_rows import pair_row
@@ -149,6 +150,20 @@ def test_a_row_of_one_answer_is_read_where_the_loss_takes_it(tmp_path: Path) -> 
         MalformedData, match=r'one answer with a label.* dpo.loss = "kto" alone, .* \(and 2 more rows\)'
     ):
         opened(takes_one_answer=False)
+
+
+def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as are asked for, wherever pairs are among the rows."""
+    write_model(tmp_path / "model", seed=0)
+    rows = [FORMS["texts"][0] if number % 2 == 0 else {"prompt": f"p{number}"} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(
+        f'run.id = "r"\nmodel.path = "{tmp_path / "model"}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
+        "algorithm.dpo_coefficient = 1.0\n"
+    )
+    assert data_rows.main(["--run-file", str(tmp_path / "run.toml"), "--number", "2"]) == 0
+    printed = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["p1", "p5"]
 
 
 def test_one_file_holds_prompts_and_pairs(tmp_path: Path) -> None:
