@@ -7,6 +7,7 @@ import torch
 from penstock.console.report import learning
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
+from penstock.trainer.learner.pairs.mixed_pairs import pair_figures
 
 
 def test_critic_metrics_are_shown() -> None:
@@ -29,6 +30,19 @@ def test_the_trainers_metrics_are_read() -> None:
     )
     assert abs(found["engine_gap"] - 0.1) < 1e-6
     assert set(found) <= set(learning.LABELS)
+
+
+def test_the_figures_of_pairs_are_shown() -> None:
+    """What a step reports about pairs beside its groups is in the report's table."""
+    sums = {"num_chosen": 4.0, "num_rejected": 4.0, "loss": 0.5, "rewards/accuracies": 3.0, "rewards/margins": 8.0}
+    beside = {"rewards/chosen": 6.0, "rewards/rejected": -2.0}
+    figures = learning.read(pair_figures({f"pairs/{name}": value for name, value in (sums | beside).items()}))
+    table = {name: mean for name, mean, *_ in learning.rows(learning.spreads([figures]))}
+    assert table == {
+        "preference loss of the pairs beside the groups": "0.5",
+        "pairs whose chosen answer has the higher reward": "0.75",
+        "reward of the chosen answer above that of the rejected one": "2",
+    }
 
 
 def test_missing_and_nan_metrics_are_left_out() -> None:

@@ -33,6 +33,7 @@ const CHARTS = [
   ["Share of the peak (MFU)", [["mfu", "share"]], { zero: true }],
   ["Held-out loss", [["eval_loss", "loss"]], {}],
   ["Preferences", [["rewards/accuracies", "share with the chosen answer above"], ["rewards/margins", "margin"]], {}],
+  ["Pairs beside the groups", [["pair_accuracy", "share with the chosen answer above"], ["pair_margin", "margin"]], {}],
   ["Learning rate", [["lr", "used"], ["lr_set", "set"]], { zero: true }],
 ];
 
