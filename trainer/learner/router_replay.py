@@ -36,10 +36,6 @@ class Routing:
             found += torch.stack([one.sum(), one.new_tensor(len(one), dtype=torch.int64)])
         return found
 
-    def tokens_changed(self) -> float:
-        """Return the share of tokens whose routers would choose other experts now in some layer."""
-        return float(torch.stack(list(self.changed.values())).any(0).double().mean())
-
 
 def install(model: Any) -> None:
     """Let a causal language model compute with given experts; raises UnsupportedModel for routers that are not known.
