@@ -86,7 +86,8 @@ def test_every_setting_is_used_or_refused(command: OwnSection):
 def test_the_source_reads_what_is_listed():
     """Every key listed as read occurs in the code of the commands, by its section and name."""
     root = Path(commands.__file__).parent.parent
-    files = [*(root / "fine_tuning").glob("*.py"), *(root / "commands").glob("*.py"), root / "settings.py"]
+    files = [*(root / "fine_tuning").glob("*.py"), *(root / "commands").glob("*.py")]
+    files += [root / f"{name}settings.py" for name in ("", "model_", "data_", "rollout_", "optimizer_")]
     files += [
         root / "data" / f"{name}.py" for name in ("turns", "pairs", "pair_rows", "row_formats", "row_checks", "inputs")
     ]

@@ -1,0 +1,43 @@
+"""The section [model] of the run file: the policy; imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from penstock.protocol.config.connection import Section
+from penstock.trainer.lora_settings import LoraSettings
+
+
+class ModelSettings(Section):
+    """The policy and its numeric format."""
+
+    path: Path = Field(
+        description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template; or a GGUF file, which is "
+        "converted to such a folder beside it; or the id OWNER/NAME of one on the Hugging Face hub, OWNER/NAME@REVISION.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Of forward and backward; float32 agrees with the embedded engine, bfloat16 suits GPUs.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Recompute activations in the backward pass: less memory, about a third more compute.",
+    )
+    activation_offload: bool = Field(
+        default=False,
+        description="Keep what gradient checkpointing holds of each layer in host memory until the backward pass; saves nothing "
+        "where the CPU trains.",
+    )
+    lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
+
+    @model_validator(mode="after")
+    def _offloads_what_is_kept(self) -> ModelSettings:
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise ValueError(
+                "model.activation_offload moves what gradient checkpointing keeps, and model.gradient_checkpointing is false; "
+                "set it to true"
+            )
+        return self
