@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -19,6 +21,12 @@ from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.trainer.learner.loaded", "tests.trainer.learner.forks"])
+
+
+def _run_alone(log: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    _run("penstock.trainer.__main__", log, log, arguments, environ)
 
 
 def _run(module: str, out: str, err: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -97,3 +105,36 @@ class Command(Fork):
     def __init__(self, folder: Path, *arguments: str, num_ranks: int = 1) -> None:
         """Start it; its output goes to files in ``folder``."""
         super().__init__(folder, "penstock.trainer.__main__", *arguments, num_ranks=num_ranks)
+
+
+class ForkedTrainer:
+    """``python -m penstock.trainer ...`` in a session of its own; has the methods of ``subprocess.Popen`` that a `Child` uses."""
+
+    stdin = None
+
+    def __init__(self, arguments: Sequence[str], *, log: Path, environ: Mapping[str, str]) -> None:
+        """Start it with a whole environment; its output is appended to ``log``."""
+        self._lock = threading.Lock()
+        given = (str(log), list(arguments), dict(environ))
+        self._process = _CONTEXT.Process(target=_run_alone, args=given, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        with self._lock:
+            return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code."""
+        with self._lock:
+            self._process.join(timeout)
+            if (code := self._process.exitcode) is None:
+                raise subprocess.TimeoutExpired(f"trainer {self.pid}", timeout or 0.0)
+            return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
