@@ -1,4 +1,4 @@
-# The reward service and the bootstrap job: no torch, no GPU. Build from the repository's root.
+# The reward service, the bootstrap job, and what writes the targets of Prometheus: no torch, no GPU. Build from the repository's root.
 FROM python:3.12.12-slim-bookworm
 
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -15,7 +15,8 @@ COPY deploy deploy
 COPY client client
 COPY src src
 RUN pip install -c constraints.txt '.[reward]' \
-    && useradd --uid 10001 --create-home penstock
+    && useradd --uid 10001 --create-home penstock \
+    && install -d -o penstock /targets
 USER 10001
 EXPOSE 8700
 ENTRYPOINT ["python", "-P", "-m"]

@@ -67,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PenstockError as err:
         print(f"targets: {err}", file=sys.stderr)
         return 1
+    except OSError as err:
+        print(
+            f"targets: {options.write}: cannot be written ({err.strerror}); give --write a file in a folder of this user",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -24,6 +24,18 @@ def test_every_key_of_the_file_is_carried_out_or_named(profile: str) -> None:
             assert foreign(service.image).entrypoint
 
 
+def test_a_service_may_write_into_its_volumes() -> None:
+    """A new volume is root's unless the image has the folder, given to its user."""
+    services = interpret(TEXT, {}, ["cpu", "gpu", "observability"], {}).values()
+    written = [
+        (service.name, mount.target, built(ROOT / service.dockerfile, service.target).own_folders)
+        for service in services if service.dockerfile
+        for mount in service.mounts if mount.is_volume and not mount.read_only
+    ]  # fmt: skip
+    assert {(name, target) for name, target, _ in written} > {("targets", "/targets"), ("trainer-cpu", "/runs")}
+    assert [(name, target) for name, target, own in written if target not in own] == []
+
+
 def test_the_profile_without_gpus_starts_in_order_and_scales() -> None:
     """Bootstrap waits for the servers, services for the bootstrap; two workers come from one service."""
     services = interpret(TEXT, {"RUN_ID": "my-run"}, ["cpu"], {"rollout-cpu": 4})

@@ -77,6 +77,18 @@ def beat(service_id: str, url: str | None, state: str = "") -> Heartbeat:
     return Heartbeat(role="rollout", service_id=service_id, at=1.0, state=state, metrics_url=url)
 
 
+def test_a_file_that_cannot_be_written_is_named(
+    bus: Bus, nats_settings: NatsSettings, run_streams: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what to do, and no traceback."""
+    (tmp_path / "taken").write_text("")
+    file = tmp_path / "taken" / "run.json"
+    nats = nats_settings
+    given = [f"run.id={run_streams}", f"nats.url={nats.url}", f"nats.user={nats.user}"]
+    assert targets.main([*given, f"nats.password_file={secret_file(nats.secret())}", "--write", str(file)]) == 1
+    assert f"{file}: cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "url",
     [
