@@ -58,6 +58,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path not in slow)
 
 
+# Files that share what takes long to make, a trained run or an engine: one process of pytest-xdist gets them all.
+_TOGETHER = {
+    "tests/trainer/groups/test_offline.py": "tests/trainer/replay/test_replay.py",
+    **{
+        f"tests/contracts/test_{name}_contract.py": "tests/contracts"
+        for name in ("adapter", "client", "engine", "teacher")
+    },
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """With ``--dist loadfile``, treat files that share a fixture of the session as one."""
+    from xdist.scheduler import LoadFileScheduling  # tests run without pytest-xdist, too
+
+    class ByFixture(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _TOGETHER.get(file, file)
+
+    return ByFixture(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the command that installs what skipped tests need."""
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]

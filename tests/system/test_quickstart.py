@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.protocol.record.run_lock import is_locked
 from penstock.trainer.algorithm.engine_check import MIN_TOKENS
+from tests.console.command import penstock
 from tests.packaging.conftest import HostileFolder
 from tests.servers import require
 
-ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 
@@ -150,11 +150,7 @@ def test_a_finished_run_is_read_with_one_command(quickstart: dict):
     """Verbs that only read start the stored servers themselves, and release the store afterwards."""
     runs = quickstart["folder"].parent
     for what, (command, holds) in READING.items():
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock", *command, f"run.dir={runs}"],
-            cwd=ROOT, env={k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")},
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        done = penstock(*command, f"run.dir={runs}", cwd=runs)
         assert done.returncode == 0, f"{what}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
         assert holds(done.stdout), f"{what}: {done.stdout[-2000:]}"
         assert not is_locked(quickstart["folder"] / "store" / "lock"), f"{what} left servers behind"
