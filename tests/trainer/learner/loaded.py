@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from penstock.trainer.learner.trainable import import_deepspeed
 
+gc.disable()
 for _name in (
     "peft",
     "transformers.models.qwen3.modeling_qwen3",
@@ -19,3 +23,8 @@ for _name in (
 ):
     import_module(_name)
 import_deepspeed()
+get_checkpoint_conversion_mapping(
+    "qwen3"
+)  # hundreds of patterns, which every process would compile with its first model
+gc.freeze()  # else collections of every process would look through, and so copy, what all of them share
+gc.enable()
