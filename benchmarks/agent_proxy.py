@@ -3,7 +3,7 @@
     python -m benchmarks.agent_proxy
 
 The proxy runs in a process of its own with an engine that answers 64 tokens at once (or after ``--engine-s``), so its CPU time is the
-proxy's. The clients are a small asyncio client in this process. Results are in agent_proxy.md.
+proxy's. The clients are a small asyncio client in this process. Results are in agents.md.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from penstock.rollout_service.proxy.session import AgentModel
 from penstock.rollout_service.proxy.settings import EpisodeLimits
 
 _ANSWER = 64
+_GROUP = 8  # episodes that begin with the same prompt
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -144,14 +145,14 @@ async def conversation(server: Server, where: str, first: str, turns: int, tool_
 
 
 async def sequential(words: int, requests: int) -> dict[str, float]:
-    """One request at a time: episodes of 8 turns whose first prompt has so many tokens."""
+    """One request at a time: episodes of 8 turns whose first prompt has so many words, the same in a group."""
     server = Server(requests // 8 + 2)
     try:
         await conversation(server, server.paths[-1], "hello", 8)  # the first request imports what is imported late
         before = server.cpu_s()
         times: list[float] = []
-        for where in server.paths[: requests // 8]:
-            times += await conversation(server, where, "hello " * words, 8)
+        for number, where in enumerate(server.paths[: requests // 8]):
+            times += await conversation(server, where, f"group {number // _GROUP} " + "hello " * words, 8)
         cpu = (server.cpu_s() - before) / len(times) * 1000
         return {
             "first_prompt_words": words,
@@ -171,7 +172,7 @@ async def concurrent(episodes: int, turns: int, engine_s: float, tool_s: float) 
         before, began = server.cpu_s(), time.monotonic()
         played = await asyncio.gather(
             *[
-                conversation(server, where, f"hello {n} " * 100, turns, tool_s * (0.5 + n % 100 / 100))
+                conversation(server, where, f"hello {n // _GROUP} " * 100, turns, tool_s * (0.5 + n % 100 / 100))
                 for n, where in enumerate(server.paths)
             ]
         )

@@ -7,7 +7,10 @@ rendering of a stand-in: the same kind of answer with a marker as its content. S
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +22,7 @@ from penstock.rollout_service.proxy.messages import Message, ToolCall
 _MARKERS = ("SEAM7f3a9c", "SEAMb41d60")  # as the answer's content; the second where a message contains the first
 _PLAIN_ROLES = frozenset({"user", "tool"})  # whose texts are written by neither the policy nor the agent's author
 _ESCAPE = 0xF0000  # first code point that stands for the text of a control token; a private use plane
+_KEPT_CHARACTERS = 2 * 1024**2  # of prompts whose ids are kept, about 20 MB with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,12 @@ class ChatRenderer:
         self._added_texts = added
         self._escape_characters = re.compile(f"[{chr(_ESCAPE)}-{chr(_ESCAPE + len(added))}]")
         self._plain = tokenizer.encoder_of_plain_text()
+        self._kept = _KeptPrompts(_KEPT_CHARACTERS)
         self._closing = self._find_closing()
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Any]) -> Rendered:
         """Return the ids of a prompt rendered as a whole; raises MalformedData if the template refuses it."""
-        return self._encoded(self.text(messages, tools))
+        return self._kept.get(self.text(messages, tools), self._encoded)
 
     def bridge(
         self, answer: Message, end: AnswerEnd, new: Sequence[Message], tools: Sequence[Any], *, has_system: bool
@@ -165,6 +170,47 @@ class ChatRenderer:
             restored = escaped.sub(lambda match: self._added_texts[ord(match[0]) - _ESCAPE], part)
             ids += self._plain.encode(restored, add_special_tokens=False).ids
         return Rendered(ids + self.tokenizer.encode(ordinary), opens)
+
+
+class _KeptPrompts:
+    """The prompts that were encoded last: the episodes of a group begin with the same one, at about the same time. Thread-safe."""
+
+    def __init__(self, max_characters: int) -> None:
+        self._max_characters = max_characters
+        self._encoded: OrderedDict[str, Future[Rendered]] = OrderedDict()  # the one used last is the last
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def get(self, text: str, encode: Callable[[str], Rendered]) -> Rendered:
+        """Return the ids of a text; of those who ask at the same time one encodes it. Raises what ``encode`` does, which is not kept."""
+        with self._lock:
+            found = self._encoded.get(text)
+            if found is not None:
+                self._encoded.move_to_end(text)
+            own = self._begun(text) if found is None else None
+        if own is None:
+            assert found is not None
+            return found.result()
+        try:
+            own.set_result(encode(text))
+        except Exception as err:  # noqa: BLE001 - those who wait for it get it too
+            own.set_exception(err)
+            with self._lock:
+                if self._encoded.get(text) is own:
+                    self._drop(text)
+        return own.result()
+
+    def _begun(self, text: str) -> Future[Rendered]:
+        made: Future[Rendered] = Future()
+        self._encoded[text] = made
+        self._characters += len(text)
+        while self._characters > self._max_characters:
+            self._drop(next(iter(self._encoded)))
+        return made
+
+    def _drop(self, text: str) -> None:
+        del self._encoded[text]
+        self._characters -= len(text)
 
 
 def without_reasoning(messages: Sequence[Message], *, before: int) -> list[Message]:
