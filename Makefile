@@ -34,7 +34,7 @@ test-faults: $(STAMP)  ## exactly-once tests with thousands of generated failure
 test-secrets: $(STAMP)  ## plant words as secrets in a small run and look for them in all that it leaves (a minute)
 	PENSTOCK_TEST_SECRETS=1 $(BIN)/python -m pytest --timeout 300 tests/system/test_secrets_left.py
 
-mutation-proof: $(STAMP)  ## remove each guard of docs/security.md in a copy of the tree: a test must fail (a quarter of an hour)
+mutation-proof: $(STAMP)  ## remove each guard of docs/security.md in a copy of the tree: a test must fail (a quarter of an hour; what is proven and unchanged is not tried again)
 	$(BIN)/python -m tests.mutation.prove --write docs/security.md
 
 fuzz: $(STAMP)  ## property tests and the fuzzers of both HTTP APIs with 40 times as many examples, new in each run (an hour)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.deploy.attack_content import CONTENT
-from tests.mutation.prove import read_table
+from tests.mutation.guards import read_table
 
 from penstock.deploy.make_secrets import S3_USERS
 from penstock.protocol import blob_keys, streams, subjects

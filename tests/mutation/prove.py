@@ -1,177 +1,178 @@
 """Prove that a test fails when a guard is removed: ``python -m tests.mutation.prove [WORD...] [--write PAGE]``.
 
-`guards.toml` names each guard with its file, its exact text and a replacement without the guard. In a copy of the working
-tree the named tests must pass; with the replacement at least one of them must fail. A text that is not in its file exactly
-once is an error: the guard has moved, and its row must follow.
+In a copy of the working tree the tests of each guard of `guards.toml` must pass; with the guard's replacement at least one of
+them must fail by itself. A test that does not end is tried once more alone, with more time, and proves nothing if it does not
+end then either. A guard whose text is not in its file exactly once is an error: it has moved, and its row must follow.
+
+Every result is written to `build/mutation.jsonl` as it comes, so that an interrupted run goes on where it was: a guard that is
+proven is tried again only when its row, its file or the file of its tests has changed, or with ``--again``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-import tomllib
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal
 
-import pytest
+from tests.mutation.guards import ROOT, Guard, read_table
+from tests.mutation.tree_copy import Ran, TreeCopy, import_large_libraries
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = Path(__file__).with_name("guards.toml")
-_DEADLINE_S = 240  # for the tests of one guard, on a busy machine; a test that waits for what never comes has failed
-_QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of the large libraries, which hold no tests
-_LARGE = ("pyarrow.parquet", "torch", "transformers", "fastapi", "uvicorn", "nats", "rich")
+RESULTS = ROOT / "build" / "mutation.jsonl"
+_BASELINE_S = 900.0  # for the tests of one file with all guards in place
+_LEAST_S = 90.0  # for one guard's tests, or this many times what all of its file's tests took with the guard:
+_TIMES = 5
+_ALONE_TIMES = 4  # as long for the second try of a test that did not end
 _BEGIN, _END = "<!-- guards: written by `make mutation-proof` -->", "<!-- end of guards -->"
+Verdict = Literal["proven", "passes", "no end", "broken"]
 
 
 @dataclass(frozen=True)
-class Guard:
-    """One check, and the tests that are said to prove it."""
+class Result:
+    """What became of the tests of one guard without it; ``test`` is the one that failed."""
 
     check: str
-    file: str
-    text: str
-    replacement: str
-    tests: tuple[str, ...]
-
-    def without(self, source: str) -> str:
-        """Return a file's text without the guard; raises ValueError unless it is there exactly once."""
-        if (count := source.count(self.text)) != 1:
-            raise ValueError(f"{self.file}: the text of the guard {self.check!r} is there {count} times, expected once")
-        return source.replace(self.text, self.replacement)
+    digest: str
+    verdict: Verdict
+    test: str
+    error: str
+    seconds: float
+    baseline_s: float
 
 
-def read_table() -> list[Guard]:
-    """Return the rows of `guards.toml`."""
-    rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))["guard"]
-    return [Guard(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+def result_of(guard: Guard, digest: str, ran: Ran, baseline_s: float) -> Result:
+    """Return what the tests say about a guard that was removed."""
+    verdict: Verdict = "broken"
+    if ran.code is None:
+        verdict = "no end"
+    elif ran.has_failed:
+        verdict = "proven"
+    elif ran.has_passed:
+        verdict = "passes"
+    return Result(guard.check, digest, verdict, ran.test, ran.error, round(ran.seconds, 2), round(baseline_s, 2))
 
 
-class Copy:
-    """A copy of the working tree, in which tests import the copied package."""
+def _try_file(copy: TreeCopy, guards: Sequence[Guard], times: float) -> None:
+    """Try guards whose tests are in one file; this process becomes one of the copy."""
+    copy.enter(guards[0].test_files)
+    tests = sorted({test for guard in guards for test in guard.tests})
+    with_guards = copy.run(tests, deadline_s=_BASELINE_S, stop_at_first=False)
+    for guard in guards:
+        digest = guard.digest(copy.folder)
+        if with_guards.has_passed:
+            deadline_s = times * max(_LEAST_S, _TIMES * with_guards.seconds)
+            _keep(result_of(guard, digest, copy.run_without(guard, deadline_s=deadline_s), with_guards.seconds))
+        else:
+            error = f"with the guard in place: {with_guards.test} {with_guards.error}"
+            _keep(Result(guard.check, digest, "broken", "", error, 0.0, with_guards.seconds))
 
-    def __init__(self, folder: Path) -> None:
-        """Copy every file that git knows, or would add."""
-        self.folder = folder
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        )
-        for name in filter(None, listed.stdout.decode().split("\0")):
-            source, target = ROOT / name, folder / name
-            if source.is_symlink() or source.is_file():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target, follow_symlinks=False)
 
-    def fails(self, tests: Sequence[str]) -> tuple[bool, str]:
-        """Run tests; return whether one failed, and the last line of the output. Raises ValueError for tests that are not there."""
-        output = self.folder / "pytest.out"
-        pid = os.fork()
-        if pid == 0:
+def _keep(result: Result) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
+    name = {"proven": "ok  ", "passes": "HOLE", "no end": "SLOW", "broken": "BAD "}[result.verdict]
+    sys.stdout.write(
+        f"{name} {result.check}: {result.test} {' '.join(result.error.split())[:160]} ({result.seconds:.1f} s)\n"
+    )
+    sys.stdout.flush()
+
+
+def kept_results() -> dict[str, Result]:
+    """Return the last result of each guard that was tried in this tree."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    return {result.check: result for result in (Result(**json.loads(line)) for line in lines)}
+
+
+def prove(guards: Sequence[Guard], *, num_copies: int) -> None:
+    """Try guards, in several copies of the tree at a time, file by file; then alone those whose tests did not end."""
+    with tempfile.TemporaryDirectory(prefix="penstock-mutants-") as folder:
+        copies = [TreeCopy(Path(folder) / str(number)) for number in range(num_copies)]
+        _try_all(guards, copies, 1.0)
+        results = kept_results()
+        without_end = [one for one in guards if one.check in results and results[one.check].verdict == "no end"]
+        _try_all(without_end, copies[:1], _ALONE_TIMES)
+
+
+def _try_all(guards: Sequence[Guard], free: list[TreeCopy], times: float) -> None:
+    by_file: dict[str, list[Guard]] = {}
+    for guard in guards:
+        by_file.setdefault(guard.test_files[0], []).append(guard)
+    waiting = sorted(by_file.values(), key=len)  # the longest first
+    running: dict[int, TreeCopy] = {}
+    while waiting or running:
+        if not waiting or not free:
+            pid, _ = os.wait()
+            free.append(running.pop(pid))
+            continue
+        copy, several = free.pop(), waiting.pop()
+        if (pid := os.fork()) == 0:
             try:
-                self._run(tests, output)
+                _try_file(copy, several, times)
             except BaseException:  # noqa: BLE001 this process must not go on as the one it was forked from
                 traceback.print_exc()
             finally:
-                os._exit(98)
-        deadline = time.monotonic() + _DEADLINE_S
-        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
-                os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return True, f"no end within {_DEADLINE_S} s"
-            time.sleep(0.02)
-        code = os.waitstatus_to_exitcode(ended[1])
-        lines = output.read_text(encoding="utf-8").strip().splitlines()
-        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR tests/"))]
-        if code not in {0, 1}:
-            raise ValueError(f"pytest ended with {code}: {' '.join(tests)}\n" + "\n".join(lines[-15:]))
-        return code == 1, failed[0] if failed else lines[-1]
-
-    def _run(self, tests: Sequence[str], output: Path) -> NoReturn:
-        """Run tests in this process, which was forked with the large libraries imported and nothing of the project."""
-        os.setsid()
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.chdir(self.folder)
-        for name in [name for name in sys.modules if name.partition(".")[0] in {"tests", "penstock"}]:
-            del sys.modules[name]
-        paths = [str(self.folder / "src"), str(self.folder)]
-        sys.path[:] = [*paths, *(path for path in sys.path if path not in {"", str(ROOT), str(ROOT / "src")})]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-        code = int(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *_QUIET, *tests]))
-        import penstock
-
-        sys.stdout.flush()
-        os._exit(code if Path(str(penstock.__file__)).is_relative_to(self.folder) else 99)
-
-    def prove(self, guard: Guard) -> tuple[bool, str]:
-        """Return whether the tests fail without the guard, and how."""
-        path = self.folder / guard.file
-        source = path.read_text(encoding="utf-8")
-        path.write_text(guard.without(source), encoding="utf-8")
-        try:
-            return self.fails(guard.tests)
-        finally:
-            path.write_text(source, encoding="utf-8")
+                os._exit(0)
+        running[pid] = copy
 
 
-def page(results: Sequence[tuple[Guard, bool, str]]) -> str:
-    """Return the results as a table."""
+def page(guards: Sequence[Guard], results: Mapping[str, Result], before: str = "") -> str:
+    """Return a table of guards; the line of one that was not tried here is taken from the table ``before``."""
+    known = {tuple(line.split(" | ")[:2]): line for line in before.splitlines() if line.startswith("| ")}
     lines = ["| check | file | fails without it |", "|---|---|---|"]
-    for guard, is_proven, how in results:
-        test = _name(how) if is_proven else "**no test**"
-        lines.append(f"| {guard.check} | `{guard.file}` | {test} |")
+    for guard in guards:
+        result = results.get(guard.check)
+        start = (f"| {guard.check}", f"`{guard.file}`")
+        if result is not None and result.verdict == "proven":
+            file, _, test = result.test.partition("::")
+            lines.append(" | ".join((*start, f"`{Path(file).name}` {test.partition('[')[0]} |")))
+        elif result is None and start in known:
+            lines.append(known[start])
+        else:
+            lines.append(" | ".join((*start, "**not tried** |" if result is None else "**no test** |")))
     return "\n".join(lines)
-
-
-def _name(how: str) -> str:
-    if not how.startswith(("FAILED ", "ERROR tests/")):
-        return how
-    file, _, test = how.split(" ")[1].partition("::")
-    return f"`{Path(file).name}` {test.partition('[')[0]}"
 
 
 def main() -> int:
     """Prove the guards whose name has one of the words, all without words; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--write", type=Path, help="page whose table is replaced")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="parts of the names of the guards to try (default: all)")
+    parser.add_argument("--write", type=Path, help="page whose table is brought up to date")
+    parser.add_argument("--again", action="store_true", help="also what is proven and has not changed")
+    parser.add_argument("--copies", type=int, default=2, help="copies of the tree that are used at a time (default: 2)")
     options = parser.parse_args()
-    guards = [one for one in read_table() if not options.words or any(word in one.check for word in options.words)]
-    results: list[tuple[Guard, bool, str]] = []
-    with tempfile.TemporaryDirectory(prefix="penstock-mutants-") as folder:
-        copy = Copy(Path(folder))
-        sys.dont_write_bytecode = True  # a mutant may have the size and the second of the original
-        for name in _LARGE:
-            importlib.import_module(name)
-        is_broken, how = copy.fails(sorted({test for one in guards for test in one.tests}))
-        if is_broken:
-            sys.stderr.write(f"the tests fail with all guards in place, so they prove nothing: {how}\n")
-            return 2
-        for guard in guards:
-            results.append((guard, *copy.prove(guard)))
-            _, is_proven, how = results[-1]
-            sys.stdout.write(f"{'ok  ' if is_proven else 'HOLE'} {guard.check}: {how}\n")
-            sys.stdout.flush()
+    guards = read_table()
+    wanted = [one for one in guards if not options.words or any(word in one.check for word in options.words)]
+    kept = kept_results()
+    results = {
+        one.check: kept[one.check] for one in guards if one.check in kept and kept[one.check].digest == one.digest()
+    }
+    proven = {check for check, result in results.items() if result.verdict == "proven" and not options.again}
+    todo = [one for one in wanted if one.check not in proven]
+    sys.stdout.write(f"{len(wanted) - len(todo)} of {len(wanted)} guards are proven and have not changed\n")
+    sys.stdout.flush()
+    import_large_libraries()
+    prove(todo, num_copies=options.copies)
+    kept = kept_results()
+    results |= {one.check: kept[one.check] for one in todo if one.check in kept}
     if options.write is not None:
         text = options.write.read_text(encoding="utf-8")
-        before, after = text.partition(_BEGIN)[0], text.partition(_END)[2]
-        options.write.write_text(f"{before}{_BEGIN}\n\n{page(results)}\n\n{_END}{after}", encoding="utf-8")
-    holes = [guard.check for guard, is_proven, _ in results if not is_proven]
-    sys.stdout.write(f"{len(results) - len(holes)} of {len(results)} guards are proven\n")
+        head, _, rest = text.partition(_BEGIN)
+        table, _, after = rest.partition(_END)
+        new = page(guards, results, table)
+        options.write.write_text(f"{head}{_BEGIN}\n\n{new}\n\n{_END}{after}", encoding="utf-8")
+    holes = [one.check for one in wanted if one.check not in results or results[one.check].verdict != "proven"]
+    for check in holes:
+        sys.stdout.write(
+            f"not proven: {check} ({results[check].verdict if check in results else 'its process ended'})\n"
+        )
+    sys.stdout.write(f"{len(wanted) - len(holes)} of {len(wanted)} guards are proven\n")
     return 1 if holes else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.prove import ROOT, read_table
+from tests.mutation.guards import ROOT, read_table
 
 
 def test_every_guard_of_the_table_is_in_its_file() -> None:

@@ -1,0 +1,142 @@
+"""The prover of guards: what counts as proof, what is swapped without an import, and the table."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.mutation.guards import Guard
+from tests.mutation.prove import Result, Verdict, page, result_of
+from tests.mutation.swap_code import swap
+from tests.mutation.tree_copy import Ran
+
+SOURCE = '''
+import contextlib, functools
+
+LIMIT = 3
+
+
+def plain(value):
+    if value > LIMIT:
+        raise ValueError
+    return value
+
+
+@contextlib.contextmanager
+def wrapped(value):
+    plain(value)
+    yield value
+
+
+def outer(limit):
+    def inner(value):
+        return value <= limit
+    return inner
+
+
+class Box:
+    size: int = 2
+
+    @classmethod
+    def made(cls, value=1):
+        """Doc."""
+        return cls if value < 9 else None
+
+    @property
+    def fits(self):
+        return self.size < 3
+
+    later = staticmethod(lambda value: value > 5)
+'''
+
+
+def imported(path: Path) -> ModuleType:
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("guarded", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expression", "expected"),
+    [
+        ("if value > LIMIT:", "if False:", "was(9)", 9),
+        ("    if value > LIMIT:\n        raise ValueError\n", "    pass\n", "was(9)", 9),
+        ("    plain(value)\n    yield value", "    yield value", "held(9).__enter__()", 9),
+        ("return value <= limit", "return True", "m.outer(1)(5)", True),
+        ("cls if value < 9 else None", "cls", "m.Box.made(9) is m.Box", True),
+        ("self.size < 3", "self.size < 0", "m.Box().fits", False),
+        ("lambda value: value > 5", "lambda value: True", "m.Box.later(1)", True),
+    ],
+)
+def test_a_changed_function_is_swapped_wherever_it_is_held(
+    tmp_path: Path, old: str, new: str, expression: str, expected: object
+) -> None:
+    """References that others took before see it too."""
+    path = tmp_path / "guarded.py"
+    module = imported(path)
+    was, held = module.plain, module.wrapped
+    assert swap(SOURCE, SOURCE.replace(old, new), str(path)) is True
+    assert eval(expression, {"m": module, "was": was, "held": held}) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("LIMIT = 3", "LIMIT = 30"),
+        ("@contextlib.contextmanager\n", ""),
+        ("value=1", "value=2"),
+        ("size: int = 2", "size: int = 3"),
+        ("    @property\n", ""),
+        ("def outer(limit)", "def other(limit)"),
+        ("LIMIT = 3", "LIMIT = 3\nOTHER = [one for one in range(3)]"),
+    ],
+)
+def test_what_runs_at_import_is_not_swapped(tmp_path: Path, old: str, new: str) -> None:
+    """Then nothing is changed."""
+    path = tmp_path / "guarded.py"
+    module = imported(path)
+    assert swap(SOURCE, SOURCE.replace(old, new), str(path)) is False
+    with pytest.raises(ValueError):  # noqa: PT011 it has no text
+        module.plain(9)
+
+
+GUARD = Guard("a pack: its size", "a.py", "x", "y", ("tests/test_a.py::test_it",))
+
+
+@pytest.mark.parametrize(
+    ("ran", "verdict"),
+    [
+        (Ran(1, "tests/test_a.py::test_it", "AssertionError", 1.0), "proven"),
+        (Ran(0, "", "", 1.0), "passes"),
+        (Ran(None, "", "no end within 90 s", 90.0), "no end"),
+        (Ran(1, "", "error at setup", 1.0), "broken"),
+        (Ran(2, "", "cannot be collected", 1.0), "broken"),
+        (Ran(5, "", "no tests", 1.0), "broken"),
+    ],
+)
+def test_only_a_test_that_fails_is_a_proof(ran: Ran, verdict: Verdict) -> None:
+    """Not one that did not end, whose fixture failed, or that could not be collected."""
+    assert result_of(GUARD, "digest", ran, 1.0).verdict == verdict
+
+
+def test_the_table_keeps_what_was_not_tried_here() -> None:
+    """The line of another guard stays, what failed loses its test, and a guard without a line is named."""
+    others = [Guard(name, "b.py", "x", "y", ("tests/test_b.py::test_b",)) for name in ("known", "hole", "new")]
+    before = "| known | `b.py` | `test_b.py` test_b |\n| hole | `b.py` | `test_b.py` test_b |\n| gone | `c.py` | `test_c.py` test_c |"
+    results = {
+        GUARD.check: Result(GUARD.check, "", "proven", "tests/test_a.py::test_it[x]", "", 1.0, 1.0),
+        "hole": Result("hole", "", "passes", "", "", 1.0, 1.0),
+    }
+    assert page([GUARD, *others], results, before).splitlines()[2:] == [
+        "| a pack: its size | `a.py` | `test_a.py` test_it |",
+        "| known | `b.py` | `test_b.py` test_b |",
+        "| hole | `b.py` | **no test** |",
+        "| new | `b.py` | **not tried** |",
+    ]
