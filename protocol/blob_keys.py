@@ -79,6 +79,16 @@ def models_prefix(run_id: str) -> str:
     return f"runs/{run_id}/model/"
 
 
+def image(run_id: str, sha256: str) -> str:
+    """Return the key of an image of a task or an episode, addressed by content."""
+    return f"{images_prefix(run_id)}{sha256}"
+
+
+def images_prefix(run_id: str) -> str:
+    """Return the prefix of all images."""
+    return f"runs/{run_id}/images/"
+
+
 def access_check_prefix(run_id: str) -> str:
     """Return a prefix that no object has: to list it shows whether the store answers and accepts the credentials."""
     return f"runs/{run_id}/check/"

@@ -12,6 +12,7 @@
     ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
     ├── UnsupportedModel          the model folder is missing, unreadable or of a kind that would be trained wrongly
     ├── MalformedData             rows of a data file, or messages of a chat, are malformed
+    ├── ImageRefused              an image does not decode, exceeds a limit, or is another than its row says
     ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
     ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
@@ -85,6 +86,10 @@ class UnsupportedModel(PenstockError):
 
 class MalformedData(PenstockError):
     """Rows of a data file are malformed; the text gives file, line and column of each. Or messages of a chat."""
+
+
+class ImageRefused(PenstockError):
+    """An image is of another format, does not decode, exceeds a limit, or does not fit what its row says of it."""
 
 
 class MalformedWeights(PenstockError):

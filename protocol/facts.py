@@ -112,6 +112,67 @@ class RouterShape(Wire):
         return self
 
 
+MAX_IMAGES = 8  # of a row
+MAX_IMAGE_BYTES = 16 * 1024**2
+MAX_IMAGE_SIDE = 2**15  # patches of a grid in one direction
+
+
+class ImageRef(Wire):
+    """One image of a row: the object with its bytes, and the tokens that stand for it."""
+
+    position: Count  # of its first token in the row
+    num_tokens: Annotated[int, Field(ge=1, le=2**24)]  # all with the id of the model's image token
+    grid_thw: tuple[
+        Annotated[int, Field(ge=1, le=1)],
+        Annotated[int, Field(ge=1, le=MAX_IMAGE_SIDE)],
+        Annotated[int, Field(ge=1, le=MAX_IMAGE_SIDE)],
+    ]  # patches: temporal, of the height, of the width
+    sha256: Sha256
+    size_bytes: Annotated[int, Field(ge=1, le=MAX_IMAGE_BYTES)]
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.position + self.num_tokens
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of its grid; a token stands for the same number of them in every image of a model."""
+        return self.grid_thw[0] * self.grid_thw[1] * self.grid_thw[2]
+
+    @model_validator(mode="after")
+    def _whole_tokens(self) -> ImageRef:
+        if self.num_patches % self.num_tokens:
+            raise ValueError(f"image {self.sha256}: {self.num_tokens} tokens for a grid of {self.grid_thw} patches")
+        return self
+
+
+class RowImages(Wire):
+    """The images of a row in the order of its tokens; see `protocol/images`."""
+
+    processor: Sha256  # of what makes pixel values of the bytes: `ImageProcessor.sha256`
+    refs: Annotated[tuple[ImageRef, ...], Field(min_length=1, max_length=MAX_IMAGES)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all images."""
+        return sum(ref.num_tokens for ref in self.refs)
+
+    def before(self, end: int) -> RowImages | None:
+        """Return those whose tokens are among the first ``end`` of the row; None: there are none."""
+        refs = tuple([ref for ref in self.refs if ref.end <= end])
+        return RowImages(processor=self.processor, refs=refs) if refs else None
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RowImages:
+        for one, other in zip(self.refs, self.refs[1:], strict=False):
+            if one.end > other.position:
+                raise ValueError(
+                    f"image {other.sha256} begins at token {other.position}, before image {one.sha256} ends at {one.end}"
+                )
+        return self
+
+
 MAX_COMPLETIONS = 4096  # of a group, and of those that are started for it
 SINGLE_TURN = "single_turn"  # the environment whose trajectories are a prompt and one completion
 
@@ -188,6 +249,17 @@ class Task(Wire):
         None  # likeliest tokens that the teacher is to name, 0: none but those sampled; None: no teacher
     )
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None  # of its samples and episodes; None: random
+    images: RowImages | None = None  # of the prompt; ``prompt_ids`` hold all of their tokens
+
+    @model_validator(mode="after")
+    def _images_in_prompt(self) -> Task:
+        for ref in self.images.refs if self.images is not None else ():
+            if ref.end > len(self.prompt_ids) or len(set(self.prompt_ids[ref.position : ref.end])) != 1:
+                raise ValueError(
+                    f"image {ref.sha256}: tokens {ref.position} to {ref.end} of a prompt of {len(self.prompt_ids)} are not "
+                    "one token, repeated"
+                )
+        return self
 
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -195,8 +267,9 @@ class Task(Wire):
         document = without_empty(fields(self), "messages", "redundant_completions", "redundant_wait")
         if self.teacher_top_k is None:
             document.pop("teacher_top_k", None)  # not there where defaults are left out
-        if self.seed is None:
-            document.pop("seed", None)
+        for name in ("seed", "images"):
+            if getattr(self, name) is None:
+                document.pop(name, None)
         return document
 
 
@@ -237,11 +310,12 @@ class GeneratedGroup(Wire):
     )
     abandoned: Annotated[tuple[AbandonedCompletion, ...], Field(max_length=MAX_COMPLETIONS)] = ()
     routers: RouterShape | None = None  # the experts that the engine's routers chose for each token are in the pack
+    image_processor: Sha256 | None = None  # `RowImages.processor` of its rows; None: no row has an image
 
     @model_serializer(mode="wrap")
     def _without_unused(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what services of an earlier release would not know, unless it is used."""
-        document = without_empty(fields(self), "abandoned", "routers")
+        document = without_empty(fields(self), "abandoned", "routers", "image_processor")
         if self.teacher_top_k is None:
             document.pop("teacher_top_k", None)  # not there where defaults are left out
         return document

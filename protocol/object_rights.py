@@ -37,21 +37,22 @@ def object_rights(run_id: str = ANY_RUN) -> tuple[ObjectRights, ...]:
     layouts, models = blob_keys.layouts_prefix(run_id), blob_keys.models_prefix(run_id)
     lineage, logprobs = blob_keys.lineage_prefix(run_id), blob_keys.logprobs_prefix(run_id)
     inputs, check = blob_keys.rescored_prefix(run_id), blob_keys.access_check_prefix(run_id)
-    episodes, run = blob_keys.all_finished_episodes_prefix(run_id), blob_keys.run_prefix(run_id)
+    episodes, images = blob_keys.all_finished_episodes_prefix(run_id), blob_keys.images_prefix(run_id)
+    run = blob_keys.run_prefix(run_id)
     return (
         ObjectRights(
             "rollout",
-            reads=(tasks, weights, layouts, models, episodes),
-            writes=(groups, episodes),
+            reads=(tasks, weights, layouts, models, episodes, images),
+            writes=(groups, episodes, images),
             deletes=(episodes,),
             lists=(episodes, check),
         ),
         ObjectRights("reward", reads=(groups,), lists=(check,)),
         ObjectRights(
             "trainer",
-            reads=(groups, weights, layouts, models, lineage, checkpoints, inputs),
+            reads=(groups, weights, layouts, models, lineage, checkpoints, inputs, images),
             writes=(
-                *(tasks, weights, layouts, models, lineage, checkpoints, logprobs),
+                *(tasks, weights, layouts, models, lineage, checkpoints, logprobs, images),
                 blob_keys.input_users_prefix(run_id),
             ),
             deletes=(groups, episodes, tasks, weights, checkpoints, logprobs),

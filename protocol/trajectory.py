@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import AbandonedCompletion, FinishReason, GeneratedGroup, RewardRequest, RouterShape, Split
+from penstock.protocol.facts import (
+    AbandonedCompletion,
+    FinishReason,
+    GeneratedGroup,
+    RewardRequest,
+    RouterShape,
+    RowImages,
+    Split,
+)
 from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 if TYPE_CHECKING:
@@ -44,6 +52,7 @@ class Trajectory:
     completion_text: str
     is_baseline: bool = False  # sampled greedily, to be scored and compared with, never trained on
     experts: ExpertChoices | None = None  # of a mixture of experts, where the task asked for them
+    images: RowImages | None = None  # those whose tokens are among ``token_ids``
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -55,11 +64,12 @@ class Trajectory:
         if not np.isfinite(self.behaviour_logprobs).all():
             raise PackError("behaviour_logprobs hold NaN or infinity; the engine's answer cannot be used")
         _check_runs(self.version_runs, self.loss_mask, self.behaviour_logprobs)
+        _check_images(self.images, self.token_ids, self.loss_mask)
         if self.experts is not None:
             self.experts.check_length(length)
 
     @classmethod
-    def of_checked_values(
+    def of_checked_values(  # noqa: PLR0913  a trajectory has these
         cls,
         token_ids: Int32s,
         loss_mask: Bools,
@@ -68,13 +78,16 @@ class Trajectory:
         finish_reason: FinishReason,
         completion_text: str,
         is_baseline: bool,
+        *,
         experts: ExpertChoices | None = None,
+        images: RowImages | None = None,
     ) -> Trajectory:
-        """Build from arrays of equal length whose values `check_token_values` has checked; only the runs are checked here.
+        """Build from arrays of equal length whose values `check_token_values` has checked; only runs and images are checked here.
 
         A pack checks the values of all its trajectories at once, which costs a tenth.
         """
         _check_runs(version_runs, loss_mask, behaviour_logprobs)
+        _check_images(images, token_ids, loss_mask)
         new, put = object.__new__(cls), object.__setattr__
         put(new, "token_ids", token_ids)
         put(new, "loss_mask", loss_mask)
@@ -84,6 +97,7 @@ class Trajectory:
         put(new, "completion_text", completion_text)
         put(new, "is_baseline", is_baseline)
         put(new, "experts", experts)
+        put(new, "images", images)
         if experts is not None:
             experts.check_length(len(token_ids))
         return new
@@ -154,12 +168,18 @@ class Group:
             raise PackError(
                 f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
             )
+        self._check_processor()
         shapes = {str(row.experts and row.experts.shape) for row in self.trajectories}
         if len(shapes) > 1:
             raise PackError(
                 f"group {self.group_id}: the experts of its trajectories are {' and '.join(sorted(shapes))}, expected the "
                 "same of all, or of none"
             )
+
+    @property
+    def image_processor(self) -> str | None:
+        """What made the pixel values of its images, `RowImages.processor`; None: no row has an image."""
+        return next((row.images.processor for row in self.trajectories if row.images is not None), None)
 
     @property
     def routers(self) -> RouterShape | None:
@@ -190,6 +210,13 @@ class Group:
     def trained_rows(self) -> list[Trajectory]:
         """The trajectories that may be trained on: all but those of the baseline."""
         return [one for one in self.trajectories if not one.is_baseline]
+
+    def _check_processor(self) -> None:
+        found = {row.images.processor for row in self.trajectories if row.images is not None}
+        if len(found) > 1:
+            raise PackError(
+                f"group {self.group_id}: its images were computed by the processors {' and '.join(sorted(found))}, expected one"
+            )
 
     def _check_episodes(self) -> None:
         rows = [row.trajectory for episode in self.episodes for row in episode.rows]
@@ -230,6 +257,8 @@ class Group:
         for number, row in enumerate(self.trajectories):
             if row.token_ids[:num].tobytes() != prompt:
                 raise PackError(f"group {self.group_id}: trajectory {number} has another prompt than trajectory 0")
+            if row.images != first.images:
+                raise PackError(f"group {self.group_id}: trajectory {number} has other images than trajectory 0")
             if row.version_runs[0].start < num:
                 raise PackError(
                     f"group {self.group_id}: trajectory {number} says that tokens of the prompt were sampled"
@@ -264,6 +293,7 @@ class Group:
             ("row_tokens", sum(e.num_tokens for e in self.episodes) if self.episodes else None, described.row_tokens),
             ("teacher_top_k", self.teacher_top_k, described.teacher_top_k),
             ("routers", self.routers, described.routers),
+            ("image_processor", self.image_processor, described.image_processor),
         )
 
     @property
@@ -303,6 +333,7 @@ class Group:
             teacher_top_k=self.teacher_top_k,
             abandoned=self.abandoned,
             routers=self.routers,
+            image_processor=self.image_processor,
         )
 
 
@@ -328,6 +359,17 @@ def check_equal(group_id: str, *fields: tuple[str, object, object]) -> None:
             raise PackError(
                 f"the pack holds another group than {group_id} as the message describes it: {name} is {str(found)[:200]}, "
                 f"the message says {str(expected)[:200]}"
+            )
+
+
+def _check_images(images: RowImages | None, token_ids: Int32s, loss_mask: Bools) -> None:
+    """Raise PackError unless every image has its tokens in the row: one id, repeated, none of them sampled."""
+    for ref in images.refs if images is not None else ():
+        span = slice(ref.position, ref.end)
+        if ref.end > len(token_ids) or np.ptp(token_ids[span]) or np.count_nonzero(loss_mask[span]):
+            raise PackError(
+                f"image {ref.sha256}: tokens {ref.position} to {ref.end} of a row of {len(token_ids)} are not one token, repeated, "
+                "or were sampled; those of an image never are"
             )
 
 

@@ -8,7 +8,7 @@ everything, and a third less CPU for writing and reading. A dictionary pays for 
 never for token ids, log-probabilities or completions.
 A pack that holds a group of episodes has further columns (`episode_columns.py`), and stores what an episode's rows share once.
 One whose groups have a teacher's log-probabilities has those of `teacher_columns.py`, one whose groups say which experts computed their
-tokens those of `expert_columns.py`.
+tokens those of `expert_columns.py`, and one with images those of `image_columns.py`.
 Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
@@ -30,7 +30,14 @@ import pyarrow.parquet as pq
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest
-from penstock.protocol.packs import episode_columns, expert_columns, pack_bounds, pack_footer, teacher_columns
+from penstock.protocol.packs import (
+    episode_columns,
+    expert_columns,
+    image_columns,
+    pack_bounds,
+    pack_footer,
+    teacher_columns,
+)
 from penstock.protocol.packs.arrow_lists import list_of, lists
 from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
@@ -79,6 +86,15 @@ WITH_TEACHER = pa.schema([*SCHEMA, *teacher_columns.FIELDS], SCHEMA.metadata)
 WITH_BOTH = pa.schema([*WITH_EPISODES, *teacher_columns.FIELDS], SCHEMA.metadata)
 WITH_EXPERTS = pa.schema([*SCHEMA, *expert_columns.FIELDS], SCHEMA.metadata)
 WITH_TEACHER_AND_EXPERTS = pa.schema([*WITH_TEACHER, *expert_columns.FIELDS], SCHEMA.metadata)
+WITHOUT_IMAGES = {  # by whether there are episodes, and a teacher
+    (False, False): SCHEMA,
+    (True, False): WITH_EPISODES,
+    (False, True): WITH_TEACHER,
+    (True, True): WITH_BOTH,
+}
+WITH_IMAGES = {
+    which: pa.schema([*schema, *image_columns.FIELDS], schema.metadata) for which, schema in WITHOUT_IMAGES.items()
+}
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
 _MAY_BE_NULL = frozenset(("ground_truth", *episode_columns.MAY_BE_NULL))
 _SMALL = {"compression": "lz4", "use_dictionary": False}
@@ -161,9 +177,10 @@ def _table(groups: Sequence[Group]) -> pa.Table:
     ]
     has_episodes, has_teacher = any(g.episodes for g in groups), any(g.teacher is not None for g in groups)
     has_experts = any(g.routers is not None for g in groups)
-    if has_experts and has_episodes:
+    has_images = any(g.image_processor is not None for g in groups)
+    if has_experts and (has_episodes or has_images):
         raise PackError(
-            f"group {groups[0].group_id} and {len(groups) - 1} more: episodes have no experts of their tokens"
+            f"group {groups[0].group_id} and {len(groups) - 1} more: episodes, and rows with images, have no experts of their tokens"
         )
     if has_episodes:
         columns += episode_columns.columns(groups)
@@ -172,8 +189,10 @@ def _table(groups: Sequence[Group]) -> pa.Table:
     if has_experts:
         columns += expert_columns.columns(groups)
         return pa.Table.from_arrays(columns, schema=WITH_TEACHER_AND_EXPERTS if has_teacher else WITH_EXPERTS)
-    schemas = {(False, False): SCHEMA, (True, False): WITH_EPISODES, (False, True): WITH_TEACHER}
-    return pa.Table.from_arrays(columns, schema=schemas.get((has_episodes, has_teacher), WITH_BOTH))
+    if has_images:
+        columns += image_columns.columns(groups)
+    schemas = WITH_IMAGES if has_images else WITHOUT_IMAGES
+    return pa.Table.from_arrays(columns, schema=schemas[has_episodes, has_teacher])
 
 
 def decode(
@@ -262,6 +281,7 @@ def _accepted() -> tuple[pa.Schema, ...]:
         WITH_BOTH,
         WITH_EXPERTS,
         WITH_TEACHER_AND_EXPERTS,
+        *WITH_IMAGES.values(),
         *schemas,
         *(s.remove(s.get_field_index("is_baseline")) for s in schemas),
     )
@@ -331,6 +351,7 @@ def _trajectories(
     texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
     baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
     experts = expert_columns.of_rows(rows, [b - a for a, b in itertools.pairwise(at)])
+    images = image_columns.of_rows(rows)
     found = []
     for i, text in enumerate(texts):
         span = slice(at[i], at[i + 1])
@@ -345,7 +366,8 @@ def _trajectories(
                 reasons[i],
                 text,
                 baselines[i],
-                experts[i],
+                experts=experts[i],
+                images=images[i],
             )
         )
     return found

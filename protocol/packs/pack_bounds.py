@@ -28,7 +28,7 @@ MAX_BYTES = 512 * 1024**2  # decoded at a time, whatever a message promises
 _MIN_BYTES = 64 * 1024**2  # texts, and unit tests in the ground truth, are not promised by a message
 _BYTES_PER_TOKEN = 64  # of ids, mask, log-probabilities and text; leaves room for tokens that were not sampled
 _BYTES_PER_NUMBER = 16  # of a teacher: the value, its levels, and its part of a page
-_MAX_SCHEMA_ELEMENTS = 80  # a pack of episodes with a teacher has 66
+_MAX_SCHEMA_ELEMENTS = 80  # a pack of episodes with a teacher and images has 73
 
 _WIDTHS = {
     "BOOLEAN": 1,

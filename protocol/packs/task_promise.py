@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import SINGLE_TURN, RewardRequest, Task
+from penstock.protocol.facts import SINGLE_TURN, RewardRequest, RowImages, Task
 from penstock.protocol.trajectory import Group
 
 
@@ -84,7 +84,7 @@ class TaskPromise:
         prompt = np.array(task.prompt_ids, dtype=np.int32).tobytes()
         known = (TaskSettings.of(task),) if settings is None else tuple(settings)
         return cls(
-            content_hash(prompt, task.prompt_text, task.reward),
+            content_hash(prompt, task.prompt_text, task.reward, task.images),
             task.split,
             task.attempt,
             known,
@@ -106,9 +106,10 @@ class TaskPromise:
             raise PackError(f"group {group.group_id} holds episodes, its task asked for one completion each")
         prompt = b"" if group.episodes else group.trajectories[0].token_ids[: group.num_prompt_tokens].tobytes()
         expected = self.content_of_episodes if group.episodes else self.content
-        if content_hash(prompt, group.prompt_text, group.reward) != expected:
+        images = None if group.episodes else group.trajectories[0].images
+        if content_hash(prompt, group.prompt_text, group.reward, images) != expected:
             raise PackError(
-                f"group {group.group_id}: its prompt or what it is to be scored by is not that of its task; "
+                f"group {group.group_id}: its prompt, images or what it is to be scored by is not that of its task; "
                 f"got {group.num_prompt_tokens} prompt tokens, {group.prompt_text[:100]!r}, {group.reward.name}"
             )
         if (group.split, group.attempt) != (self.split, self.attempt):
@@ -150,11 +151,13 @@ def _of_teacher(top_k: int | None) -> str:
     return "nothing of a teacher" if top_k is None else f"a teacher's log-probabilities with {top_k} likeliest tokens"
 
 
-def content_hash(prompt: bytes, prompt_text: str, reward: RewardRequest) -> bytes:
-    """Return a hash of a prompt's token ids (int32), its text, and what its completions are scored by."""
+def content_hash(prompt: bytes, prompt_text: str, reward: RewardRequest, images: RowImages | None = None) -> bytes:
+    """Return a hash of a prompt's token ids (int32), its text and images, and what its completions are scored by."""
     texts = (prompt_text, reward.name, reward.data_source, reward.ground_truth or "", reward.extra_info)
     parts = [prompt, *(text.encode("utf-8", "surrogatepass") for text in texts), bytes([reward.ground_truth is None])]
     digest = hashlib.sha256(b"%d %d %d %d %d %d." % tuple(map(len, parts[:6])))
     for part in parts:
         digest.update(part)
+    if images is not None:
+        digest.update(images.model_dump_json().encode())
     return digest.digest()

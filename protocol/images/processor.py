@@ -1,0 +1,235 @@
+"""What a model's image processor makes of an image: pixel values, their grid, the number of tokens.
+
+As `Qwen2VLImageProcessorPil` of transformers 5 (which also serves Qwen2.5-VL), to the last bit, without transformers and torch, so
+that worker, engine and trainer call the same function on the same bytes. `ImageProcessor.sha256` names everything that the result
+depends on besides the bytes; a row carries it, and who computes the row refuses another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.protocol.errors import ImageRefused, UnsupportedModel
+from penstock.protocol.facts import ImageRef
+from penstock.protocol.images import admission
+
+FAMILIES = ("qwen2_5_vl",)  # model_type whose processor and positions are compared with transformers' in tests
+VISION_MODELS = ("vision_config", "image_token_id", "image_token_index")  # keys of a config.json that reads images
+_VERSION = 1  # of what this file computes
+_CLASSES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+_BICUBIC = 3
+_MAX_SIZE = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """An image as the vision tower of a model reads it."""
+
+    pixel_values: npt.NDArray[np.float32]  # [patches, 3 * temporal_patch_size * patch_size ** 2]
+    grid_thw: tuple[int, int, int]  # patches: temporal (1), of the height, of the width
+    num_tokens: int  # of the language model
+
+
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """The image processor of one model folder."""
+
+    image_token_id: int  # of every token that stands for a part of an image
+    patch_size: int  # pixels
+    temporal_patch_size: int
+    merge_size: int  # patches of a token in each direction
+    min_pixels: int
+    max_pixels: int
+    rescale_factor: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of this configuration, the version of this code, and the versions of the decoders."""
+        document = {"kind": "qwen2_vl", "version": _VERSION, **asdict(self), "decoders": admission.decoders()}
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+    def grid_of(self, width: int, height: int) -> tuple[int, int, int]:
+        """Return the grid of patches of an image of so many pixels."""
+        rows, columns = self._resized(width, height)
+        return 1, rows // self.patch_size, columns // self.patch_size
+
+    def num_tokens(self, grid_thw: tuple[int, int, int]) -> int:
+        """Return how many tokens stand for a grid of patches; raises ImageRefused for one that no image has."""
+        frames, rows, columns = grid_thw
+        if frames != 1 or min(grid_thw) < 1 or rows % self.merge_size or columns % self.merge_size:
+            raise ImageRefused(
+                f"a grid of {grid_thw} patches, expected 1 and two multiples of {self.merge_size}: of another model's processor"
+            )
+        return rows * columns // self.merge_size**2
+
+    def process(self, data: bytes) -> ProcessedImage:
+        """Return what the vision tower reads; raises ImageRefused for bytes that `admission.admit` would refuse."""
+        width, height = admission.size_of(data)
+        rows, columns = self._resized(width, height)
+        image = np.moveaxis(admission.pixels(data, (columns, rows)), -1, 0)
+        scaled = (image.astype(np.float64) * self.rescale_factor).astype(np.float32)
+        mean, std = np.array(self.mean, dtype=np.float32), np.array(self.std, dtype=np.float32)
+        normalised = ((scaled.T - mean) / std).T
+        grid = self.grid_of(width, height)
+        return ProcessedImage(self._patches(normalised, grid), grid, self.num_tokens(grid))
+
+    def check(self, ref: ImageRef, found: ProcessedImage) -> None:
+        """Raise ImageRefused unless a row says of an image what was computed."""
+        expected = (found.grid_thw, found.num_tokens)
+        if (ref.grid_thw, ref.num_tokens) != expected:
+            raise ImageRefused(
+                f"image {ref.sha256}: the row says {ref.num_tokens} tokens and a grid of {ref.grid_thw}, its bytes give "
+                f"{found.num_tokens} and {found.grid_thw}: engine and trainer have different image processors"
+            )
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """Return height and width after the resize: multiples of a token's sides, within the limits of pixels."""
+        factor = self.patch_size * self.merge_size
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        if rows * columns > self.max_pixels:
+            beta = math.sqrt((height * width) / self.max_pixels)
+            rows = max(factor, math.floor(height / beta / factor) * factor)
+            columns = max(factor, math.floor(width / beta / factor) * factor)
+        elif rows * columns < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / (height * width))
+            rows = math.ceil(height * beta / factor) * factor
+            columns = math.ceil(width * beta / factor) * factor
+        return rows, columns
+
+    def _patches(self, image: npt.NDArray[np.float32], grid_thw: tuple[int, int, int]) -> npt.NDArray[np.float32]:
+        """Return the patches of an image [3, height, width], those of a token one after another."""
+        _, rows, columns = grid_thw
+        merge, size = self.merge_size, self.patch_size
+        parts = image.reshape(3, rows // merge, merge, size, columns // merge, merge, size)
+        parts = np.transpose(parts, (1, 4, 2, 5, 0, 3, 6))[:, :, :, :, :, None]
+        parts = np.broadcast_to(parts, (*parts.shape[:5], self.temporal_patch_size, size, size))
+        return np.ascontiguousarray(parts.reshape(rows * columns, -1))
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Return True if a model reads images, by its config.json."""
+    return any(name in config for name in VISION_MODELS)
+
+
+def read_processor(folder: Path) -> ImageProcessor | None:
+    """Return the image processor of a model folder; None for a model that reads no images.
+
+    Raises UnsupportedModel for a model of another family, and for a configuration that is not computed here.
+    """
+    config = _read(folder / "config.json")
+    if not reads_images(config):
+        return None
+    if config.get("model_type") not in FAMILIES:
+        raise UnsupportedModel(
+            f"{folder}: model_type {config.get('model_type')!r} reads images, and only {', '.join(FAMILIES)} is supported; use a "
+            "model of this family, or one that reads text"
+        )
+    own = _own_config(folder)
+    _check_fixed(own, folder)
+    size = own.get("size") or {}
+    numbers = {
+        "patch_size": own.get("patch_size", 14),
+        "temporal_patch_size": own.get("temporal_patch_size", 2),
+        "merge_size": own.get("merge_size", 2),
+        "min_pixels": own.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+        "max_pixels": own.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        "image_token_id": config.get("image_token_id"),
+    }
+    for name, value in numbers.items():
+        if type(value) is not int or not 0 < value < _MAX_SIZE:
+            raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected a positive number")
+    _check_tower(config.get("vision_config"), numbers, folder)
+    factor = numbers["patch_size"] * numbers["merge_size"]
+    if not factor**2 <= numbers["min_pixels"] <= numbers["max_pixels"]:
+        raise UnsupportedModel(
+            f"{folder}: min_pixels {numbers['min_pixels']} and max_pixels {numbers['max_pixels']}, expected at least the {factor**2} "
+            "pixels of one token, and no less than min_pixels"
+        )
+    return ImageProcessor(
+        **numbers,
+        rescale_factor=_number(own.get("rescale_factor", 1 / 255), "rescale_factor", folder),
+        mean=_colours(own, "image_mean", (0.48145466, 0.4578275, 0.40821073), folder),
+        std=_colours(own, "image_std", (0.26862954, 0.26130258, 0.27577711), folder),
+    )
+
+
+def _own_config(folder: Path) -> dict[str, Any]:
+    """Return the image processor's part of a model folder: a file of its own, or a part of the processor's."""
+    for name, part in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        if (folder / name).is_file():
+            found = _read(folder / name)
+            own = found if part is None else found.get(part)
+            if isinstance(own, dict):
+                return own
+    raise UnsupportedModel(
+        f"{folder}: no preprocessor_config.json; save the model's image processor with `save_pretrained` of transformers"
+    )
+
+
+def _check_fixed(own: Mapping[str, Any], folder: Path) -> None:
+    """Refuse what would be computed differently."""
+    expected: dict[str, tuple[Any, ...]] = {
+        "image_processor_type": (*_CLASSES, None),
+        "do_resize": (True,),
+        "do_rescale": (True,),
+        "do_normalize": (True,),
+        "do_convert_rgb": (True,),
+        "resample": (_BICUBIC,),
+    }
+    for name, allowed in expected.items():
+        value = own.get(name, allowed[0])
+        if value not in allowed:
+            raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected {allowed[0]!r}")
+
+
+def _check_tower(tower: Any, numbers: Mapping[str, int], folder: Path) -> None:
+    """Refuse a processor that cuts other patches than the model's vision tower reads."""
+    names = {
+        "patch_size": "patch_size",
+        "temporal_patch_size": "temporal_patch_size",
+        "merge_size": "spatial_merge_size",
+    }
+    for own, name in names.items():
+        value = tower.get(name, numbers[own]) if isinstance(tower, dict) else None
+        if value != numbers[own]:
+            raise UnsupportedModel(
+                f"{folder}: the image processor has {own} {numbers[own]}, vision_config of config.json has {name} {value!r}; use the "
+                "processor of this model"
+            )
+
+
+def _number(value: Any, name: str, folder: Path) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected a positive number")
+    return float(value)
+
+
+def _colours(
+    own: Mapping[str, Any], name: str, default: tuple[float, float, float], folder: Path
+) -> tuple[float, float, float]:
+    value = own.get(name, default)
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise UnsupportedModel(f"{folder}: {name} = {value!r} of its image processor, expected three numbers")
+    red, green, blue = (_number(one, name, folder) for one in value)
+    return red, green, blue
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as err:
+        raise UnsupportedModel(f"{path}: not readable as JSON ({err}); restore the file") from None
+    if not isinstance(found, dict):
+        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(found).__name__}; restore the file")
+    return found
