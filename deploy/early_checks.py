@@ -17,6 +17,7 @@ from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_header import is_gguf
 from penstock.trainer.learner.gguf_model import check_gguf
 from penstock.trainer.learner.model_folder_check import check_folder, check_layout, check_routers
+from penstock.trainer.learner.vision_check import check_vision
 from penstock.trainer.recovery.same_model import check_same_model
 from penstock.trainer.recovery.same_ranks import check_same_ranks
 from penstock.trainer.settings import TrainerSettings
@@ -39,6 +40,7 @@ def check_inputs(trainer: TrainerSettings) -> None:
         check_folder(trainer.model.path)
         check_layout(trainer.model.path, trainer.trainer.layout)
         check_routers(trainer.model.path, router_replay=trainer.trainer.router_replay)
+        check_vision(trainer)
     if trainer.data.from_run is None:
         definitions.check_settings(trainer.reward)
         sources = [(f"eval.source.{name}.data", source.files) for name, source in trainer.eval.source.items()]

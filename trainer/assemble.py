@@ -25,6 +25,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
+from penstock.protocol.images.processor import read_processor
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record import run_lock
@@ -53,6 +54,7 @@ from penstock.trainer.learner.checkpoint_writer import CheckpointWriter, serve_w
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.vision_check import check_environments, check_vision
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.preflight import check_is_newest, check_resume, check_rewards, connect
 from penstock.trainer.publishing.publish import Publisher
@@ -108,6 +110,7 @@ def train(
             f"trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; start it "
             "with `penstock train`, which starts that many (torchrun --nproc-per-node N -m penstock.trainer train ...)"
         )
+    check_vision(settings)
     check_shared(settings.run.folder, ranks)
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
@@ -272,6 +275,8 @@ def _open_data(settings: TrainerSettings) -> _Data:
     if settings.data.from_run is not None:  # nothing is generated: no prompts are needed, and none can be evaluated
         return _Data(None, (), tokenizer)
 
+    processor = read_processor(settings.model.path)
+
     def opened(
         files: Sequence[Path],
         data: DataSettings,
@@ -287,6 +292,7 @@ def _open_data(settings: TrainerSettings) -> _Data:
             tokenizer=tokenizer,
             max_new_tokens=max_new_tokens,
             skips_pairs=skips_pairs,
+            processor=processor,
         )
         for notes in prompts.notes:
             log.info("data read", file=str(notes.path), rows=notes.num_rows, notes=notes.describe())
@@ -311,6 +317,7 @@ def _open_data(settings: TrainerSettings) -> _Data:
         settings.rollout.max_new_tokens,
         skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
     )
+    check_environments(settings, sum(one.num_with_images for one in [train, *(s.prompts for s in evaluated)]))
     return _Data(train, evaluated, tokenizer, open_mixed_pairs(settings))
 
 

@@ -35,6 +35,7 @@ COLUMNS = (
     "chosen",
     "rejected",
     "margin",
+    "images",
 )
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}  # given by Penstock
 

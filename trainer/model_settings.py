@@ -32,6 +32,11 @@ class ModelSettings(Section):
         "where the CPU trains.",
     )
     lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
+    train_vision_tower: bool = Field(
+        default=False,
+        description="Train the part of a model that reads images too; otherwise it stays as it is, and its images are computed "
+        "without gradients.",
+    )
 
     @model_validator(mode="after")
     def _offloads_what_is_kept(self) -> ModelSettings:

@@ -27,6 +27,7 @@ from penstock.protocol.facts import Sampling
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
 from penstock.trainer.groups.task_packs import evaluation_sampling
+from penstock.trainer.learner.vision_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 WORK = "work"  # the run id of the services, and their folder
@@ -96,6 +97,7 @@ def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextli
         overrides=split_arguments(arguments)[1],
         environ=own_environ(),
     ).settings
+    refuse_vision(settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})}), "eval")
     tokenizer = ChatTokenizer.read(
         model, arguments=settings.data.template_arguments, needs_template=settings.data.text_prompts == "chat"
     )

@@ -123,10 +123,12 @@ def reads_images(config: Mapping[str, Any]) -> bool:
 
 
 def read_processor(folder: Path) -> ImageProcessor | None:
-    """Return the image processor of a model folder; None for a model that reads no images.
+    """Return the image processor of a model folder; None for a model that reads no images, or a folder without a config.json.
 
     Raises UnsupportedModel for a model of another family, and for a configuration that is not computed here.
     """
+    if not (folder / "config.json").is_file():
+        return None
     config = _read(folder / "config.json")
     if not reads_images(config):
         return None

@@ -63,6 +63,11 @@ def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: C
             f"{task.environment}; expected none outside training in {SINGLE_TURN}: an evaluation that keeps the first that end "
             "would measure short completions",
         )
+    if task.images is not None:
+        raise TaskRefused(
+            "images_refused",
+            f"{task.group_id} has {len(task.images.refs)} images, which the engine of this worker does not read",
+        )
     try:
         check_request(task.prompt_ids, task.sampling, limits)
     except TaskRefused as err:

@@ -358,7 +358,7 @@ INTERFACE: dict[str, list[str]] = {
         "model_config",
     ],
     "Task": [
-        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, redundant_completions: typing.Annotated[int, Ge(ge=0), Lt(lt=4096)] = 0, redundant_wait: typing.Annotated[float, Ge(ge=0), Le(le=1000), AllowInfNan(allow_inf_nan=False)] = 0.0, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, messages: str = '', teacher_top_k: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=256)])]] = None, seed: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9223372036854775807)])]] = None) -> None",
+        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False, redundant_completions: typing.Annotated[int, Ge(ge=0), Lt(lt=4096)] = 0, redundant_wait: typing.Annotated[float, Ge(ge=0), Le(le=1000), AllowInfNan(allow_inf_nan=False)] = 0.0, min_episodes: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, messages: str = '', teacher_top_k: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=256)])]] = None, seed: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9223372036854775807)])]] = None, images: penstock.protocol.facts.RowImages | None = None) -> None",
         "model_config",
     ],
     "Tokens": [
@@ -408,16 +408,17 @@ INTERFACE: dict[str, list[str]] = {
         "class(PenstockError)",
     ],
     "Trajectory": [
-        "dataclass() (token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool' = False, experts: 'ExpertChoices | None' = None) -> None",
+        "dataclass() (token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool' = False, experts: 'ExpertChoices | None' = None, images: 'RowImages | None' = None) -> None",
         "behaviour_logprobs",
         "completion_text",
         "experts",
         "finish_reason",
+        "images",
         "is_baseline",
         "loss_mask",
         "newest_version",
         "num_completion_tokens",
-        "of_checked_values(token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool', experts: 'ExpertChoices | None' = None) -> 'Trajectory'",
+        "of_checked_values(token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool', *, experts: 'ExpertChoices | None' = None, images: 'RowImages | None' = None) -> 'Trajectory'",
         "oldest_version",
         "token_ids",
         "version_runs",

@@ -33,7 +33,8 @@ Answer = tuple[Group, tuple[float, ...]]
 Author = Callable[[Task, PolicyVersion], Answer]
 
 
-def _group(task: Task, completions: list[tuple[np.ndarray, np.ndarray]], version: PolicyVersion) -> Group:
+def group_of(task: Task, completions: list[tuple[np.ndarray, np.ndarray]], version: PolicyVersion) -> Group:
+    """Return the group of a task from the sampled tokens and log-probabilities of its completions."""
     start = len(task.prompt_ids)
     trajectories = []
     for number, (tokens, logprobs) in enumerate(completions):
@@ -41,7 +42,8 @@ def _group(task: Task, completions: list[tuple[np.ndarray, np.ndarray]], version
         mask = np.arange(len(ids)) >= start
         padded = np.concatenate([np.zeros(start), logprobs]).astype(np.float32)
         run = VersionRun(version, start, len(ids))
-        trajectories.append(Trajectory(ids, mask, padded, (run,), "stop", "", number == task.group_size))
+        is_baseline = number == task.group_size
+        trajectories.append(Trajectory(ids, mask, padded, (run,), "stop", "", is_baseline, images=task.images))
     return Group(
         group_id=task.group_id, split=task.split, attempt=task.attempt, issued_version=task.issued_version,
         prompt_text=task.prompt_text, num_prompt_tokens=start, reward=task.reward, trajectories=tuple(trajectories),
@@ -56,7 +58,7 @@ def recite(task: Task, version: PolicyVersion) -> Answer:
     for _ in range(size):
         length = min(int(random.integers(1, 6)), task.sampling.max_new_tokens)
         completions.append((random.integers(3, 55, size=length), random.normal(-4.0, 0.3, size=length)))
-    return _group(task, completions, version), tuple(float(r) for r in random.integers(0, 2, size=size))
+    return group_of(task, completions, version), tuple(float(r) for r in random.integers(0, 2, size=size))
 
 
 class Sampler:
@@ -81,7 +83,7 @@ class Sampler:
         if task.with_baseline:
             tokens = torch.cat([tokens, logprobs.argmax()[None]])
         completions = [(np.array([int(t)]), np.array([float(logprobs[t])])) for t in tokens]
-        return _group(task, completions, version), tuple(float(int(t) % 2 == 0) for t in tokens)
+        return group_of(task, completions, version), tuple(float(int(t) % 2 == 0) for t in tokens)
 
 
 class ScriptedProducer:

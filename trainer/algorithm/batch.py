@@ -20,6 +20,14 @@ from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer.algorithm.balanced_bins import balanced, padded_bins, units_of
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.packed_rows import Experts, Layout, PackedRows, Prefixes, common_prefixes, pack
+from penstock.trainer.algorithm.stream_images import (
+    PlacedImages,
+    StreamImages,
+    in_stream,
+    number_parts,
+    restored,
+    stream_positions,
+)
 from penstock.trainer.errors import BatchDoesNotFit
 
 
@@ -40,6 +48,7 @@ class Row:
     turn_advantages: Sequence[float] = ()  # of each turn, instead of ``advantage``
     teacher: TeacherRow | None = None  # about its sampled tokens
     experts: Experts | None = None  # [T - 1, layers, k] that computed its tokens but the last in the engine
+    images: PlacedImages | None = None  # whose tokens are among ``token_ids``
 
     def by_turn(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Give every sampled token the value of its turn."""
@@ -60,7 +69,9 @@ class MicroBatch:
     ages: Tensor  # [N] float32, versions between sampling and training
     sft_weights: Tensor  # [N] float32, of the added cross-entropy
     num_sequences: int  # trajectories, those without a sampled token included
-    position_ids: Tensor | None = None  # [1, T] int64, place of each token in its row; None: 0, 1, 2, …
+    position_ids: Tensor | None = (
+        None  # [1, T] int64, place of each token in its row, or [3, 1, T] with images; None: 0, 1, 2, …
+    )
     layout: Layout | None = None  # which token attends to which; None: one row
     proximal_logprobs: Tensor | None = None  # [N] float32, recomputed before the first update on the batch
     reference_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
@@ -68,6 +79,7 @@ class MicroBatch:
     teacher_top_ids: Tensor | None = None  # [N, k] int64, the teacher's likeliest tokens
     teacher_top_logprobs: Tensor | None = None  # [N, k] float32
     experts: Tensor | None = None  # [T, layers, k] uint8 or int32, which computed each token in the engine
+    images: StreamImages | None = None
     reference_kl: Tensor | None = None  # [N] float32, exact KL to it over the vocabulary, for rewards by token
     turn: Tensor | None = None  # [N] int64, which turn the token belongs to; None: every trajectory is one turn
     num_turns: int = 0
@@ -86,7 +98,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Move every tensor to a device."""
         held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: v.to(device) for n, v in held.items() if isinstance(v, Tensor)})
+        return replace(self, **{n: v.to(device) for n, v in held.items() if isinstance(v, Tensor | StreamImages)})
 
 
 def first_sampled(loss_mask: npt.NDArray[np.bool_]) -> int:
@@ -99,10 +111,12 @@ def prefixes_of(
     token_ids: Sequence[npt.NDArray[np.int32]],
     loss_masks: Sequence[npt.NDArray[np.bool_]],
     experts: Sequence[Experts | None] = (),
+    images: Sequence[PlacedImages | None] | None = None,
 ) -> Prefixes:
-    """Return the prefixes that rows share, for `plan_micro_batches`; ``experts`` as in `Row`."""
+    """Return the prefixes that rows share, for `plan_micro_batches`; ``experts`` and ``images`` as in `Row`."""
     starts = [first_sampled(mask) for mask in loss_masks]
-    return common_prefixes([tokens[:-1] for tokens in token_ids], starts, of_all_rows(experts))
+    rows = token_ids if images is None else number_parts(token_ids, images).rows
+    return common_prefixes([tokens[:-1] for tokens in rows], starts, of_all_rows(experts))
 
 
 def of_all_rows(experts: Sequence[Experts | None]) -> list[Experts] | None:
@@ -176,7 +190,14 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
     experts = of_all_rows([row.experts for row in rows])
     starts = [first_sampled(row.loss_mask) for row in rows] if prompts is None else prompts
-    packed = pack([row.token_ids[:-1] for row in rows], starts, experts)
+    images = [row.images for row in rows]
+    parts = number_parts([row.token_ids for row in rows], images)
+    packed = pack([tokens[:-1] for tokens in parts.rows], starts, experts)
+    pictures = in_stream(parts, packed)
+    position_ids = torch.from_numpy(packed.layout.depths)[None]
+    if pictures is not None:
+        packed = restored(packed, [row.token_ids for row in rows])
+        position_ids = torch.from_numpy(stream_positions(packed, images))[:, None]
     predictors = [at[where - 1] for at, where in zip(packed.positions, sampled, strict=True)]
     counts = [len(where) for where in sampled]
 
@@ -218,7 +239,7 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
         ages=taken(lambda row: np.zeros(len(row.token_ids)) if row.ages is None else row.ages),
         sft_weights=each([row.sft_weight for row in rows]),
         num_sequences=max(1, len(rows)),
-        position_ids=torch.from_numpy(packed.layout.depths)[None],
+        position_ids=position_ids,
         layout=packed.layout,
         turn=turn,
         num_turns=int(firsts[-1]),
@@ -226,6 +247,7 @@ def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBat
         teacher_top_ids=top_ids,
         teacher_top_logprobs=top_logprobs,
         experts=None if experts is None else _of_stream(experts, packed),
+        images=pictures,
     )
 
 

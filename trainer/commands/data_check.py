@@ -16,16 +16,28 @@ import numpy as np
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
+from penstock.protocol.images.processor import read_processor
 from penstock.trainer.commands import row_tests
 from penstock.trainer.commands.data_rows import as_reward_input
 from penstock.trainer.commands.row_tests import TestReport
 from penstock.trainer.data.dataset import prompt_limit, prompt_text
 from penstock.trainer.data.file_notes import FileNotes
+from penstock.trainer.data.image_rows import ImageRows
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
+from penstock.trainer.data.messages import text_of
 from penstock.trainer.data.pair_rows import holds_pair, pair_row
 from penstock.trainer.data.row_checks import Problems
-from penstock.trainer.data.row_files import RowFile, open_rows
-from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
+from penstock.trainer.data.row_files import Row, RowFile, open_rows
+from penstock.trainer.data.row_formats import (
+    KnownFormat,
+    PromptRow,
+    TurnRow,
+    can_imitate,
+    form_of,
+    prompt_row,
+    rename,
+    turn_rows,
+)
 from penstock.trainer.data.suggested_map import suggest
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
@@ -133,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
         **({"map": mapping} if mapping else {}),
     }
     data = settings.data.model_copy(update=update)
-    tokenizer = None
+    tokenizer, images = None, None
     if options.model or options.run:
         path = model_folder(options.model, "--model") if options.model else settings.model.path
         tokenizer = ChatTokenizer.read(
@@ -141,10 +153,13 @@ def main(arguments: Sequence[str]) -> int:
             arguments=data.template_arguments,
             needs_template=data.text_prompts == "chat",
         )
+        images = ImageRows(read_processor(path))
     max_new_tokens = settings.rollout.max_new_tokens if options.run else 1
     has_pairs = settings.algorithm.dpo_coefficient > 0.0
     reports = [
-        check_file(path, data, tokenizer, max_new_tokens=max_new_tokens, most=options.first, has_pairs=has_pairs)
+        check_file(
+            path, data, tokenizer, max_new_tokens=max_new_tokens, most=options.first, has_pairs=has_pairs, images=images
+        )
         for path in files
     ]
     if not options.no_tests:
@@ -187,6 +202,7 @@ def check_file(
     max_new_tokens: int = 1,
     most: int | None = None,
     has_pairs: bool = False,
+    images: ImageRows | None = None,
 ) -> FileReport:
     """Read every row of a file as training does, and return the report.
 
@@ -197,6 +213,7 @@ def check_file(
         max_new_tokens: Tokens of a completion, which have to fit into the model's context after every prompt.
         most: Rows to read; None reads all.
         has_pairs: Rows with two answers are read as pairs (algorithm.dpo_coefficient).
+        images: Reads those of rows for the tokenizer's model; None does not look at them.
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
     report.context_tokens = tokenizer.context_tokens if tokenizer else None
@@ -212,7 +229,7 @@ def check_file(
     for number in range(len(rows) if most is None else min(len(rows), most)):
         report.num_rows += 1
         try:
-            if not _check_row(rows, number, data, tokenizer, report, seen):
+            if not _check_row(rows, number, data, tokenizer, images, report, seen):
                 continue
             if limit is not None:
                 _check_length(rows.place(number), report, data, tokenizer, limit)
@@ -255,6 +272,7 @@ def _check_row(
     number: int,
     data: DataSettings,
     tokenizer: ChatTokenizer | None,
+    images: ImageRows | None,
     report: FileReport,
     seen: set[int],
 ) -> bool:
@@ -269,18 +287,17 @@ def _check_row(
     except MalformedData:
         report.suggested_map = report.suggested_map or suggest(row)
         raise
-    turns = turn_rows(row, data) if can_imitate(row, form) else []
-    try:
-        prompt = prompt_row(row, data)
-    except MalformedData as err:
-        if not turns:
-            raise
-        prompt = None
-        report.no_grpo = report.no_grpo or f"{rows.place(number)}: {err}"
+    prompt, turns = _read(row, form, data, rows.place(number), report)
     lengths = _completion_lengths(turns, tokenizer)
     text = _prompt_text(prompt, turns, tokenizer)
     is_plain = prompt is not None and prompt.is_plain
-    report.prompt_lengths.append(len(tokenizer.encode(text, add_special_tokens=is_plain)) if tokenizer else len(text))
+    if tokenizer is None:
+        report.prompt_lengths.append(len(text))
+    else:
+        ids = tokenizer.encode(text, add_special_tokens=is_plain)
+        if prompt is not None and images is not None:
+            ids, _, _ = images.read(prompt, ids, rows.path.parent)
+        report.prompt_lengths.append(len(ids))
     for notes, read in zip(report.notes, (prompt, turns[-1] if turns else None), strict=True):
         if read is not None:
             notes.add(row, form, read, data, text if tokenizer and read is prompt else None)
@@ -300,13 +317,32 @@ def _check_row(
     return True
 
 
+def _read(
+    row: Row, form: KnownFormat, data: DataSettings, place: str, report: FileReport
+) -> tuple[PromptRow | None, list[TurnRow]]:
+    """Return a row as a prompt and as what SFT imitates, which reads no images; raises MalformedData if it is neither."""
+    problem: MalformedData | None = None
+    prompt = None
+    try:
+        prompt = prompt_row(row, data)
+    except MalformedData as err:
+        problem = err
+    has_images = prompt is not None and bool(prompt.images)
+    turns = turn_rows(row, data) if can_imitate(row, form) and not has_images else []
+    if problem is not None:
+        if not turns:
+            raise problem
+        report.no_grpo = report.no_grpo or f"{place}: {problem}"
+    return prompt, turns
+
+
 def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None) -> str:
     chat = prompt.chat if prompt is not None else turns[0].chat[:-1]
     if tokenizer is not None and prompt is not None:
         return prompt_text(prompt, tokenizer)
     if tokenizer is not None and not turns[0].is_plain:
         return tokenizer.render(chat, add_generation_prompt=True)
-    return "\n".join(message["content"] for message in chat)
+    return "\n".join(text_of(message["content"]) for message in chat)
 
 
 def _completion_lengths(turns: Iterable[TurnRow], tokenizer: ChatTokenizer | None) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.inputs import resolve_inputs
+from penstock.trainer.data.messages import text_of
 from penstock.trainer.data.pair_rows import holds_pair
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, prompt_row, rename
@@ -85,7 +86,7 @@ def as_reward_input(place: str, prompt: PromptRow) -> dict[str, Any]:
     """Return a row as its reward gets it, with its place in the file."""
     return {
         "place": place,
-        "prompt": "\n".join(str(message["content"]) for message in prompt.chat),
+        "prompt": "\n".join(text_of(message["content"]) for message in prompt.chat),
         "data_source": prompt.data_source,
         "ground_truth": None if prompt.ground_truth is None else json.loads(prompt.ground_truth),
         "extra_info": json.loads(prompt.extra_info),

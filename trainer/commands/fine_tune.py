@@ -19,6 +19,7 @@ from penstock.trainer.commands.own_section import OwnSection, check_ranks
 from penstock.trainer.commands.stop_signals import end_with_torchrun, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
+from penstock.trainer.learner.vision_check import refuse_vision
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.fine_tuning")
@@ -42,6 +43,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
         sys.stderr.write(f"penstock {name} reads the section [{name}]; it does not use {', '.join(unread)}\n")
     logs.configure(name)
     settings = with_model_folders(settings)
+    refuse_vision(settings, name)
     # run file errors are reported without importing torch
     task = import_module(f"penstock.trainer.fine_tuning.{name}")
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415

@@ -16,8 +16,11 @@ from pathlib import Path
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.facts import RewardRequest
+from penstock.protocol.facts import RewardRequest, RowImages
+from penstock.protocol.images.admission import AdmittedImage
+from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.data.file_notes import FileNotes
+from penstock.trainer.data.image_rows import ImageRows
 from penstock.trainer.data.messages import Chat
 from penstock.trainer.data.pair_rows import holds_pair
 from penstock.trainer.data.row_checks import Located, Problems, batches, encode_texts, fits, located, nothing_left
@@ -42,6 +45,8 @@ class Prompt:
     text: str  # as the template rendered it
     reward: RewardRequest
     messages: Chat = ()  # for an environment that renders them itself
+    images: RowImages | None = None  # ``token_ids`` hold all of their tokens
+    image_files: tuple[AdmittedImage, ...] = ()  # what they are, each once
 
 
 class PromptSet:
@@ -56,9 +61,11 @@ class PromptSet:
         *,
         max_new_tokens: int,
         skips_pairs: bool,
+        processor: ImageProcessor | None,
     ):
         """Check every row. Called by `open`."""
         self._files = files
+        self._images = ImageRows(processor)
         self._limit = prompt_limit(data, tokenizer, max_new_tokens)
         self._data = data
         self._reward = reward
@@ -76,6 +83,8 @@ class PromptSet:
         self.rows_by_reward: Counter[str] = Counter()
         """Prompts by the name of the reward that scores them."""
         self.num_tokens = 0
+        self.num_with_images = 0
+        """Prompts with an image or several."""
         self.fingerprint = fingerprint([file.path for file in files])
         """sha256 of the files' contents."""
         self._check()
@@ -90,11 +99,12 @@ class PromptSet:
         tokenizer: ChatTokenizer,
         max_new_tokens: int = 1,
         skips_pairs: bool = False,
+        processor: ImageProcessor | None = None,
     ) -> PromptSet:
         """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left.
 
         ``max_new_tokens`` have to fit into the model's context after every prompt. Rows with two answers are refused unless
-        ``skips_pairs``, which counts them.
+        ``skips_pairs``, which counts them. Rows with images are refused without a ``processor``, the model's.
         """
         return cls(
             [open_rows(path) for path in files],
@@ -103,6 +113,7 @@ class PromptSet:
             tokenizer,
             max_new_tokens=max_new_tokens,
             skips_pairs=skips_pairs,
+            processor=processor,
         )
 
     def __len__(self) -> int:
@@ -117,10 +128,10 @@ class PromptSet:
         with self._keeping:
             if index not in self._kept:
                 self._kept[index] = prompt
-                self._num_kept_tokens += len(prompt.token_ids)
+                self._num_kept_tokens += _size(prompt)
             while self._num_kept_tokens > KEPT_TOKENS:
                 _, dropped = self._kept.popitem(last=False)
-                self._num_kept_tokens -= len(dropped.token_ids)
+                self._num_kept_tokens -= _size(dropped)
         return prompt
 
     def _read_again(self, index: int) -> Prompt:
@@ -130,6 +141,7 @@ class PromptSet:
             row = self._parse(file, number)
             text = prompt_text(row, self._tokenizer)
             token_ids = self._tokenizer.encode(text, add_special_tokens=row.is_plain)
+            token_ids, images, image_files = self._images.read(row, token_ids, file.path.parent)
         except MalformedData as err:  # accepted when the file was opened, so the file has changed
             raise MalformedData(
                 f"{file.place(number)}: {err}; the file has changed since the start: restore it, or restart the trainer"
@@ -140,7 +152,7 @@ class PromptSet:
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
         )
-        return Prompt(index, tuple(token_ids), text, request, row.chat)
+        return Prompt(index, tuple(token_ids), text, request, row.chat, images, image_files)
 
     def _reward_name(self, row: PromptRow) -> str:
         own = self._data.self_play_reward if row.is_self_play else None
@@ -164,7 +176,7 @@ class PromptSet:
         problems = Problems()
         for batch in batches(located(self._files, self._data.max_samples)):
             kept: list[tuple[Located, str, str]] = []
-            are_plain: list[bool] = []
+            rows: list[PromptRow] = []
             for at in batch:
                 file = self._files[at.file_number]
                 try:
@@ -179,13 +191,19 @@ class PromptSet:
                     problems.add(at.place, str(err))
                     continue
                 kept.append((at, name, text))
-                are_plain.append(read.is_plain)
+                rows.append(read)
                 self.notes[at.file_number].add(row, form_of(row, self._data), read, self._data, text)
                 self.notes[at.file_number].add_text(text, self._tokenizer)
-            encoded = encode_texts([text for *_, text in kept], are_plain, self._tokenizer)
-            for (at, name, _), ids in zip(kept, encoded, strict=True):
-                if fits(len(ids), self._data, self._limit, at.place, problems, self.dropped):
-                    self._keep(at, name, len(ids))
+            encoded = encode_texts([text for *_, text in kept], [row.is_plain for row in rows], self._tokenizer)
+            for (at, name, _), row, ids in zip(kept, rows, encoded, strict=True):
+                try:
+                    whole, images, _ = self._images.read(row, ids, self._files[at.file_number].path.parent)
+                except MalformedData as err:
+                    problems.add(at.place, str(err))
+                    continue
+                if fits(len(whole), self._data, self._limit, at.place, problems, self.dropped):
+                    self._keep(at, name, len(whole))
+                    self.num_with_images += images is not None
         problems.raise_if_any()
         if not len(self):
             raise MalformedData(self._nothing_left())
@@ -203,6 +221,11 @@ class PromptSet:
         self._row_numbers.append(at.row_number)
         self.rows_by_reward[name] += 1
         self.num_tokens += length
+
+
+def _size(prompt: Prompt) -> int:
+    """Return what a kept prompt costs, in tokens of 40 bytes."""
+    return len(prompt.token_ids) + sum(len(image.data) for image in prompt.image_files) // 40
 
 
 def reward_name(reward: RewardSettings, data_source: str) -> str:

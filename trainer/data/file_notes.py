@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import chat_in_text, unread_keys
+from penstock.trainer.data.messages import chat_in_text, text_of, unread_keys
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.data.row_formats import PROMPT_COLUMN, KnownFormat, PromptRow, TurnRow, answer_column, reads
+from penstock.trainer.data.row_images import COLUMN, images_of
 from penstock.trainer.data.suggested_map import as_setting, suggest
 from penstock.trainer.settings import DataSettings
 
@@ -29,6 +30,7 @@ def _use(name: str, row: Row, form: KnownFormat, data: DataSettings, purpose: Pu
         name == PROMPT_COLUMN.get(form, "prompt")
         or name == "system"
         or (form == "alpaca" and name in ("input", "history"))
+        or (name == COLUMN and bool(images_of(row)))
     ):
         return "prompt"
     if name == "tools" and data.use_tools:
@@ -97,7 +99,7 @@ class FileNotes:
         if text is not None and not read.is_plain:
             chat = read.chat if isinstance(read, PromptRow) else read.chat[:-1]
             self.left_out.update(
-                {m["role"] for m in chat if m["role"] != "assistant" and m["content"].strip() not in text}
+                {m["role"] for m in chat if m["role"] != "assistant" and text_of(m["content"]).strip() not in text}
             )
 
     def add_text(self, text: str, tokenizer: ChatTokenizer) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from penstock.protocol.images.sources import IMAGE_TYPES
 from penstock.trainer.errors import MalformedData
 
 Chat = tuple[dict[str, Any], ...]
@@ -18,10 +19,13 @@ _SHAREGPT = {"human": "user", "gpt": "assistant"}
 _KNOWN_KEYS = frozenset({"role", "content", "from", "value", "name", "tool_calls", "tool_call_id"})
 
 
-def read_chat(value: Any, column: str, *, roles: Mapping[str, str], text_role: str | None = None) -> Chat:
+def read_chat(
+    value: Any, column: str, *, roles: Mapping[str, str], text_role: str | None = None, reads_images: bool = False
+) -> Chat:
     """Return the chat of a column: a list of messages, or a text that is one message of ``text_role``.
 
-    ``roles`` are the roles beside `ROLES`, with the role that each stands for.
+    ``roles`` are the roles beside `ROLES`, with the role that each stands for. Parts of images are refused unless it
+    ``reads_images``; the content of a message with one is then a list of parts.
     """
     if isinstance(value, str) and text_role is not None:
         if not value.strip():
@@ -30,7 +34,14 @@ def read_chat(value: Any, column: str, *, roles: Mapping[str, str], text_role: s
     if not isinstance(value, list) or not value:
         kinds = "a list of messages" if text_role is None else "a text or a list of messages"
         refuse(column, f"expected {kinds}", shown(value))
-    return tuple(_message(message, f"{column}[{number}]", roles) for number, message in enumerate(value))
+    return tuple(_message(message, f"{column}[{number}]", roles, reads_images) for number, message in enumerate(value))
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: of a list of parts, that of all its texts."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def unread_keys(value: Any) -> set[str]:
@@ -64,7 +75,7 @@ def chat_in_text(value: Any, keys: tuple[str, ...] = ("role",)) -> Any:
     return value
 
 
-def _message(message: Any, column: str, roles: Mapping[str, str]) -> dict[str, Any]:
+def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         refuse(column, "expected a message with role and content", shown(message))
     message = {name: value for name, value in message.items() if value is not None}
@@ -84,17 +95,28 @@ def _message(message: Any, column: str, roles: Mapping[str, str]) -> dict[str, A
         )
     content = message.get("content", "" if "tool_calls" in message else None)
     if isinstance(content, list):
-        content = "".join(_text_part(part, f"{content_column}[{n}]") for n, part in enumerate(content))
-    if not isinstance(content, str):
+        parts = [_part(part, f"{content_column}[{n}]", reads_images) for n, part in enumerate(content)]
+        has_images = any(part["type"] != "text" for part in parts)
+        content = parts if has_images else "".join(part["text"] for part in parts)
+    elif not isinstance(content, str):
         refuse(content_column, "expected a text", shown(content))
     return {**message, "role": roles.get(role, role), "content": content}
 
 
-def _text_part(part: Any, column: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
+def _part(part: Any, column: str, reads_images: bool) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else part
-    return refuse(column, "expected a part of type text", shown(kind))
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind in IMAGE_TYPES and isinstance(part, dict):
+        if reads_images:
+            return {key: value for key, value in part.items() if value is not None}  # Parquet fills parts up with nulls
+        refuse(
+            column,
+            "expected a part of type text",
+            f"{kind!r}; images are read in the prompts of `penstock train` alone",
+        )
+    expected = "a part of type text or image" if reads_images else "a part of type text"
+    return refuse(column, f"expected {expected}", shown(kind))
 
 
 def shown(value: Any) -> str:

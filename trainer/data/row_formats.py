@@ -11,7 +11,7 @@
 | `alpaca`          | instruction, with input, output or history                                | both      |
 | `openrlhf`        | input (text or chat), with output, label or datasource                    | both      |
 
-Every format may have ground_truth, data_source, extra_info and system. Other columns go into extra_info, so that a
+Every format may have ground_truth, data_source, extra_info and system, and images (`row_images`). Other columns go into extra_info, so that a
 reward sees the whole row (`column_uses`). An invalid value raises MalformedData that begins with its column; the caller
 adds file and line. docs/data.md has an example of each.
 """
@@ -25,8 +25,9 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any, Literal
 
-from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
+from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown, text_of
 from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.row_images import COLUMN, images_of, with_images
 from penstock.trainer.data.suggested_map import as_setting, suggest
 from penstock.trainer.data.unread_columns import is_self_play, refuse_unread
 from penstock.trainer.errors import MalformedData
@@ -85,6 +86,7 @@ class PromptRow:
     tools: tuple[Any, ...] = ()  # for the chat template
     unused_answer: bool = False  # the chat ended with an answer, which is not its ground truth
     is_self_play: bool = False  # scored by ``data.self_play_reward``
+    images: tuple[Any, ...] = ()  # sources of those in the chat, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +165,17 @@ def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
 def prompt_row(row: Row, data: DataSettings) -> PromptRow:
     """Read a row as a prompt with its reward; raises MalformedData naming the column."""
     form = form_of(row, data)
-    refuse_unread(row, reads_self_play=data.self_play_reward is not None)
+    refuse_unread(row, reads_self_play=data.self_play_reward is not None, reads_images=True)
     column = PROMPT_COLUMN.get(form, "prompt")
-    chat = _prompt_chat(row, form, data)
+    chat, images = with_images(_prompt_chat(row, form, data, reads_images=True), images_of(row))
     answer = None
     if form in ("messages", "sharegpt") and chat[-1]["role"] == "assistant":
-        chat, answer = chat[:-1], chat[-1]["content"]
+        chat, answer = chat[:-1], text_of(chat[-1]["content"])
     if not chat or chat[-1]["role"] == "assistant":
         refuse(column, "expected the chat to end with a message to answer", "an assistant message" if chat else "none")
     is_plain = _is_plain(row, form, data)
+    if is_plain and images:
+        refuse(COLUMN, "expected none beside a plain text prompt", f'{len(images)}; set data.text_prompts = "chat"')
     return PromptRow(
         chat=chat if is_plain else _with_system(chat, row, data),
         data_source=_data_source(row, form),
@@ -181,6 +185,7 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
         tools=_tools(row, data),
         unused_answer=answer is not None and not data.answer_is_ground_truth,
         is_self_play=is_self_play(row),
+        images=images,
     )
 
 
@@ -236,15 +241,15 @@ def reads(form: KnownFormat) -> set[str]:
     return _READ | _READ_BY.get(form, set())
 
 
-def _prompt_chat(row: Row, form: KnownFormat, data: DataSettings) -> Chat:
+def _prompt_chat(row: Row, form: KnownFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:
     column = PROMPT_COLUMN.get(form, "prompt")
     text_role = None if form in ("messages", "sharegpt") else "user"
-    chat = read_chat(row[column], column, roles=data.roles, text_role=text_role)
+    chat = read_chat(row[column], column, roles=data.roles, text_role=text_role, reads_images=reads_images)
     if form != "alpaca":
         return chat
     if extra := _text(row, "input", default=""):
         *before, last = chat
-        chat = (*before, {**last, "content": f"{last['content']}\n{extra}"})
+        chat = (*before, {**last, "content": f"{text_of(last['content'])}\n{extra}"})
     return (*_history(row.get("history") or []), *chat)
 
 
@@ -335,6 +340,8 @@ def _extra_info(row: Row, form: KnownFormat) -> str:
         refuse("extra_info", "expected an object", shown(declared))
     others = {name: value for name, value in row.items() if name not in reads(form)}
     others.pop("reward_model", None)
+    if images_of(row):
+        others.pop(COLUMN, None)  # the model sees them; bytes are no JSON
     return _json({**others, **declared}, "extra_info")
 
 

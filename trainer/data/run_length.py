@@ -8,6 +8,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.config.sources import OVERRIDE
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.images.processor import read_processor
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.settings import TrainerSettings
 
@@ -36,6 +37,7 @@ def with_steps(loaded: Loaded[TrainerSettings]) -> Loaded[TrainerSettings]:
         tokenizer=tokenizer,
         max_new_tokens=settings.rollout.max_new_tokens,
         skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
+        processor=read_processor(settings.model.path),
     )
     steps = max(1, math.ceil(round(settings.trainer.epochs * len(prompts)) / settings.rollout.groups_per_step))
     chosen = settings.trainer.model_copy(update={"steps": steps})

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.row_images import COLUMN
 from penstock.trainer.errors import MalformedData
 
 _PAIR = ("chosen", "rejected")
@@ -17,7 +18,7 @@ def is_self_play(row: Row) -> bool:
     return row.get("self_play") not in (None, False, "", "false")
 
 
-def refuse_unread(row: Row, *, reads_self_play: bool = False) -> None:
+def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool = False) -> None:
     """Raise MalformedData naming the column, and the settings that read the row without it."""
     if found := [name for name in _PAIR if _is_given(row.get(name))]:
         raise MalformedData(
@@ -36,10 +37,10 @@ def refuse_unread(row: Row, *, reads_self_play: bool = False) -> None:
             'compares, such as a judge with mode = "pairwise" (`penstock reward serve-judge`), or data.ignore = ["self_play"] to score '
             "such rows as all others"
         )
-    if found := [name for name in _MEDIA if _is_given(row.get(name))]:
+    if found := [name for name in _MEDIA if _is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
+        reads = 'images in the column "images" (data.map.images)' if reads_images else "text alone"
         raise MalformedData(
-            f"column {found[0]}: only text is trained on; leave the row out, or set data.ignore = {json.dumps(found)} to train "
-            "on its text alone"
+            f"column {found[0]}: what is read is {reads}; leave the row out, or set data.ignore = {json.dumps(found)} to train on the rest"
         )
 
 

@@ -35,6 +35,7 @@ from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
+from penstock.trainer.groups.image_uploads import ImageUploads
 from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks, seeded
@@ -129,6 +130,7 @@ class Evaluator:
             mixture: Chooses between the environments that a source mixes; None: none does.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._images = ImageUploads(connections.blobs, connections.run_id)
         self._traced = connections.traced
         self._sources = tuple(sources)
         ends = list(itertools.accumulate((source.num_prompts for source in sources), initial=0))
@@ -319,7 +321,15 @@ class Evaluator:
         for first in range(numbers.start, numbers.stop, per_pack):
             last = min(first + per_pack, numbers.stop)
             tasks = [self._task(evaluation, number) for number in range(first, last)]
-            pack = pack_tasks(tasks)
+            pack = pack_tasks(
+                tasks,
+                (
+                    image
+                    for number in range(first, last)
+                    for image in self._prompt(evaluation.source, number).image_files
+                ),
+            )
+            self._images.store(pack.images)
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
             message = pack.announced(self._run_id, stored)

@@ -207,7 +207,7 @@ class Dispatch:
         promises = [_Issued(version, self._own_promise(key, task)) for key, task in zip(keys, tasks, strict=True)]
         self._issued.update(zip(keys, promises, strict=True))
         self._issued_for.setdefault(version, deque()).extend(keys)
-        return pack_tasks(tasks)
+        return pack_tasks(tasks, (image for key in keys for image in self._prompts[key.prompt].image_files))
 
     def _forget(self, trainer_version: PolicyVersion) -> None:
         """Forget the promises of closed groups, and which groups were issued for versions that are too old by now."""

@@ -32,6 +32,7 @@ from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
 from penstock.trainer.groups.pack_reader import NeverPublished, PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.learner.image_reader import image_reader
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.settings import TrainerSettings
 
@@ -178,6 +179,7 @@ def open_reader(
         mark=ReadingMark(folder),
         texts=CompletionTexts.of(settings.trainer.check_texts, tokenizer.decode_many),
         never_published=never_published,
+        images=image_reader(connections.blobs.get, settings.model.path),
     )
 
 

@@ -27,6 +27,7 @@ from penstock.trainer.groups.accounting import Accounting, Entries
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.image_uploads import ImageUploads
 from penstock.trainer.groups.issue_log import IssueLog
 from penstock.trainer.groups.task_packs import TaskPack
 
@@ -80,6 +81,7 @@ class Issuer:
         self._paused = False
         self._draining = False
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._images = ImageUploads(connections.blobs, connections.run_id)
         self._traced = connections.traced
         self._version = PolicyVersion(0)  # the newest that workers can fetch
         self._trainer_version = PolicyVersion(0)  # the version that the next step starts from
@@ -320,6 +322,7 @@ class Issuer:
 
     def _publish(self, pack: TaskPack) -> Pending[Receipt]:
         started, traceparent = time.time(), new_trace()
+        self._images.store(pack.images)
         stored = self._blobs.put(blob_keys.task_list(self._run_id, pack.pack_id), pack.blob) if pack.blob else None
         pending = self._bus.publish(
             subjects.tasks(self._run_id, "train"),

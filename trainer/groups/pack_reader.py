@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock.protocol import blob_keys
 from penstock.protocol.errors import PackError, ReaderKilled, TextMismatch, UnpublishedVersion
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.packs.task_promise import TaskPromise
@@ -13,6 +14,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.reading_mark import ReadingMark
 from penstock.trainer.groups.stored_groups import read_groups
+from penstock.trainer.learner.image_reader import ImageReader
 
 NeverPublished = Callable[[Iterable[PolicyVersion]], Sequence[PolicyVersion]]
 
@@ -28,6 +30,7 @@ class PackReader:
         mark: ReadingMark | None = None,
         texts: CompletionTexts | None = None,
         never_published: NeverPublished | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Read objects with ``fetch``.
 
@@ -37,12 +40,14 @@ class PackReader:
             mark: Where the pack that is being read is marked; None: a pack that kills the trainer is not quarantined.
             texts: Decodes completions again; None: texts are not compared with tokens.
             never_published: Returns those versions that the run has not published; None: not known.
+            images: Reads the images of rows; None: the model reads none, and a group with one is refused.
         """
         self._fetch = fetch
         self._vocab_size = vocab_size
         self._mark = mark
         self._texts = texts
         self._never_published = never_published
+        self._images = images
 
     def read(self, pack: BlobRef, wanted: Sequence[ScoredGroup], promises: Sequence[TaskPromise]) -> list[Group]:
         """Return groups of one pack; ``promises`` are what their tasks asked for.
@@ -58,6 +63,7 @@ class PackReader:
         with self._mark.cleared_unless_fatal() if self._mark is not None else contextlib.nullcontext():
             groups = read_groups(pack, wanted, self._marked_fetch, promises=promises, vocab_size=self._vocab_size)
             self._check_versions(pack, groups)
+            self._check_images(pack, groups)
             if self._texts is not None:
                 self._check_texts(pack, groups, promises)
             return groups
@@ -71,6 +77,15 @@ class PackReader:
                 raise UnpublishedVersion(
                     f"{pack.key}: group {group.group_id} names version {unknown[0]} for its tokens, which this run has never "
                     "published: no engine had its weights. Look for the worker that stored the pack, and change its login"
+                )
+
+    def _check_images(self, pack: BlobRef, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if self._images is not None:
+                self._images.check(blob_keys.owner_of_pack(pack.key), group)
+            elif group.image_processor is not None:
+                raise PackError(
+                    f"{pack.key}: group {group.group_id} has images, and the model that is trained reads none"
                 )
 
     def _check_texts(self, pack: BlobRef, groups: Sequence[Group], promises: Sequence[TaskPromise]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.facts import (
@@ -23,9 +23,11 @@ from penstock.protocol.facts import (
     TaskList,
     encode_unbounded,
 )
+from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
+from penstock.trainer.errors import MalformedData
 from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.settings import RolloutSettings
 
@@ -45,6 +47,7 @@ class TaskPack:
     pack_id: str
     tasks: tuple[Task, ...]
     blob: bytes | None
+    images: tuple[AdmittedImage, ...] = ()  # to be stored before the message
 
     def announced(self, run_id: str, stored: BlobRef | None = None) -> TaskIssued:
         """Return the message; ``stored`` is the reference of the blob in the object store."""
@@ -57,13 +60,13 @@ class TaskPack:
         return TaskIssued(run_id=run_id, pack_id=self.pack_id, tasks=self.tasks)
 
 
-def pack_tasks(tasks: Sequence[Task]) -> TaskPack:
-    """Put tasks into one pack whose id follows from their group ids."""
+def pack_tasks(tasks: Sequence[Task], images: Iterable[AdmittedImage] = ()) -> TaskPack:
+    """Put tasks into one pack whose id follows from their group ids; ``images`` are those of their prompts."""
     digest = hashlib.sha256(" ".join(task.group_id for task in tasks).encode()).hexdigest()[:8]
     pack_id = f"{tasks[0].group_id}.n{len(tasks)}.{digest}"
     fits = sum(map(task_bytes, tasks)) <= MAX_FACT_BYTES - _ENVELOPE_BYTES
     blob = None if fits else encode_unbounded(TaskList(tasks=tuple(tasks)))
-    return TaskPack(pack_id, tuple(tasks), blob)
+    return TaskPack(pack_id, tuple(tasks), blob, tuple({image.sha256: image for image in images}.values()))
 
 
 def training_sampling(
@@ -112,6 +115,7 @@ def make_task(
         attempt=attempt,
         issued_version=issued_version,
         pinned_version=pinned_version,
+        images=prompt.images,
     )
 
 
@@ -124,6 +128,11 @@ def in_environment(task: Task, prompt: Prompt, environment: str) -> Task:
     """Return a task for another environment than `single_turn`: with the row's messages, which that one renders itself."""
     if environment == SINGLE_TURN:
         return task
+    if prompt.images is not None:
+        raise MalformedData(
+            f"{task.group_id}: its row has images, and environment {environment} would render the messages without them; use "
+            f"environment {SINGLE_TURN} for rows with images"
+        )
     messages = json.dumps(prompt.messages, ensure_ascii=False)
     return task.model_copy(update={"environment": environment, "messages": messages})
 
@@ -142,7 +151,8 @@ def task_bytes(task: Task) -> int:
     )
     num_ints = len(task.prompt_ids) + len(task.sampling.stop_token_ids)
     truth = task.reward.ground_truth or ""
-    return 5 * num_ints + sum(len(text.encode()) for text in (*texts, truth)) + 512
+    num_images = len(task.images.refs) if task.images is not None else 0
+    return 5 * num_ints + sum(len(text.encode()) for text in (*texts, truth)) + 512 + 256 * num_images
 
 
 def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float, bytes_per_task: float) -> int:

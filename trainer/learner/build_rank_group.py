@@ -14,6 +14,7 @@ from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Critic, Regression, load_critic
+from penstock.trainer.learner.image_reader import image_reader
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
 from penstock.trainer.learner.pairs.pair_planner import PairPlanner
@@ -48,6 +49,7 @@ def build_rank_group(
         offload=settings.trainer.offload,
         gradient_dtype=settings.trainer.gradient_dtype,
         router_replay=settings.trainer.router_replay,
+        train_vision_tower=settings.model.train_vision_tower,
         lora=_lora(settings),
         skip_above=settings.trainer.skip_step_above_grad_norm,
         skip_after=settings.trainer.skip_step_after,
@@ -73,7 +75,8 @@ def build_rank_group(
         )
     critic = _critic(settings, how, dims) if algorithm.has_critic else None
     mixed = _mixed(settings, pairs, policy, dims, reference) if pairs is not None else None
-    return RankGroup(policy, dims, packs, build_objective(algorithm), reference, critic, mixed)
+    images = image_reader(packs.get, settings.model.path)
+    return RankGroup(policy, dims, packs, build_objective(algorithm), reference, critic, mixed, images)
 
 
 def _mixed(

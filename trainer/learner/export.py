@@ -81,11 +81,16 @@ def _compare(policy: Policy, dims: ParallelDims, written: Path, folder: Path) ->
     if not dims.writes_files:
         return
     try:
-        model, _ = from_folder(policy.model_class, "the exported model", written, policy.dtype)
+        model, report = from_folder(policy.model_class, "the exported model", written, policy.dtype)
     except UnsupportedModel as err:
         raise ExportFailed(
             f"the model exported to {written} cannot be loaded ({err}); {folder} is as it was before. Report this internal error"
         ) from None
+    if missing := sorted(map(str, report["missing_keys"])):  # of parts that texts alone do not use
+        raise ExportFailed(
+            f"the model exported to {written} has no {missing[0]} ({len(missing)} tensors); {folder} is as it was before. Report this "
+            "internal error; the newest checkpoint has the weights"
+        )
     gap = float((trained - _score(policy.scorer_around(model.eval()), batch)).abs().mean())
     if not gap <= _TOLERANCE[policy.dtype]:
         raise ExportFailed(

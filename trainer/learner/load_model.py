@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.images.processor import read_processor
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner import adapter, expert_tensors
+from penstock.trainer.learner import adapter, expert_tensors, vision
 from penstock.trainer.learner.activation_offload import offload_activations
 from penstock.trainer.learner.attention.models import why_not_packed
 from penstock.trainer.learner.health.layer_groups import layer_groups
@@ -71,10 +72,19 @@ def load_reference(
 
 
 def load_language_model(folder: Path, how: Optimisation, dims: ParallelDims) -> nn.Module:
-    """Load a causal language model for training; raises UnsupportedModel and ConfigError as `load_policy` does."""
-    model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype, dims)
+    """Load a causal language model for training; raises UnsupportedModel and ConfigError as `load_policy` does.
+
+    The vision tower of one that reads images learns only if ``how`` says so.
+    """
+    if read_processor(folder) is None:
+        model, report = from_folder("AutoModelForCausalLM", "a usable causal language model", folder, how.dtype, dims)
+    else:
+        kind = "a usable language model that reads images"
+        model, report = from_folder("AutoModelForImageTextToText", kind, folder, how.dtype, dims)
     check_loaded(model, report, folder)
     expert_tensors.check_family(model, str(model.config.get_text_config().model_type))
+    if not how.train_vision_tower:
+        vision.freeze_tower(model)
     prepare(model, how)
     return model
 

@@ -20,12 +20,14 @@ from penstock.trainer.algorithm.distillation import kl_from_teacher
 from penstock.trainer.algorithm.kl import kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.algorithm.packed_rows import Layout
+from penstock.trainer.algorithm.stream_images import StreamImages
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import router_replay
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.health.flops import pass_cost
 from penstock.trainer.learner.router_replay import Routing
 from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.vision import ImageEmbeddings, text_body, tower_of
 
 Top = tuple[Tensor, Tensor]  # a teacher's likeliest tokens and their log-probabilities, both [N, k]
 Logits = Callable[[int, int], Tensor]  # (start, end) -> logits of those sampled tokens, [n, V] float32, no gradient
@@ -59,6 +61,7 @@ class CompletionScorer(nn.Module):
                     "output head, which the trainer does not do; use another model"
                 )
         self.language_model = language_model
+        self._embeddings = ImageEmbeddings(language_model) if tower_of(language_model) is not None else None
         self.padding_reason = use_packed_rows(language_model)  # why rows are padded; None: they are one stream
         self.pair_cost, self.pass_cost = pair_cost(language_model), pass_cost(language_model)  # of the whole model
         self._temperature = temperature
@@ -79,6 +82,7 @@ class CompletionScorer(nn.Module):
         kl_from: Top | None = None,
         hidden_only: bool = False,
         experts: Tensor | None = None,
+        images: StreamImages | None = None,
     ) -> Tensor:
         """Score sampled tokens.
 
@@ -86,7 +90,7 @@ class CompletionScorer(nn.Module):
             input_ids: [1, T] int64, the rows of a micro-batch in one stream.
             predictors: [N] int64, positions in the stream whose output predicts the target.
             targets: [N] int64, the sampled tokens.
-            position_ids: [1, T] int64, place of each token in its row; None: 0, 1, 2, …
+            position_ids: [1, T] int64, place of each token in its row, or [3, 1, T] with images; None: 0, 1, 2, …
             layout: Which token attends to which; None: the stream is one row.
             with_entropy: Also return the entropy of every position's distribution, in nats.
             kl_to: Also return the exact KL of every position's distribution to the one with these logits, which are of the tokens
@@ -94,6 +98,7 @@ class CompletionScorer(nn.Module):
             kl_from: Also return the KL from a teacher over these likeliest tokens of it (`kl_from_teacher`).
             hidden_only: Return what the output head is given and nothing else, for `logits`.
             experts: [T, layers, k], which compute each token, after `replay_routers`; None: those that the routers choose.
+            images: Those of the rows; only for a model that reads images.
 
         Returns:
             [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 to 4, N] with the
@@ -103,8 +108,9 @@ class CompletionScorer(nn.Module):
         self.routing = None
         if experts is not None:
             self.routing = Routing(shares.own(experts[None])[0], shares.num_own(input_ids.shape[1]))
+        embedded = self._embedded(input_ids, images)
         hidden = read_rows(
-            self.language_model.base_model, input_ids, position_ids, layout, packed, shares, self.routing
+            text_body(self.language_model), input_ids, position_ids, layout, packed, shares, self.routing, embedded
         )
         own, places = shares.own_predictors(predictors, input_ids.shape[1])
         hidden = hidden.index_select(0, own)
@@ -115,6 +121,16 @@ class CompletionScorer(nn.Module):
             kl_from = kl_from[0][places], kl_from[1][places]
         scores = self.scores(hidden, own_targets, with_entropy=with_entropy, kl_to=kl_to, kl_from=kl_from)
         return shares.whole(scores, places, len(targets))
+
+    def _embedded(self, input_ids: Tensor, images: StreamImages | None) -> Tensor | None:
+        if self._embeddings is not None:
+            return self._embeddings(input_ids, images)
+        if images is not None:
+            raise UnsupportedModel(
+                f"rows with {len(images.images)} images, and {type(self.language_model).__name__} reads text alone; train on them with "
+                "the model that sampled them"
+            )
+        return None
 
     def replay_routers(self) -> None:
         """Let `forward` compute with given experts; raises UnsupportedModel for a model for which that is not exact."""

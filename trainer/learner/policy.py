@@ -22,7 +22,7 @@ from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.distillation import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
-from penstock.trainer.learner import adapter, expert_tensors
+from penstock.trainer.learner import adapter, expert_tensors, vision
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
 from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.health.step_watch import LayerFigures
@@ -261,11 +261,14 @@ class Policy:
         adapted = adapter.factors(self._scorer) if merge else {}
         for name, parameter in self._scorer.named_parameters():
             if not adapter.is_adapter(name):
-                yield adapter.plain_name(name).removeprefix(_PREFIX), parameter, adapted.get(name)
+                yield self._saved_name(adapter.plain_name(name)), parameter, adapted.get(name)
         persistent = self._scorer.state_dict().keys()
         for name, buffer in self._scorer.named_buffers():
             if name in persistent:
-                yield name.removeprefix(_PREFIX), buffer, None
+                yield self._saved_name(name), buffer, None
+
+    def _saved_name(self, name: str) -> str:
+        return vision.saved_name(self._scorer.language_model, name.removeprefix(_PREFIX))
 
     def _visit(self, wanted: Callable[[str], bool], take: Callable[[str, Tensor], None], *, merge: bool = True) -> None:
         """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
@@ -385,6 +388,7 @@ class Policy:
             batch.targets,
             position_ids=batch.position_ids,
             layout=batch.layout,
+            images=batch.images,
             **what,
         )
 

@@ -29,6 +29,7 @@ from penstock.trainer.learner.captured_state import CapturedState
 from penstock.trainer.learner.checkpoint_writer import CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.export import export_model
+from penstock.trainer.learner.image_reader import ImageReader
 from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
 from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
 from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
@@ -62,11 +63,12 @@ class RankGroup:
         reference: ReferencePolicy | None = None,
         critic: Critic | None = None,
         pairs: MixedPairs | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Join the group; the same call on every rank.
 
         An objective with a KL term needs the reference; plans whose advantages are rewards need a critic. Every step trains on some
-        of the ``pairs`` too.
+        of the ``pairs`` too. Rows with images need a reader of ``images``.
         """
         self.policy = policy
         self._dims = dims
@@ -75,6 +77,7 @@ class RankGroup:
         self._reference = reference
         self._critic = critic
         self._pairs = pairs
+        self._images = images
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
         self.activity = RankActivity()
@@ -229,7 +232,7 @@ class RankGroup:
         if objective.needs_teacher or isinstance(self._reference, RemoteReference):
             _check_taught(groups.values(), with_top=objective.needs_teacher_kl)
         priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
-        batches = [self._complete(build(rows_of(plan, rows, groups)), objective, priced) for rows in own]
+        batches = [self._complete(self._build(plan, rows, groups), objective, priced) for rows in own]
         if self._critic is None:
             return self._update(batches, plan.passes, objective, observe, waits=measures)
         credited = self._critic.credit(batches, plan.token_kl)
@@ -283,7 +286,7 @@ class RankGroup:
             _check_taught(groups.values(), with_top=False)
         gaps = [0.0] * len(plan.rows)
         for numbers in plan.micro_batches[self._dims.rows.index]:
-            batch = build(rows_of(plan, numbers, groups))
+            batch = self._build(plan, numbers, groups)
             if form == "full":
                 kl = self.policy.full_kl(batch, self._reference).cpu().double()
             else:
@@ -302,6 +305,21 @@ class RankGroup:
             squares.append(log_ratio.square()[moved_along(log_ratio, advantages)])
         find = m2po_width if form == "clip" else m2po_limit
         return find(torch.cat(squares), budget, self._dims.sum)
+
+    def _build(self, plan: StepPlan, numbers: Sequence[int], groups: Mapping[tuple[int, int], Group]) -> MicroBatch:
+        """Return a micro-batch whose images are fetched; their patches are computed when it is."""
+        rows = rows_of(plan, numbers, groups)
+        batch = build(rows)
+        if batch.images is None:
+            return batch
+        if self._images is None:
+            raise PackError(
+                f"{len(batch.images.images)} images in the rows of {plan.packs[plan.rows[numbers[0]].pack].key}, and the model reads text "
+                "alone; train on them with the model that sampled them"
+            )
+        for processor in {row.images.images.processor for row in rows if row.images is not None}:
+            self._images.fetch(batch.images.images, processor)
+        return replace(batch, images=replace(batch.images, read=self._images.patches))
 
     def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
         """Add the other policies' log-probabilities; ``priced`` is the form of a KL in every token's reward."""

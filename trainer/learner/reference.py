@@ -101,5 +101,6 @@ class Reference:
             moved.targets,
             position_ids=moved.position_ids,
             layout=moved.layout,
+            images=moved.images,
             hidden_only=hidden_only,
         )

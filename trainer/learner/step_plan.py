@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.protocol import blob_keys
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import Row, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
+from penstock.trainer.algorithm.stream_images import PlacedImages
 from penstock.trainer.learner.passes import Passes
 
 
@@ -170,7 +172,7 @@ def make_plan(
     packs: dict[str, int] = {}
     references: list[BlobRef] = []
     rows: list[PlannedRow] = []
-    planned: list[Trajectory] = []
+    planned: list[tuple[Trajectory, BlobRef]] = []
     rows_of_part: list[list[int]] = [[] for _ in parts]
     position = 0
     for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
@@ -194,7 +196,7 @@ def make_plan(
                     rows.append(
                         PlannedRow(packs[group.pack.key], summary.row_group, place, advantage, weight, sft, by_turn)
                     )
-                    planned.append(group.group.trajectories[place])
+                    planned.append((group.group.trajectories[place], group.pack))
             position += 1
     micro_batches: list[list[tuple[int, ...]]] = [[] for _ in range(capacity.num_shares)]
     for part in rows_of_part:
@@ -208,14 +210,20 @@ def make_plan(
     return StepPlan(tuple(references), tuple(rows), shares, version, skipped, passes=passes)
 
 
-def _micro_batches(rows: Sequence[Trajectory], capacity: Capacity) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _micro_batches(
+    planned: Sequence[tuple[Trajectory, BlobRef]], capacity: Capacity
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    rows = [row for row, _ in planned]
     tokens = [row.token_ids for row in rows]
     cut = plan_micro_batches(
         list(map(len, tokens)),
         budget_tokens=capacity.budget_tokens,
         num_ranks=capacity.num_shares,
         prefixes=prefixes_of(
-            tokens, [row.loss_mask for row in rows], [row.experts and row.experts.ids for row in rows]
+            tokens,
+            [row.loss_mask for row in rows],
+            [row.experts and row.experts.ids for row in rows],
+            [_placed(row, pack) for row, pack in planned],
         ),
         pair_cost=capacity.pair_cost,
         padded=capacity.padded,
@@ -294,9 +302,15 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
                 turn_advantages=planned.turn_advantages,
                 teacher=group.teacher.rows[planned.trajectory] if group.teacher is not None else None,
                 experts=trajectory.experts.ids if trajectory.experts is not None else None,
+                images=_placed(trajectory, plan.packs[planned.pack]),
             )
         )
     return rows
+
+
+def _placed(trajectory: Trajectory, pack: BlobRef) -> PlacedImages | None:
+    """Return a trajectory's images, which are objects of the run whose pack it is from."""
+    return None if trajectory.images is None else PlacedImages(blob_keys.owner_of_pack(pack.key), trajectory.images)
 
 
 def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.int32]:

@@ -61,6 +61,7 @@ class Optimisation:
     gradient_dtype: Literal["float32", "as-trained"] = "float32"  # of sums over micro-batches and ranks
     keep_whole_below: int = KEEP_WHOLE_BELOW
     router_replay: bool = False  # compute tokens with the experts that the engine chose
+    train_vision_tower: bool = False  # of a model that reads images; else it is frozen
     lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
     skip_above: float | None = None  # steps whose gradient norm is above this multiple of recent ones are left out
     skip_after: int = 1  # the first steps, of which none is left out

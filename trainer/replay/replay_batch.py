@@ -154,6 +154,10 @@ class BatchReplay:
                 f"the settings of {folder} name user code, which a replay runs: {', '.join(names)[:400]!r}; read it, then add --user-code"
             )
         self._settings, _ = read_settings(self._document, where=str(folder / SETTINGS))
+        if any(group.image_processor is not None for group in groups):
+            raise ConfigError(
+                f"the rows of {folder} have images, which a saved batch does not hold; replay the whole run with `penstock replay`"
+            )
         pack = BlobRef(key=GROUPS, size_bytes=(folder / GROUPS).stat().st_size, sha256="0" * 64)
         self._ready = [
             ReadyGroup(scored, pack, group) for scored, group in zip(self._batch.groups, groups, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.groups import make_task
 
-from penstock.protocol.facts import Task
+from penstock.protocol.facts import ImageRef, RowImages, Task
 from penstock.rollout_service.checks.check_task import ModelLimits, check_task
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 
@@ -34,6 +34,17 @@ def test_a_task_that_just_fits_is_accepted():
         ("wrong_split", make_task(split="eval")),
         ("inexact_sampling", make_task(temperature=0.0)),
         ("unknown_environment", make_task().model_copy(update={"environment": "maze"})),
+        (
+            "images_refused",
+            make_task().model_copy(
+                update={
+                    "images": RowImages(
+                        processor="a" * 64,
+                        refs=(ImageRef(position=0, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=9),),
+                    )
+                }
+            ),
+        ),
         ("redundancy_refused", make_task().model_copy(update={"environment": "played", "redundant_completions": 1})),
         (
             "inexact_sampling",

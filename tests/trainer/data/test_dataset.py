@@ -186,7 +186,7 @@ def test_reward_names_follow_source_then_name_then_service():
         ({"prompt": [{"role": "user", "content": 4}]}, "column prompt[0].content: expected a text, got 4"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "column prompt[0].content[0]: expected a part of type text, got 'image'",
+            "column images: expected an image for each of 1 places (<image> in a text, or a part of type image without one), got 0",
         ),
         ({"prompt": ANSWERED}, "column prompt: expected the chat to end with a message to answer"),
         ({"messages": [ANSWERED[1]]}, "column messages: expected the chat to end with a message to answer, got none"),

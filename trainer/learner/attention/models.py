@@ -21,6 +21,7 @@ from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.health.flops import share_of_experts
 from penstock.trainer.learner.router_replay import Routing
 from penstock.trainer.learner.sequence_parallel import TokenShares
+from penstock.trainer.learner.vision import is_of_tower, text_body, tower_of
 
 NAME = "penstock_packed"
 WHOLE = TokenShares()
@@ -38,7 +39,7 @@ def use_packed_rows(model: Any) -> str | None:
     reason = why_not_packed(model)
     if reason is None:
         _register()
-        model.set_attn_implementation(NAME)
+        text_body(model).set_attn_implementation(NAME)  # a vision tower attends within images, in both directions
     return reason
 
 
@@ -52,7 +53,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[str]:
     if not (getattr(model, "_supports_attention_backend", False) and model._can_set_attn_implementation()):
         yield "does not use transformers' attention interface"
         return
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+    if "position_ids" not in inspect.signature(text_body(model).forward).parameters:
         yield "takes no position_ids"
     layers = set(getattr(config, "layer_types", None) or ())
     if others := sorted(layers - {"full_attention", "sliding_attention"}):
@@ -63,7 +64,7 @@ def _obstacles(model: Any, config: Any) -> Iterator[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         yield f"has rotary embeddings of type {rope['rope_type']}, which depend on the longest row"
-    if "mrope_section" in rope:
+    if "mrope_section" in rope and tower_of(model) is None:
         yield "has positions in several dimensions"
     if getattr(config, "attn_logit_softcapping", None):
         yield "caps its attention scores"
@@ -84,7 +85,7 @@ def pair_cost(model: Any) -> float:
     sizes = [
         getattr(p, "ds_numel", p.numel()) * (share_of_experts(config) if ".experts." in name else 1.0)
         for name, p in model.named_parameters()
-        if id(p) not in embedded
+        if id(p) not in embedded and not is_of_tower(name)
     ]  # ZeRO-3 empties p
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_attention_heads * head / max(1, sum(sizes))
@@ -98,6 +99,7 @@ def read_rows(
     packed: bool,
     shares: TokenShares = WHOLE,
     routing: Routing | None = None,
+    embedded: Tensor | None = None,
 ) -> Tensor:
     """Return the last hidden states [T, hidden] of a stream of rows, or those [W, hidden] of the own tokens; then collective.
 
@@ -109,19 +111,23 @@ def read_rows(
         packed: True if `use_packed_rows` accepted the model; otherwise rows are padded.
         shares: Which tokens this rank computes. Several shares need packed rows with a layout.
         routing: The experts of these tokens, in a model that `router_replay` prepared; None: those that its routers choose.
+        embedded: [1, T, H] what the tokens are to the layers, with images; needs packed rows. None: their embeddings.
     """
+    tokens = {"input_ids": input_ids} if embedded is None else {"inputs_embeds": embedded}
     if shares.are_several:
         assert packed, "refused before the model was loaded"
         assert position_ids is not None, "a micro-batch has positions and a layout"
-        input_ids, position_ids = shares.own(input_ids), shares.own(position_ids)
+        assert embedded is None, "refused before the model was loaded"
+        tokens, position_ids = {"input_ids": shares.own(input_ids)}, shares.own(position_ids)
     if layout is None:
-        return body(input_ids=input_ids, use_cache=False, **router_replay.given(routing)).last_hidden_state[0]
+        return body(**tokens, use_cache=False, **router_replay.given(routing)).last_hidden_state[0]
     if not packed:
         assert routing is None, "refused when the model was loaded"
+        assert embedded is None, "models that read images are computed as packed rows"
         return _read_padded(body, input_ids, layout)
     layout.num_calls = 0
     given = {"layout": layout, "shares": shares, **router_replay.given(routing)}
-    hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
+    hidden = body(**tokens, position_ids=position_ids, use_cache=False, **given).last_hidden_state
     expected = body.config.get_text_config().num_hidden_layers
     if layout.num_calls != expected:
         raise UnsupportedModel(

@@ -3,7 +3,8 @@
 A multiplication and an addition are two operations. Counted are matrix products, forward and backward: of the layers for every
 token that is computed (a shared prefix once, padding too), of the output head for every sampled token, of attention for every pair
 of tokens that attend to each other. What gradient checkpointing computes a second time is not counted, so that a share of the peak
-is comparable with others' MFU (arXiv 2204.02311, appendix B). Norms, rotations and the loss are left out: below one percent.
+is comparable with others' MFU (arXiv 2204.02311, appendix B). Norms, rotations and the loss are left out: below one percent. So is the
+vision tower of a model that reads images, which computes no token of a row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.trainer.algorithm.packed_rows import Layout
+from penstock.trainer.learner.vision import is_of_tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def pass_cost(model: Any) -> PassCost:
     total = learning = 0.0
     for name, parameter in model.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the tensor
-        if id(parameter) in tables or len(shape) < 2:
+        if id(parameter) in tables or len(shape) < 2 or is_of_tower(name):
             continue
         used = float(np.prod(shape)) * (share_of_experts(config) if ".experts." in name else 1.0)
         total += used

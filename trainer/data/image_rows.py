@@ -1,0 +1,51 @@
+"""Reads the images of rows: their bytes, decoded once within limits, and the tokens that stand for them in the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.protocol.errors import ImageRefused
+from penstock.protocol.facts import RowImages
+from penstock.protocol.images.admission import AdmittedImage, admit
+from penstock.protocol.images.processor import ImageProcessor
+from penstock.protocol.images.sources import image_bytes
+from penstock.protocol.images.tokens import expanded
+from penstock.trainer.data.row_formats import PromptRow
+from penstock.trainer.data.row_images import COLUMN
+from penstock.trainer.errors import MalformedData
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Reads the images of rows for one model."""
+
+    processor: ImageProcessor | None  # None: the model reads no images
+
+    def read(
+        self, row: PromptRow, token_ids: Sequence[int], folder: Path
+    ) -> tuple[list[int], RowImages | None, tuple[AdmittedImage, ...]]:
+        """Return the prompt's token ids with those of all images, where these are, and what they are.
+
+        Args:
+            row: The prompt.
+            token_ids: Of its text, with one placeholder for each image.
+            folder: That of the data file, below which files of images are.
+
+        Raises:
+            MalformedData: For an image that is refused, a text that holds the placeholder's, a model that reads no images.
+        """
+        if self.processor is None:
+            if row.images:
+                raise MalformedData(
+                    f"column {COLUMN}: {len(row.images)} images, and model.path reads text alone; use a model that reads images, or "
+                    f'set data.ignore = ["{COLUMN}"] where they are in a column of their own'
+                )
+            return list(token_ids), None, ()
+        try:
+            admitted = [admit(image_bytes(source, folder)) for source in row.images]
+            ids, images = expanded(token_ids, admitted, self.processor)
+        except ImageRefused as err:
+            raise MalformedData(f"column {COLUMN}: {err}") from None
+        return ids, images, tuple({image.sha256: image for image in admitted}.values())

@@ -1,0 +1,83 @@
+"""The images of a row: in the parts of its messages, or in a column with placeholders in the messages; pure.
+
+| written by     | column `images`        | in the messages                                            |
+|----------------|------------------------|------------------------------------------------------------|
+| transformers   | -                      | parts `{"type": "image", "image": …}` (or path, base64)    |
+| OpenAI         | -                      | parts `{"type": "image_url", "image_url": {"url": …}}`     |
+| TRL            | list of images         | parts `{"type": "image"}`                                  |
+| verl           | list of images         | `<image>` in the texts                                     |
+
+An image is bytes, base64, a path below the folder of the data file, or the object with bytes and path that Hugging Face
+datasets store.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.protocol.errors import ImageRefused
+from penstock.protocol.images.sources import IMAGE_TYPES, Source, take_images
+from penstock.trainer.data.messages import Chat, refuse
+from penstock.trainer.data.row_files import Row
+
+COLUMN = "images"
+PLACEHOLDER = "<image>"
+
+
+def images_of(row: Row) -> list[Source]:
+    """Return the images of the column: those of a list, or the only one."""
+    value = row.get(COLUMN)
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def with_images(chat: Chat, given: list[Source]) -> tuple[Chat, tuple[Source, ...]]:
+    """Return a chat whose images are parts ``{"type": "image"}``, and their sources in order.
+
+    Args:
+        chat: As `read_chat` returned it.
+        given: The images of the column.
+
+    Raises MalformedData unless every image has one place, and every place an image.
+    """
+    if given:
+        chat = tuple(_with_parts(message) for message in chat)
+    remaining = iter(given)
+    num_places = 0
+    filled = []
+    for message in chat:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [dict(part) for part in content]
+            for part in content:
+                if part["type"] in IMAGE_TYPES and part.keys() == {"type"}:
+                    num_places += 1
+                    if (source := next(remaining, None)) is not None:
+                        part["image"] = source
+        filled.append({**message, "content": content})
+    if num_places != len(given):
+        refuse(
+            COLUMN,
+            f"expected an image for each of {num_places} places ({PLACEHOLDER} in a text, or a part of type image without one)",
+            f"{len(given)}",
+        )
+    try:
+        bare, sources = take_images(filled)
+    except ImageRefused as err:
+        refuse(COLUMN, "expected images that can be read", str(err))
+    return tuple(bare), tuple(sources)
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text has parts of images in the places of its placeholders."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] != "text" or PLACEHOLDER not in part["text"]:
+            found.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(PLACEHOLDER)):
+            found += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+    return {**message, "content": found if found != parts or isinstance(content, list) else content}

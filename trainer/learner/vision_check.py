@@ -1,0 +1,66 @@
+"""Checks of settings for a model that reads images, by its config.json; without torch, so that a start can make them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import SINGLE_TURN
+from penstock.protocol.images.processor import read_processor
+from penstock.trainer.settings import TrainerSettings
+
+
+def check_vision(settings: TrainerSettings) -> None:
+    """Raise ConfigError for settings that a model which reads images is not trained with, all of them named.
+
+    Raises UnsupportedModel for a family or an image processor that is not known.
+    """
+    if read_processor(settings.model.path) is None:
+        if settings.model.train_vision_tower:
+            raise ConfigError(
+                f"model.train_vision_tower = true, and model.path = {settings.model.path} reads text alone; set it to false"
+            )
+        return
+    if found := list(_not_exact(settings)):
+        raise ConfigError(
+            f"model.path = {settings.model.path} reads images, and is not trained with {'; '.join(found)}"
+        )
+
+
+def _not_exact(settings: TrainerSettings) -> Iterator[str]:
+    trainer, algorithm = settings.trainer, settings.algorithm
+    for name in ("tensor_parallel", "sequence_parallel"):
+        if (ranks := getattr(trainer, name)) > 1:
+            yield f"trainer.{name} = {ranks} (set it to 1)"
+    if trainer.router_replay:
+        yield "trainer.router_replay = true (set it to false)"
+    if algorithm.has_critic:
+        yield f"a critic, which algorithm.advantage = {algorithm.advantage} needs (use an advantage of groups)"
+    if settings.model.lora.rank:
+        yield f"adapters, model.lora.rank = {settings.model.lora.rank} (set it to 0)"
+    if settings.teacher_top_k is not None:
+        yield "the model of section [teacher], which is not shown the images (leave it out)"
+    if algorithm.dpo_coefficient:
+        yield f"pairs, algorithm.dpo_coefficient = {algorithm.dpo_coefficient} (set it to 0)"
+    if settings.data.from_run is not None:
+        yield f"groups of another run, data.from_run = {settings.data.from_run} (generate them)"
+
+
+def refuse_vision(settings: TrainerSettings, command: str) -> None:
+    """Raise ConfigError for a model that reads images where text alone is trained on; UnsupportedModel as `check_vision`."""
+    if read_processor(settings.model.path) is not None or settings.model.train_vision_tower:
+        raise ConfigError(
+            f"model.path = {settings.model.path} reads images, or model.train_vision_tower = true: `penstock {command}` reads text "
+            "alone; use a model that reads text alone, or `penstock train`"
+        )
+
+
+def check_environments(settings: TrainerSettings, num_with_images: int) -> None:
+    """Raise ConfigError if rows with images would be played by an environment that renders their messages without them."""
+    named = {settings.rollout.environment, *(settings.eval.of(name).environment for name in settings.evaluated)}
+    others = sorted(name for name in named if name not in (None, SINGLE_TURN))
+    if num_with_images and others:
+        raise ConfigError(
+            f"{num_with_images} rows have images, and the environment {others[0]} would render them without; use rollout.environment = "
+            f"{SINGLE_TURN}"
+        )
