@@ -15,7 +15,7 @@ from nats.js.kv import KeyValue as NatsKeyValue
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import BOOTSTRAP, ERR_FULL, refusal
+from penstock.protocol.transport.nats_errors import BOOTSTRAP, ERR_FULL, ERR_SWAP_UNDER_WAY, refusal
 from penstock.protocol.transport.pending import Pending
 
 T = TypeVar("T")
@@ -164,14 +164,17 @@ class KeyValue:
         return Entry(key, msg.data or b"", msg.seq or 0)
 
     async def _swap(self, key: str, value: bytes, expected: int | None) -> int:
-        try:
-            if expected is None:
-                return await self._store.create(key, value)
-            return await self._store.update(key, value, last=expected)
-        except (nats.js.errors.KeyWrongLastSequenceError, nats.js.errors.BadRequestError) as err:
-            raise CompareAndSwapFailed(
-                f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
-            ) from None
+        while True:  # until the call's deadline
+            try:
+                if expected is None:
+                    return await self._store.create(key, value)
+                return await self._store.update(key, value, last=expected)
+            except (nats.js.errors.KeyWrongLastSequenceError, nats.js.errors.BadRequestError) as err:
+                if err.err_code != ERR_SWAP_UNDER_WAY:
+                    raise CompareAndSwapFailed(
+                        f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
+                    ) from None
+            await asyncio.sleep(RETRY_S)
 
     async def _entries(self, below: str) -> list[Entry]:
         """Read all keys by one request (ADR-31); the client library would use a consumer and a request for each key."""

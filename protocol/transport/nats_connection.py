@@ -21,7 +21,7 @@ from nats.js import JetStreamContext
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable
 from penstock.protocol.transport.nats_client import LeanClient
-from penstock.protocol.transport.nats_errors import ERR_NO_LEADER
+from penstock.protocol.transport.nats_errors import ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY
 from penstock.protocol.transport.pending import LoopThread, Pending
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
@@ -168,7 +168,8 @@ class Connection:
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         """Try a request until it is answered; an answer that is an error is raised as it is.
 
-        That a stream of a cluster has no leader is no answer: its servers elect one within seconds.
+        That a stream of a cluster has no leader is no answer: its servers elect one within seconds. Nor is that an earlier try of
+        the same message is under way.
 
         Raises BusRefused when this user lacks the right, BusUnreachable when there was no answer in time.
         """
@@ -183,7 +184,7 @@ class Connection:
                 async with self._in_flight:
                     return await attempt()
             except (*NO_ANSWER, nats.js.errors.Error) as err:
-                if isinstance(err, nats.js.errors.Error) and not self._has_no_leader(err):
+                if isinstance(err, nats.js.errors.Error) and not self._is_for_now(err):
                     raise
                 if self._denials > denials:  # the server reports it to the connection, not to the request
                     raise BusRefused(self._refusal(what)) from None
@@ -194,11 +195,11 @@ class Connection:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_MAX_S)
 
-    def _has_no_leader(self, err: nats.js.errors.Error) -> bool:
-        """Return True if an error says that nothing takes the request at the moment."""
+    def _is_for_now(self, err: nats.js.errors.Error) -> bool:
+        """Return True if an error says that the request cannot be decided at the moment."""
         if isinstance(err, nats.js.errors.NoStreamResponseError):
             return self.is_clustered
-        return isinstance(err, nats.js.errors.APIError) and err.err_code in ERR_NO_LEADER
+        return isinstance(err, nats.js.errors.APIError) and err.err_code in {*ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY}
 
     async def _connect(self, deadline_s: float) -> None:
         options: dict[str, Any] = {}

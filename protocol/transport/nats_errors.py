@@ -15,6 +15,9 @@ ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
 ERR_NO_LEADER = frozenset(
     {10004, 10008, 10009, 10118, 10119}
 )  # of a cluster: it goes on when its servers have elected one
+# A majority does not have an earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
+ERR_PUBLICATION_UNDER_WAY = 10158  # a message of the same id
+ERR_SWAP_UNDER_WAY = 10164  # a swap of the same key
 ERR_STORAGE_FULL = frozenset({10002, 10023, 10028, 10047})  # storage, resources or memory of the account or the server
 
 _LIMIT = "remove finished runs (penstock runs rm RUN), or raise {limit} of the server or of the account"
@@ -47,7 +50,7 @@ _REMEDIES: dict[int, tuple[type[BusError], str]] = {
         "this server is no cluster: set nats.replicas = 1, or start a cluster (docs/guides/nats_cluster.md)",
     ),
     **dict.fromkeys(
-        (10007, *ERR_NO_LEADER),
+        (10007, *ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY, ERR_SWAP_UNDER_WAY),
         (BusUnreachable, "servers of the cluster are missing, or it has no leader yet: try again"),
     ),
 }  # fmt: skip

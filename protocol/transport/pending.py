@@ -105,7 +105,8 @@ class Pending(Generic[T]):
                 try:
                     yield from woken
                 except asyncio.CancelledError:
-                    self._thread.post(self._cancel)
+                    with contextlib.suppress(RuntimeError):  # the bus was closed meanwhile, and the call with it
+                        self._thread.post(self._cancel)
                     raise
         return self._outcome()
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +20,13 @@ from penstock.deploy.bootstrap import bootstrap
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable, CompareAndSwapFailed
-from penstock.protocol.facts import RunEvent, TaskIssued
+from penstock.protocol.facts import BlobRef, Head, RunEvent, TaskIssued
 from penstock.protocol.transport import direct_get, tail
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S
+from penstock.trainer.publishing.head import HeadKey
 
 
 @pytest.fixture(scope="module")
@@ -346,3 +351,48 @@ def test_a_bucket_without_leader_is_no_missing_bucket(cluster: NatsCluster, clus
     clustered.delete_stream(f"KV_{state.bucket}").wait()
     with pytest.raises(BusUnreachable, match="was not created, or more than half"):
         state.swap("head", b"x", None).wait()
+
+
+@contextlib.contextmanager
+def stopped_followers(cluster: NatsCluster, bus: Bus, stream: str) -> Iterator[None]:
+    """The leader of a stream answers alone: it takes a message, and can neither store nor refuse it."""
+    leader = leader_of(bus, stream)
+    followers = [node for name, node in cluster.nodes.items() if name != leader]
+    for node in followers:
+        os.kill(node.child.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for node in followers:
+            os.kill(node.child.pid, signal.SIGCONT)
+
+
+def test_a_publication_that_is_under_way_is_no_refusal(cluster: NatsCluster, clustered: Bus, run_id: str) -> None:
+    """A leader without followers has the first try in its hands when the second comes: it says so, and the caller waits."""
+    clustered.ensure_stream(streams.streams(run_id)[0]).wait()
+    issue(clustered, run_id, 0)
+    fact = make_task_issued(run_id, "p1", [make_task("e0.p1.a0")])
+    with stopped_followers(cluster, clustered, streams.stream_name(run_id, "tasks")):
+        published = clustered.publish(subjects.tasks(run_id, "train"), fact, msg_id="p1", deadline_s=120.0)
+        time.sleep(ATTEMPT_S + 2.0)
+        assert not published.done(), "no majority has the message, so it cannot be stored"
+    assert published.wait().sequence == 2
+
+
+def test_the_head_is_moved_once_by_a_swap_that_is_under_way(cluster: NatsCluster, clustered: Bus, run_id: str) -> None:
+    """A swap without an answer, tried again: the trainer that sent both is not told that another one moved the head."""
+    clustered.ensure_bucket(streams.state_bucket(run_id)).wait()
+    head = HeadKey(clustered, run_id)
+    head.move(_head(0))
+    moved = threading.Thread(target=head.move, args=(_head(1),))
+    with stopped_followers(cluster, clustered, f"KV_{streams.state_bucket(run_id).bucket}"):
+        moved.start()
+        moved.join(REQUEST_S + 2.0)
+        assert moved.is_alive(), "no majority has the head, so it cannot have been moved"
+    moved.join(120.0)
+    assert head.value == _head(1)
+
+
+def _head(version: int) -> Head:
+    manifest = BlobRef(key=f"runs/r/weights/{version}", size_bytes=1, sha256="0" * 64)
+    return Head(version=version, step=version, manifest=manifest)

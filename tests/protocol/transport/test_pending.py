@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.protocol.errors import BusUnreachable
-from penstock.protocol.transport.pending import LoopThread, _Mailbox
+from penstock.protocol.transport.pending import LoopThread, Pending, _Mailbox
 
 
 async def _nothing() -> None:
@@ -105,6 +105,27 @@ def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: LoopThrea
         running.wait()
     with pytest.raises(BusUnreachable, match="a late call: the bus is closed"):
         thread.call(_nothing(), "a late call", 30.0)
+
+
+def test_a_caller_that_is_cancelled_after_the_bus_was_closed_ends_in_peace() -> None:
+    """The last tasks of a service are cancelled when its bus is closed already: there is no call left to cancel."""
+    thread = LoopThread("test-pending")
+    thread.start()
+
+    async def cancelled() -> None:
+        pending: Pending[None] = Pending(thread._mailbox, "never", 30.0)
+        caller = asyncio.create_task(_awaiting(pending))
+        await asyncio.sleep(0)
+        thread.close(_nothing)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+
+    asyncio.run(cancelled())
+
+
+async def _awaiting(pending: Pending[None]) -> None:
+    await pending
 
 
 def test_a_callback_that_raises_keeps_no_other_one_waiting() -> None:
