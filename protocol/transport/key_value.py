@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import nats.js.errors
+from nats.js.api import Header
 from nats.js.kv import KeyValue as NatsKeyValue
 
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
-from penstock.protocol.transport.nats_errors import BOOTSTRAP, ERR_FULL, ERR_SWAP_UNDER_WAY, refusal
+from penstock.protocol.transport.nats_errors import (
+    BOOTSTRAP,
+    ERR_FULL,
+    ERR_OTHER_REVISION,
+    ERR_SWAP_UNDER_WAY,
+    refusal,
+)
 from penstock.protocol.transport.pending import Pending
 
 T = TypeVar("T")
@@ -164,17 +171,30 @@ class KeyValue:
         return Entry(key, msg.data or b"", msg.seq or 0)
 
     async def _swap(self, key: str, value: bytes, expected: int | None) -> int:
+        headers = {Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(expected or 0)}
         while True:  # until the call's deadline
             try:
-                if expected is None:
-                    return await self._store.create(key, value)
-                return await self._store.update(key, value, last=expected)
-            except (nats.js.errors.KeyWrongLastSequenceError, nats.js.errors.BadRequestError) as err:
-                if err.err_code != ERR_SWAP_UNDER_WAY:
-                    raise CompareAndSwapFailed(
-                        f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
-                    ) from None
+                return (await self._connection.js.publish(f"$KV.{self.bucket}.{key}", value, headers=headers)).seq
+            except nats.js.errors.APIError as err:
+                if err.err_code not in {ERR_SWAP_UNDER_WAY, ERR_OTHER_REVISION}:
+                    raise
+                if err.err_code == ERR_OTHER_REVISION:
+                    if expected is None:
+                        return await self._create_again(key, value)
+                    raise self._failed_swap(key, expected, err) from None
             await asyncio.sleep(RETRY_S)
+
+    async def _create_again(self, key: str, value: bytes) -> int:
+        """Write a key that was removed; raises CompareAndSwapFailed for one that exists."""
+        try:
+            return await self._store.create(key, value)
+        except nats.js.errors.KeyWrongLastSequenceError as err:
+            raise self._failed_swap(key, None, err) from None
+
+    def _failed_swap(self, key: str, expected: int | None, err: nats.js.errors.APIError) -> CompareAndSwapFailed:
+        return CompareAndSwapFailed(
+            f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
+        )
 
     async def _entries(self, below: str) -> list[Entry]:
         """Read all keys by one request (ADR-31); the client library would use a consumer and a request for each key."""

@@ -18,6 +18,7 @@ ERR_NO_LEADER = frozenset(
 # A majority does not have an earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
 ERR_PUBLICATION_UNDER_WAY = 10158  # a message of the same id
 ERR_SWAP_UNDER_WAY = 10164  # a swap of the same key
+ERR_OTHER_REVISION = 10071  # of the key of a swap
 ERR_STORAGE_FULL = frozenset({10002, 10023, 10028, 10047})  # storage, resources or memory of the account or the server
 
 _LIMIT = "remove finished runs (penstock runs rm RUN), or raise {limit} of the server or of the account"
