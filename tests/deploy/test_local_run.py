@@ -86,8 +86,10 @@ def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how
         text=True,
     ) as run:
         try:
-            wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")), "the first step", 120.0)
-            assert processes_of(tmp_path, word="embedded_engine")
+            if how == signal.SIGTERM:
+                wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")), "the first step", 120.0)
+            for word in ("penstock.trainer", "penstock.reward_service", "embedded_engine"):
+                wait_for(lambda word=word: processes_of(tmp_path, word=word), word, 120.0)
             run.send_signal(how)
             assert run.wait(60.0) == (130 if how == signal.SIGTERM else -how)
             wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes", 30.0)
