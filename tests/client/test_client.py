@@ -106,7 +106,7 @@ def test_an_existing_run_is_found_by_its_name(client: penstock.Client, tmp_path:
             run.resume()
         with pytest.raises(PenstockError, match="started by another program"):
             run.stop()
-    assert run.wait(5.0).state == "paused"
+    assert run.wait(60.0).state == "paused"
     with pytest.raises(PenstockError, match="only one that is running can be paused"):
         run.pause()
     pause_request.clear(folder)

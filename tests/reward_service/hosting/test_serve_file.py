@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -126,15 +127,16 @@ def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, se
     process = serve(str(file))
     url = url_of(process)
     body = {"reward": "endless", "groups": [{"completions": ["a"]}]}
-    with pytest.raises(httpx.TransportError):
-        httpx.post(url, json=body, timeout=1)
-    wait_for(seen.exists, "the function to start")
 
     def interrupted() -> bool:
         process.signal(signal.SIGINT)
         return not process.alive()
 
-    wait_for(interrupted, "the process to end")
+    with ThreadPoolExecutor(1) as caller:
+        answer = caller.submit(httpx.post, url, json=body, timeout=120)
+        wait_for(seen.exists, "the function to start")
+        wait_for(interrupted, "the process to end")
+        assert isinstance(answer.exception(), httpx.TransportError)
 
 
 def test_rewards_are_listed_on_the_command_line(tmp_path: Path) -> None:
