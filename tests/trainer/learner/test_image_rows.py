@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.groups import make_group
 from tests.pictures import picture, picture_bytes
 from tests.vision_model import build_vision_model
 from torch import Tensor
@@ -19,14 +20,18 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from penstock.protocol import blob_keys
-from penstock.protocol.errors import BlobMissing, ImageRefused
-from penstock.protocol.facts import BlobRef
+from penstock.protocol.errors import BlobMissing, ImageRefused, PackError
+from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage, admit
 from penstock.protocol.images.processor import ImageProcessor, read_processor
 from penstock.protocol.images.tokens import expanded, rope_positions
+from penstock.protocol.packs import group_pack
+from penstock.protocol.trajectory import Group
+from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.algorithm.stream_images import PlacedImages, StoredImage
+from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.learner.image_reader import ImageReader
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.vision import freeze_tower
@@ -251,3 +256,49 @@ def test_an_image_is_what_its_row_says_or_is_refused(processor: ImageProcessor) 
         ImageReader(store.get, processor).patches(stored[0])
     with pytest.raises(BlobMissing):
         ImageReader(Store([]).get, processor).fetch(stored, images.processor)
+
+
+def image_group(processor: ImageProcessor, *, version: int = 0) -> Group:
+    """A group of two completions of a prompt with an image."""
+    row = make_row(processor, [[5], IMAGES[0], [6]], [7])
+    assert row.images is not None
+    prompt = tuple(row.token_ids[:-1].tolist())
+    made = make_group(size=2, prompt_ids=prompt, version=version)
+    shown = [replace(one, images=row.images.images) for one in made.trajectories]
+    return replace(made, trajectories=tuple(shown))
+
+
+def test_a_group_whose_images_disagree_is_refused_when_it_arrives(processor: ImageProcessor) -> None:
+    """So that no step fails at one: with the pack, the group, and what was expected."""
+    group = image_group(processor)
+    data = group_pack.encode([group])
+    pack = BlobRef(key=blob_keys.group_pack("r", PolicyVersion(0), "p", "a"), sha256="0" * 64, size_bytes=len(data))
+    scored = ScoredGroup(generated=group.summary(0), rewards=(0.0, 1.0), scorer="a")
+
+    def read(
+        get: Any, own: ImageProcessor | None = processor, found: bytes = data, one: ScoredGroup = scored
+    ) -> list[Group]:
+        reader = None if own is None else ImageReader(get, own)
+        return PackReader(lambda _: found, images=reader).read(pack, [one], ())
+
+    store = Store(IMAGES)
+    (arrived,) = read(store.get)
+    assert arrived.image_processor == processor.sha256
+    assert set(store.fetched.values()) == {1}  # both trajectories have it
+    other = replace_processor(processor)
+    for get, own, words in (
+        (Store([]).get, processor, "runs/r/images/"),
+        (store.get, None, "has images, and the model that is trained reads none"),
+        (store.get, other, f"prepared by the image processor {processor.sha256}, this trainer has {other.sha256}"),
+    ):
+        with pytest.raises(PackError, match=rf"{group.group_id}.*{words}"):
+            read(get, own)
+    bare = replace(group, trajectories=tuple(replace(one, images=None) for one in group.trajectories))
+    without = ScoredGroup(generated=bare.summary(0), rewards=(0.0, 1.0), scorer="a")
+    with pytest.raises(PackError, match=r"tokens of images \(id \d+\) that were not sampled, and names images with 0"):
+        read(store.get, processor, group_pack.encode([bare]), without)
+
+
+def replace_processor(processor: ImageProcessor) -> ImageProcessor:
+    """The same model's, with another limit."""
+    return replace(processor, max_pixels=processor.max_pixels * 2)
