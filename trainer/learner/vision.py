@@ -72,8 +72,11 @@ class ImageEmbeddings:
         learns = any(parameter.requires_grad for parameter in self._tower.parameters())
         with contextlib.nullcontext() if learns else torch.no_grad():
             if images is None:
-                return words + 0.0 * self._features(*self._nothing(words.device)).sum().to(words.dtype)
-            features = self._features(images.pixel_values().to(words.device), images.grid_thw)
+                features = self._features(*self._nothing(words.device))
+            else:
+                features = self._features(images.pixel_values().to(words.device), images.grid_thw)
+        if images is None:
+            return words + 0.0 * features.sum().to(words.dtype)
         return words.index_copy(1, images.places, features.index_select(0, images.parts).to(words.dtype)[None])
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from tests.groups import make_group
 from tests.pictures import picture, picture_bytes
+from tests.trainer.learner.forks import Fork
 from tests.vision_model import build_vision_model
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -302,3 +305,31 @@ def test_a_group_whose_images_disagree_is_refused_when_it_arrives(processor: Ima
 def replace_processor(processor: ImageProcessor) -> ImageProcessor:
     """The same model's, with another limit."""
     return replace(processor, max_pixels=processor.max_pixels * 2)
+
+
+def test_zero_2_and_3_on_two_ranks_equals_one_process(folder: Path, tmp_path: Path) -> None:
+    """Where one rank has the images and the other has none, with a tower that learns and with a frozen one.
+
+    A tower that ZeRO-3 has divided must be computed by both, and the other's text keep its gradient.
+    """
+    results = {}
+    for num_ranks in (1, 2):
+        running = Fork(
+            tmp_path, "tests.trainer.learner.image_rank_check", str(folder), str(tmp_path), num_ranks=num_ranks
+        )
+        try:
+            running.wait()
+        finally:
+            running.kill()
+        results[num_ranks] = json.loads((tmp_path / f"{num_ranks}.json").read_text())
+    own = load_file(folder / "model.safetensors")
+    norms = {name: float(tensor.double().norm()) for name, tensor in own.items()}
+    for name, one in results[1].items():
+        two = results[2][name]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5), name
+        assert two["norm"] == pytest.approx(one["norm"], rel=1e-4), name
+        assert two["weights"] == pytest.approx(one["weights"], rel=1e-4), name
+        assert two["weights"].keys() == own.keys()  # the names that transformers saves
+        tower = {key: value for key, value in one["weights"].items() if key.startswith("visual.")}
+        is_same = all(value == norms[key] for key, value in tower.items())
+        assert is_same == name.endswith("-frozen"), name
