@@ -179,7 +179,9 @@ def run_sessions(
                 for one in ended:
                     if (turn := turn_of[one.rid] + 1) < turns:
                         told = tuple(draw.randrange(512) for _ in range(said))
-                        due.append((step + draw.randrange(2 * new), int(one.rid), (*one.tokens(), *told), turn))
+                        due.append(
+                            (step + draw.randrange(2 * new), int(one.rid), (*one.prompt, *one.output_ids, *told), turn)
+                        )
         return 8 * groups * turns * new
 
     return serve

@@ -40,6 +40,7 @@ from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
+from penstock.rollout_service.embedded_engine.http.images import ImageReader
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
 from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
@@ -296,7 +297,9 @@ def serve(folder: Path, version: str, port_file: Path, options: SimulatedOptions
     adapters = AdapterRegistry(read_adapter, drop_adapter, max_loaded=settings.max_loaded_loras)
     ends = tuple(dict.fromkeys((*read_eos_token_ids(folder), *text.eos_token_ids())))
     served = ServedModel(config.vocab_size, config.context_tokens, ends, text, adapters.listed)
-    state = ServerState(engine, JobRunner(engine, adapters), adapters, settings, config, served, text, read_weights)
+    state = ServerState(
+        engine, JobRunner(engine, adapters), adapters, settings, config, served, text, ImageReader(None), read_weights
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     http = uvicorn.Config(build_app(state), log_level="warning", access_log=False, lifespan="off", ws="none")

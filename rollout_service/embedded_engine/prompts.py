@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from penstock.protocol.images.tokens import rope_positions
 from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes, Reused
 from penstock.rollout_service.embedded_engine.model.transformer import PromptSpan
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
-from penstock.rollout_service.embedded_engine.sequence import Prefix, Sequence
+from penstock.rollout_service.embedded_engine.sequence import Image, Images, Prefix, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,13 @@ class Prompt:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All of its tokens."""
+        """All of its tokens, those of images marked."""
         return self.prefix[1]
+
+    @property
+    def images(self) -> Images | None:
+        """Its images, which are equal in all sequences."""
+        return self.sequences[0].images
 
     @property
     def new_tokens(self) -> tuple[int, ...]:
@@ -51,10 +58,49 @@ def spans_of(prompts: Items[Prompt]) -> list[PromptSpan]:
     return [PromptSpan(len(list(same)), start, length) for (start, length), same in itertools.groupby(lengths)]
 
 
-def packed(prompts: Items[Prompt]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids and positions of what is to be computed, [N] int64 each, padded with zeros to a number of `padded_rows`."""
+def packed(prompts: Items[Prompt], merge_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return token ids and positions of what is to be computed, padded with zeros to a number of `padded_rows`.
+
+    Both are int64, ids [N] and 0 where an image is, positions [N], or [N, 3] where a prompt has images.
+    """
     num_tokens = sum(len(one.new_tokens) for one in prompts)
-    token_ids, positions = np.zeros((2, padded_rows(num_tokens)), dtype=np.int64)
+    token_ids = np.zeros(padded_rows(num_tokens), dtype=np.int64)
     token_ids[:num_tokens] = list(itertools.chain.from_iterable(one.new_tokens for one in prompts))
-    positions[:num_tokens] = np.concatenate([np.arange(one.reused.length, len(one.tokens)) for one in prompts])
-    return token_ids, positions
+    if all(one.images is None for one in prompts):
+        positions = np.zeros(len(token_ids), dtype=np.int64)
+        positions[:num_tokens] = np.concatenate([np.arange(one.reused.length, len(one.tokens)) for one in prompts])
+        return token_ids, positions
+    positions = np.zeros((len(token_ids), 3), dtype=np.int64)
+    positions[:num_tokens] = np.concatenate([_rope_positions(one, merge_size) for one in prompts])
+    return np.maximum(token_ids, 0), positions
+
+
+def _rope_positions(prompt: Prompt, merge_size: int) -> np.ndarray:
+    """Return the positions [new tokens, 3] of what is to be computed of a prompt."""
+    places = None if prompt.images is None else prompt.images.places
+    return rope_positions(len(prompt.tokens), places, merge_size)[:, prompt.reused.length :].T
+
+
+class ShownPart(NamedTuple):
+    """A part of an image among the packed tokens."""
+
+    row: int  # of its first token
+    image: Image
+    start: int  # tokens [start, end) of the image
+    end: int
+
+
+def shown_parts(prompts: Items[Prompt]) -> list[ShownPart]:
+    """Return the images, or parts of them, that are to be computed, in the order of their rows."""
+    parts: list[ShownPart] = []
+    first = 0
+    for prompt in prompts:
+        known = prompt.reused.length
+        if prompt.images is not None:
+            for ref, image in zip(prompt.images.places.refs, prompt.images.shown, strict=True):
+                start = max(ref.position, known)
+                if start < ref.end:
+                    row = first + start - known
+                    parts.append(ShownPart(row, image, start - ref.position, ref.num_tokens))
+        first += len(prompt.new_tokens)
+    return parts

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from penstock.protocol.images.tokens import next_position
 from penstock.rollout_service.embedded_engine.model.sampler import GREEDY_BELOW
 from penstock.rollout_service.embedded_engine.sequence import Sequence
 
@@ -18,6 +19,9 @@ class Rows:
 
     last_token: np.ndarray  # int64, sampled, not yet in the cache
     position: np.ndarray  # int64, position of the last token; equals the number of tokens in the cache
+    skipped: (
+        np.ndarray
+    )  # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
     adapter: np.ndarray  # int64, the adapter's number or NO_ADAPTER
     num_output: np.ndarray  # int64
     max_output: np.ndarray  # int64
@@ -44,13 +48,16 @@ class Rows:
         }
         return cls(**arrays, stop_ids=np.full((num_rows, 1), NO_TOKEN, dtype=np.int64))
 
-    def fill(self, row: int, sequence: Sequence) -> None:
+    def fill(self, row: int, sequence: Sequence, *, merge_size: int = 1) -> None:
         """Fill one row from its sequence."""
         sampling = sequence.sampling
         stops = sampling.stop_token_ids
         if len(stops) > self.stop_ids.shape[1]:
             widen = ((0, 0), (0, len(stops) - self.stop_ids.shape[1]))
             self.stop_ids = np.pad(self.stop_ids, widen, constant_values=NO_TOKEN)
+        length = len(sequence.prompt)
+        images = sequence.images
+        self.skipped[row] = 0 if images is None else length - next_position(length, images.places, merge_size)
         self.adapter[row] = sequence.adapter_number
         self.num_output[row] = len(sequence.output_ids)
         self.max_output[row] = sampling.max_new_tokens

@@ -11,12 +11,16 @@ import structlog
 import torch
 import uvicorn
 
+from penstock.protocol import errors as protocol_errors
+from penstock.protocol.images import admission
+from penstock.protocol.images.processor import read_processor
 from penstock.protocol.transport import http_tls
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
-from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
+from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
+from penstock.rollout_service.embedded_engine.http.images import ImageReader
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
 from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
@@ -50,7 +54,7 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     torch.set_num_threads(settings.threads)
     config = read_model_config(settings.model_path)
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-    text = Text(settings.model_path)
+    text, images = Text(settings.model_path), _image_reader(settings.model_path)
 
     def read_weights(folder: Path) -> Weights:
         with torch.inference_mode():
@@ -103,9 +107,10 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         adapters=adapters.listed,
         expert_layers=config.expert_layers,
         num_layers=config.num_layers,
+        image_processor=images.processor,
     )
     jobs = JobRunner(engine, adapters)
-    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, read_weights))
+    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, images, read_weights))
     http = uvicorn.Config(
         app,
         log_level="warning",
@@ -145,6 +150,17 @@ class _Server(uvicorn.Server):
         """Fail unfinished requests, then close the connections."""
         await asyncio.to_thread(self._on_stop)
         await super().shutdown(sockets)
+
+
+def _image_reader(folder: Path) -> ImageReader:
+    """Return the reader of a model's images; raises UnsupportedModel, and ConfigError without Pillow."""
+    try:
+        processor = read_processor(folder)
+    except protocol_errors.UnsupportedModel as error:
+        raise UnsupportedModel(str(error)) from None
+    if processor is not None:
+        admission.decoders()
+    return ImageReader(processor)
 
 
 def _max_kept_tokens(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) -> int:

@@ -19,13 +19,17 @@ from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, AdapterMix, RowAdapters
 from penstock.rollout_service.embedded_engine.model.sampler import Choice, sample, uniforms
-from penstock.rollout_service.embedded_engine.model.transformer import PromptBatch, Transformer, Weights
-from penstock.rollout_service.embedded_engine.prompts import Prompt, packed, prompts_of, spans_of
+from penstock.rollout_service.embedded_engine.model.transformer import ImageTokens, PromptBatch, Transformer, Weights
+from penstock.rollout_service.embedded_engine.prompts import Prompt, packed, prompts_of, shown_parts, spans_of
 from penstock.rollout_service.embedded_engine.rows import NO_TOKEN, Rows
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
-from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Sequence
+from penstock.rollout_service.embedded_engine.seen_images import SeenImages
+from penstock.rollout_service.embedded_engine.sequence import NO_ADAPTER, FinishReason, Image, Sequence
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
+_MAX_FEATURE_BYTES = (
+    256 * 2**20
+)  # of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
 _KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
 
 
@@ -56,6 +60,8 @@ class Runner:
         self._device = cache.data.device
         self._find_stop_string = find_stop_string
         self._mixes: OrderedDict[tuple[int, ...], AdapterMix] = OrderedDict()  # least recently used first
+        self._merge_size = 1 if model.config.vision is None else model.config.vision.merge_size
+        self._features = SeenImages(_MAX_FEATURE_BYTES)
 
     @property
     def weights(self) -> Weights:
@@ -67,6 +73,7 @@ class Runner:
         self._weights = weights
         self._num_weights += 1
         self.kept.clear()
+        self._features.clear()
 
     @property
     def num_stored_tokens(self) -> int:
@@ -87,8 +94,8 @@ class Runner:
         starts = (first + np.cumsum([0, *copies[:-1]])).tolist()
         for prompt, row in zip(prompts, starts, strict=True):
             self._cache.fill_rows(row, len(prompt.sequences), prompt.reused.parts)
-        ids, positions = map(self._to_device, packed(prompts))
-        batch = PromptBatch(ids, positions, spans_of(prompts), copies, first)
+        ids, positions = map(self._to_device, packed(prompts, self._merge_size))
+        batch = PromptBatch(ids, positions, spans_of(prompts), copies, first, self._image_tokens(prompts))
         hidden = self._model.prefill(self.weights, batch, self._cache, self._prompt_adapters(prompts))
         ends = np.cumsum([len(one.new_tokens) for one in prompts])
         last = np.zeros(padded_rows(len(prompts)), dtype=np.int64)
@@ -100,7 +107,7 @@ class Runner:
             if is_finite:  # one value that is not spoils those of the tokens before it too: 0 x NaN in a masked product
                 self.kept.keep(prompt.prefix, partial(self._cache.read, row))
         for row, sequence in enumerate((one for prompt in prompts for one in prompt.sequences), start=first):
-            self._rows.fill(row, sequence)
+            self._rows.fill(row, sequence, merge_size=self._merge_size)
             self._rows.position[row] = sequence.num_tokens
             sequence.computed_with = self._num_weights
             self.running.append(sequence)
@@ -123,8 +130,8 @@ class Runner:
             beyond = torch.arange(columns, device=self._device) > at.unsqueeze(1)
             mask = torch.zeros(rows, columns, device=self._device).masked_fill_(beyond, -torch.inf)
         tokens = self._to_device(self._rows.last_token[:rows])
-        adapters = self._running_adapters(rows)
-        logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache, adapters)[:num]
+        adapters, rotary = self._running_adapters(rows), self._rotary_positions(rows)
+        logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache, adapters, rotary)[:num]
         self._rows.position[:num] += 1
         return self._advance(logits, 0)
 
@@ -153,6 +160,30 @@ class Runner:
         self.kept.drop_adapter(adapter.number)
         for numbers in [numbers for numbers in self._mixes if adapter.number in numbers]:
             del self._mixes[numbers]
+
+    def _image_tokens(self, prompts: list[Prompt]) -> ImageTokens | None:
+        """Return the image tokens of packed prompts with their features; None when there are none."""
+        parts = shown_parts(prompts)
+        if not parts:
+            return None
+        features = [self._features_of(part.image)[part.start : part.end] for part in parts]
+        rows = np.concatenate([np.arange(part.row, part.row + part.end - part.start) for part in parts])
+        return ImageTokens(self._to_device(rows), torch.cat(features))
+
+    def _features_of(self, image: Image) -> torch.Tensor:
+        found = self._features.find(image.number)
+        if found is None:
+            found = self._model.features(self.weights, torch.from_numpy(image.pixel_values), image.grid)
+            self._features.keep(image.number, found)
+        return found
+
+    def _rotary_positions(self, num_rows: int) -> torch.Tensor | None:
+        """Return the positions for rotary embeddings of the running sequences and of padding rows; None: those in the cache."""
+        num = len(self.running)
+        if not self._rows.skipped[:num].any():
+            return None
+        self._rows.skipped[num:num_rows] = 0
+        return self._to_device(self._rows.position[:num_rows] - self._rows.skipped[:num_rows])
 
     def _prompt_adapters(self, prompts: list[Prompt]) -> RowAdapters | None:
         """Return the adapters of packed prompts; None when none has one."""

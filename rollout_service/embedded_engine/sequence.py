@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:  # what schedules sequences needs no torch
     import numpy as np
 
+    from penstock.protocol.facts import RowImages
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 
 NO_ADAPTER = 0  # number of sequences and rows without an adapter
 
-Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]  # (key, adapter number) and tokens
+# (key, adapter number) and tokens; a token of an image is the negative number of that image
+Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,30 @@ class Sampling:
     seed: int = 0  # unsigned 64 bit
     stop_token_ids: tuple[int, ...] = ()  # with the model's end tokens; empty when those are ignored
     stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """An image as the vision tower reads it."""
+
+    number: int  # 1 or more; two images have one number only if they are equal
+    pixel_values: np.ndarray  # [patches, values of a patch] float32
+    grid: tuple[int, int, int]  # patches in time, height and width
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The images of a prompt: where their tokens are, and what they are, in the same order."""
+
+    places: RowImages
+    shown: tuple[Image, ...]
+
+    def marked(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a prompt's tokens with the negative numbers of its images in the places of theirs."""
+        tokens = list(prompt)
+        for ref, image in zip(self.places.refs, self.shown, strict=True):
+            tokens[ref.position : ref.end] = [-image.number] * ref.num_tokens
+        return tuple(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +99,8 @@ class Sequence:
     sampling: Sampling
     extra_key: str | None = None  # shares a computed prompt only with sequences of the same key
     adapter: Adapter | None = None  # None: the model alone
+    images: Images | None = None  # of the prompt
+    marked: tuple[int, ...] = field(init=False)  # the prompt as `Prefix` has it
     input_logprobs_from: int | None = None  # report prompt logprobs from this position on; None: none
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -88,6 +116,10 @@ class Sequence:
     finish: FinishReason | None = None
     final_version: str = ""  # the weights that served it last
     job: Job | None = None
+
+    def __post_init__(self) -> None:
+        """Mark the tokens of images."""
+        self.marked = self.prompt if self.images is None else self.images.marked(self.prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -110,18 +142,15 @@ class Sequence:
         """Prompt and the longest completion allowed."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    def tokens(self) -> tuple[int, ...]:
-        """Return prompt and completion so far."""
-        return (*self.prompt, *self.output_ids) if self.output_ids else self.prompt
-
     @property
     def adapter_number(self) -> int:
         """Number of its adapter, or `NO_ADAPTER`."""
         return NO_ADAPTER if self.adapter is None else self.adapter.number
 
     def prefix(self) -> Prefix:
-        """Return key, adapter and tokens; sequences with equal prefixes share one prompt computation."""
-        return (self.extra_key, self.adapter_number), self.tokens()
+        """Return key, adapter and tokens so far; sequences with equal prefixes share one prompt computation."""
+        tokens = (*self.marked, *self.output_ids) if self.output_ids else self.marked
+        return (self.extra_key, self.adapter_number), tokens
 
     def close_span(self, version: str) -> None:
         """Attribute every token since the last span to ``version``."""

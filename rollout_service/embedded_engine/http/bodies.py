@@ -85,7 +85,11 @@ class GenerateBody(Body):
     session_params: None = None
     custom_logit_processor: None = None
     input_embeds: None = None
-    image_data: None = None
+    image_data: str | list[str] | list[str | list[str] | None] | None = (
+        None  # base64 or data URLs; see `http/images.py`
+    )
+    # Where the placeholders are; None: at every token with the image token's id. Not SGLang's: a policy may sample that id.
+    image_positions: TokenIds | list[TokenIds] | None = None
 
 
 class UpdateWeightsBody(Body):

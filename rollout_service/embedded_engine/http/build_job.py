@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.rollout_service.embedded_engine.errors import RequestRefused
 from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody, SamplingParams
+from penstock.rollout_service.embedded_engine.http.images import ReadImage, with_images
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
 
 if TYPE_CHECKING:
+    from penstock.protocol.images.processor import ImageProcessor
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
 
 _SEED_STRIDE = 0xD1342543DE82EF95  # odd, so the n samples of one seed get n different seeds
@@ -30,6 +33,7 @@ class ServedModel:
     adapters: Mapping[str, Adapter]  # by name; a live view
     expert_layers: tuple[int, ...] = ()  # numbers of the layers that have experts
     num_layers: int = 0
+    image_processor: ImageProcessor | None = None  # None: it reads no images
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class RequestedJob:
     num_layers: int = 0
 
 
-def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
-    """Return the sequences that ``body`` requests.
+def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequences[ReadImage]] = ()) -> RequestedJob:
+    """Return the sequences that ``body`` requests; ``images`` are those of each prompt, or none for any.
 
     Raises:
         RequestRefused: names the value that cannot be served and the possible ones.
@@ -60,8 +64,14 @@ def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
         raise RequestRefused("sampling_params.n must be the same for all prompts of a batch")
     rids = _rids(body.rid, len(prompts))
     adapters = _adapters(body.lora_path, len(prompts), model)
+    positions = _image_positions(body.image_positions, len(prompts), model)
     sequences, their_params = [], []
-    for prompt, requested, rid, adapter in zip(prompts, params, rids, adapters, strict=True):
+    for given, shown, places, requested, rid, adapter in zip(
+        prompts, images or [()] * len(prompts), positions, params, rids, adapters, strict=True
+    ):
+        prompt, found = given, None
+        if model.image_processor is not None:
+            prompt, found = with_images(given, shown, places, model.image_processor)
         _check_prompt(prompt, model)
         start = _input_logprob_start(body, prompt)
         for index in range(num_samples):
@@ -74,6 +84,7 @@ def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
                     sampling,
                     extra_key=body.extra_key,
                     adapter=adapter,
+                    images=found,
                     input_logprobs_from=start,
                     num_top_logprobs=_num_top_logprobs(body, start, sampling, model),
                     wants_experts=body.return_routed_experts,
@@ -133,6 +144,22 @@ def _adapters(named: str | list[str | None] | None, num_prompts: int, model: Ser
         loaded = ", ".join(model.adapters) or "none"
         raise RequestRefused(f"lora_path names {unknown!r}, which is not loaded; loaded are: {loaded}")
     return [None if name is None else model.adapters[name] for name in names]
+
+
+def _image_positions(
+    given: list[int] | list[list[int]] | None, num_prompts: int, model: ServedModel
+) -> Sequences[list[int] | None]:
+    if given is None:
+        return [None] * num_prompts
+    if model.image_processor is None:
+        raise RequestRefused("image_positions: the served model reads no images")
+    lists = [one for one in given if isinstance(one, list)]
+    if len(lists) == num_prompts == len(given):
+        return lists
+    numbers = [one for one in given if isinstance(one, int)]
+    if num_prompts == 1 and len(numbers) == len(given):
+        return [numbers]
+    raise RequestRefused(f"image_positions must hold a list for each of {num_prompts} prompts")
 
 
 def _check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:

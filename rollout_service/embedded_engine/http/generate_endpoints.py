@@ -28,7 +28,7 @@ async def generate(request: Request) -> Response:
     """Sample completions: ``/generate``."""
     server = server_of(request)
     body = await read_body(request, GenerateBody)
-    requested = build_job(body, server.model)
+    requested = build_job(body, server.model, await server.images.read(body))
     if body.stream:
         return StreamingResponse(_events(_generate_chunks(server, requested)), media_type="text/event-stream")
     latency_s = await server.jobs.run_to_end(request, requested)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
+from penstock.rollout_service.embedded_engine.http.images import ImageReader
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
@@ -36,6 +37,7 @@ class ServerState:
     config: ModelConfig
     model: ServedModel
     text: Text
+    images: ImageReader
     read_weights: Callable[[Path], Weights]  # reads and checks a folder; blocks, runs in a thread
     one_update: asyncio.Lock = field(default_factory=asyncio.Lock)
     started_at: float = field(default_factory=time.monotonic)

@@ -47,9 +47,11 @@ async def model_info(request: Request) -> Response:
             "preferred_sampling_params": None,
             "weight_version": server.engine.version,
             "load_format": "auto",
-            "model_type": server.config.architecture.removesuffix("ForCausalLM").lower(),
+            "model_type": server.config.architecture.removesuffix("ForCausalLM")
+            .removesuffix("ForConditionalGeneration")
+            .lower(),
             "architectures": [server.config.architecture],
-            "has_image_understanding": False,
+            "has_image_understanding": server.images.processor is not None,
             "has_audio_understanding": False,
         }
     )

@@ -13,6 +13,7 @@ from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.low_rank import LowRank
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
 from penstock.rollout_service.embedded_engine.model.model_folder import check_values, expected_shapes, read_safetensors
+from penstock.rollout_service.embedded_engine.model.vision_tower import PREFIX
 from penstock.rollout_service.errors import AdapterUnfit
 
 
@@ -36,6 +37,8 @@ def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str
             raise AdapterUnfit(
                 f"it adapts {of_experts[0]}: adapters of experts and routers are not computed by this engine"
             )
+        if of_tower := [layer for layer in pairs if layer.startswith(PREFIX)]:
+            raise AdapterUnfit(f"it adapts {of_tower[0]}: adapters of a vision tower are not computed by this engine")
     except (OSError, ValueError, AdapterUnfit) as error:
         raise CheckpointRefused(f"{folder}: {error}") from error
     for name, tensor in tensors.items():

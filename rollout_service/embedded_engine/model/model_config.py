@@ -10,9 +10,13 @@ from typing import Any
 from penstock.protocol.routers import routers_of
 from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _MIXTURE = "Qwen3MoeForCausalLM"
+_VISION = "Qwen2_5_VLForConditionalGeneration"
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", _MIXTURE, _VISION)
+_WITH_QKV_BIAS = ("Qwen2ForCausalLM", _VISION)  # and with none behind the attention
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+# Of a vision_config: differ between copies of one model, or name the whole model in older files.
+_NOT_BUILT_FROM = ("model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -44,6 +48,16 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """How a model sees images."""
+
+    image_token_id: int  # stands for one merged patch
+    merge_size: int  # merged patches are squares of so many patches a side
+    rope_axes: tuple[int, ...]  # [head_dim / 2]: which position of a token rotates it: 0 time, 1 height, 2 width
+    tower: str  # ``vision_config`` as JSON, from which transformers builds the vision tower
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a decoder; two checkpoints are interchangeable if and only if these are equal."""
 
@@ -64,6 +78,7 @@ class ModelConfig:
     qk_norm: bool
     rope: Rope
     mixture: Mixture | None = None  # None: every layer has a dense MLP
+    vision: Vision | None = None  # None: text alone
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -82,13 +97,14 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises:
         UnsupportedModel: no such file, another architecture, or a feature that would make results inexact.
     """
-    raw = _read_json(folder / "config.json")
-    architecture = (raw.get("architectures") or ["(none named)"])[0]
+    whole = _read_json(folder / "config.json")
+    architecture = (whole.get("architectures") or ["(none named)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UnsupportedModel(
             f"{folder}: architecture {architecture} is not served by the embedded engine; it serves "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}. Serve this model with SGLang instead (worker.engine=sglang-url)."
         )
+    raw = _decoder_of(whole) if architecture == _VISION else whole
     _refuse_features(folder, raw)
     rope = _read_rope(folder, raw)
     missing = [name for name in _REQUIRED if name not in raw]
@@ -97,6 +113,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{folder}/config.json has no {', '.join(missing)}; add them, as transformers writes them"
         )
     heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     llama_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -106,17 +123,42 @@ def read_model_config(folder: Path) -> ModelConfig:
         num_layers=raw["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=head_dim,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         context_tokens=raw.get("max_position_embeddings", 2048),
         tied_head=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or llama_bias,
-        output_bias=architecture != "Qwen2ForCausalLM" and llama_bias,
+        qkv_bias=architecture in _WITH_QKV_BIAS or llama_bias,
+        output_bias=architecture not in _WITH_QKV_BIAS and llama_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture in ("Qwen3ForCausalLM", _MIXTURE),
         rope=rope,
         mixture=_read_mixture(folder, raw) if architecture == _MIXTURE else None,
+        vision=_read_vision(folder, whole, raw, head_dim) if architecture == _VISION else None,
     )
+
+
+def _decoder_of(whole: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's part of the config of a model with images; files of older releases have no part for it."""
+    raw = dict(whole.get("text_config") or whole)
+    raw["tie_word_embeddings"] = whole.get("tie_word_embeddings") or raw.get("tie_word_embeddings", False)
+    return raw
+
+
+def _read_vision(folder: Path, whole: dict[str, Any], decoder: dict[str, Any], head_dim: int) -> Vision:
+    tower, token = whole.get("vision_config"), whole.get("image_token_id")
+    if not isinstance(tower, dict) or not isinstance(token, int):
+        raise UnsupportedModel(
+            f"{folder}/config.json has no vision_config or no image_token_id, as transformers writes them"
+        )
+    rope = decoder.get("rope_parameters") or decoder.get("rope_scaling") or {}
+    section = rope.get("mrope_section")
+    if not isinstance(section, list) or len(section) != 3 or sum(section) != head_dim // 2:
+        raise UnsupportedModel(
+            f"{folder}/config.json: mrope_section = {section!r}, expected three numbers that add up to {head_dim // 2}, half of head_dim"
+        )
+    axes = tuple(axis for axis, num in enumerate(section) for _ in range(num))
+    built_from = {name: value for name, value in tower.items() if name not in _NOT_BUILT_FROM}
+    return Vision(token, tower.get("spatial_merge_size", 2), axes, json.dumps(built_from, sort_keys=True))
 
 
 def _read_mixture(folder: Path, raw: dict[str, Any]) -> Mixture | None:
@@ -177,6 +219,7 @@ def _read_rope(folder: Path, raw: dict[str, Any]) -> Rope:
     # transformers 5 writes rope_parameters; older ones rope_theta and rope_scaling.
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind  # what older files call a default one with several positions
     if kind not in SUPPORTED_ROPE_TYPES:
         raise UnsupportedModel(
             f"{folder}: rope type {kind!r} is not served by the embedded engine; it serves "

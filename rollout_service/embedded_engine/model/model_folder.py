@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
+from penstock.rollout_service.embedded_engine.model.vision_tower import hub_name, tower_shapes
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old checkpoints; computed here
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,6 +45,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
+    if config.vision is not None:
+        shapes |= tower_shapes(config.vision)
     if not config.tied_head:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     dense = _mlp(hidden, inner)
@@ -75,7 +78,8 @@ def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor
     """Read every tensor of the model from ``folder``: one model.safetensors, or shards named by the index.
 
     Returns:
-        Tensors on the CPU in the file's own dtype, each with the expected shape and all numbers finite.
+        Tensors on the CPU in the file's own dtype, each with the expected shape and all numbers finite, by the names in the file:
+        those of `expected_shapes`, or all of a model with images by their names in transformers' module (`hub_name`).
 
     Raises:
         CheckpointRefused: names the file, the tensor, what was expected and what was found.
@@ -89,9 +93,12 @@ def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor
         ignored.add("lm_head.weight")  # the embedding is the head; a stored copy is redundant
     for name in ignored & tensors.keys():
         del tensors[name]
-    _check_names(folder, expected.keys(), tensors.keys())
+    stored = (
+        {hub_name(name): name for name in tensors} if config.vision is not None else {name: name for name in tensors}
+    )
+    _check_names(folder, expected.keys(), stored.keys() if len(stored) == len(tensors) else tensors.keys())
     for name, shape in expected.items():
-        _check_tensor(folder, name, shape, tensors[name])
+        _check_tensor(folder, name, shape, tensors[stored[name]])
     return tensors
 
 

@@ -1,5 +1,7 @@
 """The forward pass of Llama, Qwen2, Qwen3 and Qwen3-MoE decoders in plain torch, for prompts and for one step.
 
+Qwen2.5-VL has the decoder of Qwen2: image tokens have features in place of embeddings, and every token has three positions.
+
 Differs from transformers in layout only:
 
 1. q, k and v are one matrix, and so are gate and up: fewer, larger products.
@@ -24,6 +26,7 @@ from penstock.rollout_service.embedded_engine.model.experts import Experts, Line
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import RowAdapters, Site, interleaved_halves
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, Rope
+from penstock.rollout_service.embedded_engine.model.vision_tower import VisionTower, hub_name, tower_tensors
 
 _QUERIES_AT_ONCE = 512  # a mask has so many rows, and a column for each known token
 
@@ -58,6 +61,7 @@ class Weights:
     layers: tuple[Layer, ...]
     final_norm: torch.Tensor  # [hidden]
     head: Linear  # [*, hidden] -> [*, vocab]
+    tower: Mapping[str, torch.Tensor]  # of the vision tower, which `VisionTower` computes with; empty: text alone
     num_parameters: int
     checksum: str  # `weights_digest` of the tensors they were made from, as they were stored
 
@@ -71,6 +75,14 @@ class PromptSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """The image tokens among packed prompts."""
+
+    rows: torch.Tensor  # [M] int64, their places
+    features: torch.Tensor  # [M, hidden], in place of their embeddings
+
+
+@dataclass(frozen=True, slots=True)
 class PromptBatch:
     """Prompts packed one after the other; neighbours of equal length share one attention call.
 
@@ -78,10 +90,11 @@ class PromptBatch:
     """
 
     token_ids: torch.Tensor  # [N] int64; tokens beyond the last span are padding, computed and discarded
-    positions: torch.Tensor  # [N] int64
+    positions: torch.Tensor  # [N] int64; [N, 3] of time, height and width where prompts have images
     spans: Sequence[PromptSpan]
     copies: Sequence[int]  # per prompt: how many cache rows receive it
     first_row: int
+    images: ImageTokens | None = None
 
 
 def prepare_weights(
@@ -89,9 +102,10 @@ def prepare_weights(
 ) -> Weights:
     """Fuse, reorder, cast and pack a checked checkpoint; ``tensors`` is not modified."""
     order = interleaved_halves(config.head_dim)
+    stored = tensors if config.vision is None else {hub_name(name): tensor for name, tensor in tensors.items()}
 
     def get(name: str) -> torch.Tensor:
-        return tensors[name].to(device=device, dtype=dtype)
+        return stored[name].to(device=device, dtype=dtype)
 
     def by_head(name: str) -> torch.Tensor:
         value = get(name)
@@ -151,6 +165,7 @@ def prepare_weights(
         layers=tuple(layer(index) for index in range(config.num_layers)),
         final_norm=get("model.norm.weight"),
         head=_linear(embedding if config.tied_head else get("lm_head.weight"), None),
+        tower=tower_tensors(stored, device=device, dtype=dtype),
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
         checksum=_checksum(tensors),
     )
@@ -169,18 +184,26 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class Transformer:
-    """The forward pass, with the weights of each call; owns only the rotary table, which no checkpoint holds."""
+    """The forward pass, with the weights of each call; owns only tables that no checkpoint holds."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         """Build the rotary table for the model's whole context."""
         self.config = config
         self.dtype = dtype
         self._rotations = rotary_table(config.rope, config.head_dim, config.context_tokens).to(device)
+        self._tower = None if config.vision is None else VisionTower(config.vision, device=device)
+        self._axes = None if config.vision is None else torch.tensor(config.vision.rope_axes, device=device)
+        self._frequencies = torch.arange(config.head_dim // 2, device=device)
         self._num_rotated = config.num_heads + config.num_kv_heads
         self._scale = 1.0 / math.sqrt(config.head_dim)
         # For one query on a CPU, two small batched products are faster than the fused kernel. It is used elsewhere, and in
         # half precision, where scores must stay float32.
         self._by_products = device.type == "cpu" and dtype == torch.float32
+
+    def features(self, weights: Weights, pixel_values: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+        """Compute an image; see `VisionTower.features`."""
+        assert self._tower is not None  # requests with images are refused for other models
+        return self._tower.features(weights.tower, pixel_values, grid)
 
     def prefill(
         self, weights: Weights, batch: PromptBatch, cache: KVCache, adapters: RowAdapters | None = None
@@ -189,8 +212,10 @@ class Transformer:
 
         ``adapters`` are those of the N tokens; None: the model alone.
         """
-        rotations = self._rotations[batch.positions].unsqueeze(1)
+        rotations = self._rotated(batch.positions).unsqueeze(1)
         hidden = functional.embedding(batch.token_ids, weights.embedding)
+        if batch.images is not None:
+            hidden[batch.images.rows] = batch.images.features
         chosen: list[torch.Tensor] = []
         for index, layer in enumerate(weights.layers):
             change = None if adapters is None else functools.partial(adapters.add, index)
@@ -210,6 +235,7 @@ class Transformer:
         mask: torch.Tensor | None,
         cache: KVCache,
         adapters: RowAdapters | None = None,
+        rotary_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute one token for each of the n running sequences.
 
@@ -221,6 +247,8 @@ class Transformer:
             mask: [n, num_columns] additive (0 or -inf), or None when all sequences are equally long.
             cache: keys and values of rows 0..n-1.
             adapters: those of the n sequences; None: the model alone.
+            rotary_positions: [n] int64, by which the token is rotated; None: ``positions``. Behind an image it is less, as the
+                image's tokens share positions.
 
         Returns:
             logits [n, vocab] float32.
@@ -228,7 +256,7 @@ class Transformer:
         config = self.config
         num = token_ids.shape[0]
         rows = torch.arange(num, device=token_ids.device)
-        rotations = self._rotations[positions].unsqueeze(1)
+        rotations = self._rotated(positions if rotary_positions is None else rotary_positions).unsqueeze(1)
         hidden = functional.embedding(token_ids, weights.embedding)
         bias = None if mask is None else self._mask_bias(mask)
         kv_start = config.num_heads * config.head_dim
@@ -244,6 +272,13 @@ class Transformer:
         if chosen:
             cache.experts[rows, positions] = torch.stack(chosen, dim=1).to(cache.experts.dtype)
         return self.logits(weights, self._norm(hidden, weights.final_norm))
+
+    def _rotated(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the rotations [N, head_dim / 2] of positions [N], or [N, 3] of which each frequency takes one."""
+        if positions.dim() == 1:
+            return self._rotations[positions]
+        assert self._axes is not None
+        return self._rotations[positions[:, self._axes], self._frequencies]
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [*, vocab] of final hidden states."""

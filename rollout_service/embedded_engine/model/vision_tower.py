@@ -1,0 +1,102 @@
+"""The adapter for the vision tower of transformers: pixel values → what the decoder is given of an image.
+
+The modules are transformers' own, built from the model's ``vision_config``: the trainer computes an image with the same ones. Only this
+file of the engine imports transformers, and only for a model with images.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+
+import torch
+
+from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
+from penstock.rollout_service.embedded_engine.model.model_config import Vision
+
+PREFIX = "visual."  # of the names of the tower's tensors
+_KIND = "qwen2_5_vl_vision"  # the model_type of the only tower that is served; files of the hub name none, or that of the whole model
+_MODULE_PREFIXES = {"model.visual.": PREFIX, "model.language_model.": "model."}
+
+
+def hub_name(name: str) -> str:
+    """Return a tensor's name as the model hub has it and `save_pretrained` writes it, given it or that in transformers' module."""
+    for prefix, stored in _MODULE_PREFIXES.items():
+        if name.startswith(prefix):
+            return stored + name.removeprefix(prefix)
+    return name
+
+
+class VisionTower:
+    """The tower without its weights, which each call is given."""
+
+    def __init__(self, vision: Vision, *, device: torch.device) -> None:
+        """Build the modules and the tables that no checkpoint holds."""
+        self._module = _build(vision.tower).to(device)
+        for parent, name, parameter in _parameters(self._module):
+            setattr(parent, name, torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+        self._device = device
+
+    def features(
+        self, tensors: Mapping[str, torch.Tensor], pixel_values: torch.Tensor, grid: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """Return what stands in place of the embeddings of an image's tokens, [tokens, hidden].
+
+        Args:
+            tensors: the tower's weights, by their names in `_build`'s module.
+            pixel_values: [patches, values of a patch] float32, from the image processor.
+            grid: patches in time, height and width.
+        """
+        dtype = next(iter(tensors.values())).dtype
+        given = pixel_values.to(device=self._device, dtype=dtype)
+        sizes = torch.tensor([grid], dtype=torch.int64, device=self._device)
+        options = {"grid_thw": sizes, "return_dict": True}
+        return torch.func.functional_call(self._module, dict(tensors), (given,), options).pooler_output
+
+
+def tower_shapes(vision: Vision) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor of the tower in a complete checkpoint; raises UnsupportedModel."""
+    return {f"{PREFIX}{name}": tuple(one.shape) for name, one in _on_meta(vision.tower).state_dict().items()}
+
+
+def tower_tensors(
+    tensors: Mapping[str, torch.Tensor], *, device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the tower's tensors of a checked checkpoint, cast, by their names in the module."""
+    return {
+        name.removeprefix(PREFIX): tensor.to(device=device, dtype=dtype)
+        for name, tensor in tensors.items()
+        if name.startswith(PREFIX)
+    }
+
+
+@functools.cache
+def _on_meta(tower: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return _build(tower)
+
+
+def _build(tower: str) -> torch.nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModel  # noqa: PLC0415  (seconds to import, and text models need none of it)
+    except ImportError as error:
+        raise UnsupportedModel(
+            f'a model that reads images needs transformers, whose vision tower is used: pip install "penstock[trainer]" ({error})'
+        ) from error
+    settings = json.loads(tower)
+    try:
+        module: torch.nn.Module = AutoModel.from_config(AutoConfig.for_model(_KIND, **settings))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"no vision tower can be built from this vision_config: {error!r}: {settings}"
+        ) from error
+    return module.eval()
+
+
+def _parameters(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    return [
+        (parent, name, parameter)
+        for parent in module.modules()
+        for name, parameter in parent.named_parameters(recurse=False)
+    ]
