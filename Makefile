@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: compose-test cluster-test
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
-.PHONY: bench-checkpoints test-environments bench-page-overhead proof-page proof-upgrade
+.PHONY: bench-checkpoints test-environments test-images bench-page-overhead proof-page proof-upgrade
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -67,6 +67,9 @@ test-environments: .venv-environments/.installed  ## play environments with the 
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
 		$(BIN)/python -m pytest --timeout 600 tests/rollout_service/environments/adapters tests/system/test_train_agent.py
+
+test-images: $(STAMP)  ## train a tiny Qwen2.5-VL on rows with images through every service, audit and replay it (a minute)
+	PENSTOCK_TEST_IMAGES=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_images.py
 
 sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate environment (0.3 GB to download)
 

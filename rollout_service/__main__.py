@@ -37,6 +37,7 @@ from penstock.rollout_service.packs.finished_episodes import FinishedEpisodes
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import TaskSource
+from penstock.rollout_service.run_images import RunImages
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.rollout_service.teachers.teacher import Teacher
 from penstock.rollout_service.weights.mirror import Mirror
@@ -163,8 +164,10 @@ async def _wire(
     episodes = FinishedEpisodes(blobs, engine, metrics, run_id=run_id)
     most = settings.worker.max_episodes
     places = asyncio.Semaphore(most) if most else None
+    images = RunImages(blobs, run_id)
     for environment in environments.values():
         environment.use_worker(episodes, places)
+        environment.use_images(images)
     registry = await _registry(bus, environments.values())
     packs = PackGenerator(
         engine=engine,
@@ -177,6 +180,7 @@ async def _wire(
         activity=activity,
         episodes=episodes,
         teacher=Teacher.of(settings.teacher),
+        images=images,
     )
     announcer = PackAnnouncer(
         bus=bus,

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.protocol.facts import SINGLE_TURN, Sampling, Split, Task
 from penstock.protocol.routers import Routers, routers_of
 from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """The tokens with which a model marks an image."""
+
+    image: int  # stands for a part of one
+    before: tuple[int, ...] = ()  # in a prompt of the model
+    behind: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ImageTokens | None:
+        """Read the tokens of a config.json; None for a model of text."""
+        image, before, behind = (config.get(f"{name}_token_id") for name in ("image", "vision_start", "vision_end"))
+        if not isinstance(image, int):
+            return None
+        return cls(image, *((one,) if isinstance(one, int) else () for one in (before, behind)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +38,21 @@ class ModelLimits:
     context_tokens: int | None
     routers: Routers | None = None  # of a mixture of experts
     num_layers: int = 0
+    images: ImageTokens | None = None  # None: it reads text alone
 
     @classmethod
     def of(cls, folder: Path) -> ModelLimits:
         """Read the limits of a model folder; raises WeightsUnusable when its config is no JSON object."""
         path = folder / "config.json"
         try:
-            config = json.loads(path.read_bytes())
-            config = config.get("text_config", config)  # multimodal models keep the text part here
+            whole = json.loads(path.read_bytes())
+            config = whole.get("text_config", whole)  # multimodal models keep the text part here
             return cls(
                 config.get("vocab_size"),
                 config.get("max_position_embeddings"),
                 routers_of(config),
                 config.get("num_hidden_layers") or 0,
+                ImageTokens.of(whole),
             )
         except (OSError, ValueError, AttributeError) as err:
             raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
@@ -63,10 +83,11 @@ def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: C
             f"{task.environment}; expected none outside training in {SINGLE_TURN}: an evaluation that keeps the first that end "
             "would measure short completions",
         )
-    if task.images is not None:
+    if task.images is not None and task.environment != SINGLE_TURN:
         raise TaskRefused(
             "images_refused",
-            f"{task.group_id} has {len(task.images.refs)} images, which the engine of this worker does not read",
+            f"{task.group_id}: its row has {len(task.images.refs)} images, which environment {task.environment} would not show; use "
+            f"{SINGLE_TURN} for rows with images, or an environment that shows them in its messages",
         )
     try:
         check_request(task.prompt_ids, task.sampling, limits)

@@ -9,17 +9,17 @@ import numpy as np
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import AbandonedCompletion, Task
+from penstock.protocol.facts import AbandonedCompletion, RowImages, Task
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 
 
-def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
+def build_trajectory(prompt_ids: Sequence[int], completion: Completion, images: RowImages | None = None) -> Trajectory:
     """Join a prompt and its completion; version runs move to positions in the whole trajectory.
 
     The policy sampled every completion token, the matched stop token or stop string included, so the loss mask is
-    True on all of them and False on the prompt. Raises PackError when lengths do not fit.
+    True on all of them and False on the prompt, which has the ``images``. Raises PackError when lengths do not fit.
     """
     start = len(prompt_ids)
     length = start + len(completion.token_ids)
@@ -40,6 +40,7 @@ def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Traje
         finish_reason=completion.finish_reason,
         completion_text=completion.text,
         experts=completion.experts,
+        images=images,
     )
 
 

@@ -26,6 +26,7 @@ from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_client import KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.errors import TaskRefused
+from penstock.rollout_service.run_images import RunImages
 
 
 class Sampler(Protocol):
@@ -106,6 +107,9 @@ class Environment(ABC):
     def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:  # noqa: B027 - most end with their request
         """Learn, before the first task, where ended episodes are stored, and the places of all episodes of the worker; None: enough."""
 
+    def use_images(self, images: RunImages) -> None:  # noqa: B027 - most show none
+        """Learn, before the first task, where the images of the run are read and stored."""
+
     def defined(self, name: str, definition: EnvironmentDefinition) -> Environment:
         """Return this environment under another name, with its own options and limits; raises ConfigError."""
         raise ConfigError(
@@ -119,7 +123,7 @@ class Environment(ABC):
     @abstractmethod
     async def rollout(
         self, tasks: Sequence[Task], sampler: Sampler
-    ) -> Sequence[Sequence[Trajectory]] | Sequence[Sequence[Episode] | TaskRefused]:
+    ) -> Sequence[Sequence[Trajectory] | TaskRefused] | Sequence[Sequence[Episode] | TaskRefused]:
         """Return the trajectories or the episodes of each task, in order, all sampled by ``sampler``.
 
         There are ``task.group_size`` trajectories, or those that are kept of a task with redundant completions; of episodes, as many as ended by the policy's doing, and no fewer than

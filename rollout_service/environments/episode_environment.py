@@ -38,6 +38,7 @@ from penstock.rollout_service.proxy.renderer import ChatRenderer
 from penstock.rollout_service.proxy.rows import TreeRows
 from penstock.rollout_service.proxy.session import AgentModel, EpisodeSession
 from penstock.rollout_service.proxy.settings import EpisodeLimits
+from penstock.rollout_service.run_images import RunImages
 
 log = structlog.get_logger("rollout.environment")
 
@@ -110,6 +111,7 @@ class EpisodeEnvironment(Environment):
         self._site: Site | None = None
         self._store: EpisodeStore | None = None
         self._worker_places: asyncio.Semaphore | None = None
+        self._images: RunImages | None = None
 
     @abstractmethod
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
@@ -139,6 +141,10 @@ class EpisodeEnvironment(Environment):
     def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:
         """Note where ended episodes are stored, and the places that all episodes of the worker share."""
         self._store, self._worker_places = store, running
+
+    def use_images(self, images: RunImages) -> None:
+        """Note where the images of messages are stored."""
+        self._images = images
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
         """Note where the model is; its tokenizer and chat template are read with the first task, which may never come."""

@@ -110,7 +110,7 @@ class Program(EpisodeEnvironment):
         if self.chosen is not None and self.chosen.sandbox:
             program_sandbox.program()
         self.version = self.chosen.version if self.chosen else ""  # pyright: ignore[reportAttributeAccessIssue]
-        self._served = _ServedProxy(AgentProxy(self.limits()))
+        self._served = _ServedProxy(AgentProxy(self.limits(), self._images))
         if self.chosen is not None and self._sweeper is None:
             self._sweeper = program_process.Sweeper(Path(tempfile.gettempdir()))
 

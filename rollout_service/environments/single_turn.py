@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from penstock.protocol.facts import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
 from penstock.rollout_service.engines.engine_client import KeptCompletions
+from penstock.rollout_service.engines.image_prompt import ImagePrompt
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.environments.build_trajectory import build_trajectory
 from penstock.rollout_service.environments.environment import (
@@ -17,6 +18,7 @@ from penstock.rollout_service.environments.environment import (
     SamplesRedundantly,
 )
 from penstock.rollout_service.errors import EngineError, TaskRefused
+from penstock.rollout_service.run_images import RunImages
 
 
 class SingleTurn(Environment):
@@ -24,31 +26,54 @@ class SingleTurn(Environment):
 
     name = "single_turn"
 
-    async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Trajectory]]:
-        """Return the trajectories of each task, in order; raises EngineError, and TaskRefused.
+    def __init__(self) -> None:
+        """Start without the images of a run."""
+        self._images: RunImages | None = None
+
+    def use_images(self, images: RunImages) -> None:
+        """Note where the images of tasks are read."""
+        self._images = images
+
+    async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Trajectory] | TaskRefused]:
+        """Return the trajectories of each task, in order, or why its images cannot be shown; raises EngineError, and TaskRefused.
 
         One call of the sampler for each distinct (sampling, redundancy): it has one number of completions.
         """
+        prompts = await asyncio.gather(*(self._prompt(task) for task in tasks))
+        shown = {index: prompt for index, prompt in enumerate(prompts) if not isinstance(prompt, TaskRefused)}
         equal: dict[tuple[Sampling, Redundancy], list[int]] = {}
-        for index, task in enumerate(tasks):
+        for index in shown:
+            task = tasks[index]
             redundancy = Redundancy(task.group_size, task.redundant_completions, task.redundant_wait)
             equal.setdefault((task.sampling, redundancy), []).append(index)
         try:
             async with asyncio.TaskGroup() as requests:
                 replies = [
-                    (indices, requests.create_task(_sample([tasks[i] for i in indices], *kind, sampler)))
+                    (indices, requests.create_task(_sample([(tasks[i], shown[i]) for i in indices], *kind, sampler)))
                     for kind, indices in equal.items()
                 ]
         except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None
-        groups: list[list[Trajectory]] = [[] for _ in tasks]
+        groups: list[list[Trajectory] | TaskRefused] = [one if isinstance(one, TaskRefused) else [] for one in prompts]
         for indices, reply in replies:
             for index, kept in zip(indices, reply.result(), strict=True):
                 _check_experts(tasks[index], kept)
-                trajectories = [build_trajectory(tasks[index].prompt_ids, one) for one in kept.completions]
+                task = tasks[index]
+                trajectories = [build_trajectory(task.prompt_ids, one, task.images) for one in kept.completions]
                 is_redundant = tasks[index].redundant_completions > 0
                 groups[index] = KeptTrajectories(trajectories, kept.abandoned) if is_redundant else trajectories
         return groups
+
+    async def _prompt(self, task: Task) -> Sequence[int] | TaskRefused:
+        """Return a task's prompt, with its images if there are some."""
+        if task.images is None:
+            return task.prompt_ids
+        if self._images is None:
+            return TaskRefused("images_refused", f"{task.group_id} has images, and this worker reads none from S3")
+        try:
+            return ImagePrompt(task.prompt_ids, task.images, await self._images.of_task(task))
+        except TaskRefused as err:
+            return err
 
 
 def _check_experts(task: Task, kept: KeptCompletions) -> None:
@@ -62,9 +87,9 @@ def _check_experts(task: Task, kept: KeptCompletions) -> None:
 
 
 async def _sample(
-    tasks: Sequence[Task], sampling: Sampling, redundancy: Redundancy, sampler: Sampler
+    given: Sequence[tuple[Task, Sequence[int]]], sampling: Sampling, redundancy: Redundancy, sampler: Sampler
 ) -> list[KeptCompletions]:
-    prompts = [task.prompt_ids for task in tasks]
+    tasks, prompts = [task for task, _ in given], [prompt for _, prompt in given]
     if redundancy.extra:  # which completions are kept depends on when they end: no seed would repeat them
         assert isinstance(
             sampler, SamplesRedundantly

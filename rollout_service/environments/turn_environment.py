@@ -34,7 +34,7 @@ class TurnEnvironment(EpisodeEnvironment):
     async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
         """Play one episode; raises EngineError, or RowUnfit."""
         session = EpisodeSession(
-            begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed
+            begun.name, site.model, sampler, begun.task.sampling, self.limits(), begun.sampling_seed, self._images
         )
         try:
             play = self.play(begun.seed, Row.of(begun.task), self.chosen or self.options())

@@ -27,6 +27,7 @@ from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, F
 from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import ReceivedPack
 from penstock.rollout_service.retry import retry
+from penstock.rollout_service.run_images import RunImages
 from penstock.rollout_service.teachers.teacher import Teacher
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.version_gate import VersionGate
@@ -51,6 +52,7 @@ class PackGenerator:
         activity: Activity,
         episodes: FinishedEpisodes,
         teacher: Teacher | None = None,
+        images: RunImages | None = None,
     ) -> None:
         """Prepare; `use_model` follows once the first weights are loaded."""
         self.limits = ModelLimits(None, None)
@@ -64,10 +66,13 @@ class PackGenerator:
         self._activity = activity
         self._episodes = episodes
         self._teacher = teacher
+        self._images = images
 
     def use_model(self, folder: Path) -> None:
         """Read a model folder's limits, and let the environments read what they need; raises WeightsUnusable."""
         self.limits = ModelLimits.of(folder)
+        if self._images is not None:
+            self._images.use_model(folder)
         for environment in self._environments.values():
             environment.use_model(folder, self.limits.context_tokens)
 

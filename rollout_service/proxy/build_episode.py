@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.episode import MAIN, MAX_JSON_BYTES, EpisodeRow, Turn
+from penstock.protocol.images.admission import AdmittedImage
 from penstock.protocol.trajectory import Trajectory
 from penstock.rollout_service.proxy.messages import Message
 from penstock.rollout_service.proxy.rows import TreeRow, TreeRows
@@ -33,6 +34,7 @@ def stored_rows(made: TreeRows, turns: Sequence[SampledTurn]) -> tuple[EpisodeRo
             version_runs=row.version_runs,
             finish_reason=row.finish_reason,
             completion_text="" if rows else text,
+            images=row.images,
         )
         placed = tuple(Turn(numbers[span.turn], span.start, span.end) for span in row.spans if span.is_trained)
         root = chain[0]
@@ -62,7 +64,10 @@ def counts_of(counts: Counter[str], made: TreeRows) -> tuple[tuple[str, int], ..
 
 def messages_json(messages: Sequence[Message]) -> str:
     """Return a conversation for people and rewards, as the chat completions API writes it; its end if it is too long."""
-    written = [json.dumps(message.for_template() | _calls_as_sent(message), ensure_ascii=False) for message in messages]
+    written = [
+        json.dumps(message.for_template() | _images_named(message) | _calls_as_sent(message), ensure_ascii=False)
+        for message in messages
+    ]
     size = 2
     for place in range(len(written) - 1, -1, -1):
         size += len(written[place]) + 2
@@ -70,6 +75,20 @@ def messages_json(messages: Sequence[Message]) -> str:
             written = written[place + 1 :]
             break
     return f"[{', '.join(written)}]"
+
+
+def _images_named(message: Message) -> dict[str, object]:
+    """Return the content of a message with images: each by the hash under which it is stored."""
+    if not message.parts:
+        return {}
+    return {
+        "content": [
+            {"type": "image", "sha256": part.sha256}
+            if isinstance(part, AdmittedImage)
+            else {"type": "text", "text": part}
+            for part in message.parts
+        ]
+    }
 
 
 def _calls_as_sent(message: Message) -> dict[str, object]:

@@ -10,7 +10,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+from penstock.protocol.images.admission import AdmittedImage
 
 _KEY_BYTES = 16
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
@@ -33,9 +35,12 @@ class ToolCall:
         }
 
 
+Part: TypeAlias = str | bytes | AdmittedImage  # a text; an image as it was sent; the same, decoded once within limits
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; texts that are absent are empty."""
+    """One message; texts that are absent are empty. Messages of users and tools may have images."""
 
     role: str
     content: str = ""
@@ -46,10 +51,27 @@ class Message:
     unparsed_calls: int = field(
         default=0, compare=False
     )  # begun in the content, and no calls; of an answer of the policy
+    parts: tuple[Part, ...] = ()  # texts and images in order, if it has an image; ``content`` is the texts
+
+    @classmethod
+    def of_parts(cls, role: str, *parts: Part, tool_call_id: str = "") -> Message:
+        """Return a message of texts and images."""
+        texts = [part for part in parts if isinstance(part, str)]
+        has_images = len(texts) < len(parts)
+        return cls(role, "\n".join(texts), tool_call_id=tool_call_id, parts=parts if has_images else ())
+
+    @property
+    def images(self) -> tuple[bytes | AdmittedImage, ...]:
+        """Its images, in order."""
+        return tuple([part for part in self.parts if not isinstance(part, str)])
 
     def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
         """Return the message as chat templates read it."""
         made: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.parts:
+            made["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.parts
+            ]
         if self.reasoning and with_reasoning:
             made["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -79,9 +101,13 @@ def root_key(template: str, tools: Sequence[Any]) -> bytes:
 def next_key(key: bytes, message: Message) -> bytes:
     """Return the key of a conversation with one more message that the policy did not sample."""
     calls = [(call.name, canonical_arguments(call.arguments)) for call in message.tool_calls]
-    return _digest(
-        key, message.role, message.content, message.reasoning, message.tool_call_id, message.name, repr(calls)
-    )
+    shown = [part if isinstance(part, str) else ("image", _name(part)) for part in message.parts]
+    texts = (message.role, message.content, message.reasoning, message.tool_call_id, message.name, repr(calls))
+    return _digest(key, *texts, *((repr(shown),) if shown else ()))
+
+
+def _name(image: bytes | AdmittedImage) -> str:
+    return image.sha256 if isinstance(image, AdmittedImage) else hashlib.sha256(image).hexdigest()
 
 
 def _digest(key: bytes, *texts: str) -> bytes:

@@ -23,6 +23,10 @@ from typing import Any
 import numpy as np
 
 from penstock.protocol.config.environment_settings import Thinking
+from penstock.protocol.facts import RowImages
+from penstock.protocol.images.admission import AdmittedImage
+from penstock.protocol.images.processor import ImageProcessor
+from penstock.protocol.images.tokens import expanded, joined
 from penstock.rollout_service.proxy.messages import Message, next_key, root_key
 from penstock.rollout_service.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
 from penstock.rollout_service.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn
@@ -72,38 +76,53 @@ class PromptPlanner:
         """Return where the messages lead in an episode's tree."""
         return tree.find(root_key(self.template, tools), messages)
 
-    def plan(self, tree: ConversationTree, roots: SeenRoots, found: Found, tools: Sequence[Any]) -> PromptPlan:
-        """Return the prompt of a request; raises MalformedData if the template refuses its messages."""
+    def plan(
+        self,
+        tree: ConversationTree,
+        roots: SeenRoots,
+        found: Found,
+        tools: Sequence[Any],
+        processor: ImageProcessor | None = None,
+    ) -> PromptPlan:
+        """Return the prompt of a request, whose images the ``processor`` places.
+
+        Raises MalformedData if the template refuses its messages, and ImageRefused for images that it does not show, or too many.
+        """
         base = found.base
         if base is None:
             kept = self._messages_shown(found.messages)
             rendered = self.renderer.whole(kept, tools)
             cause = roots.note(found.messages)
-            return self._observed(tree, found, rendered, "edited_history" if found.is_edited else cause)
+            return self._observed(tree, found, rendered, "edited_history" if found.is_edited else cause, processor)
         new = found.messages[found.num_matched :]
         if self._strips(base, new):
             rendered = self.renderer.whole(self._messages_shown(found.messages), tools)
-            return self._observed(tree, found, rendered, "thinking_stripped")
+            return self._observed(tree, found, rendered, "thinking_stripped", processor)
         end = self._end_of(base)
         has_system = found.messages[0].role == "system"
         bridge = self.renderer.bridge(base.answer, end, new, tools, has_system=has_system)
         if bridge is None:
             rendered = self.renderer.whole(found.messages, tools)
-            return self._observed(tree, found, rendered, "no_bridge")
+            return self._observed(tree, found, rendered, "no_bridge", processor)
         parent_tokens = base.num_tokens - (not bridge.keeps_stop_token)
+        behind, images = _with_images(bridge.rendered.token_ids, new, processor, at=parent_tokens)
         return PromptPlan(
             found=found,
             parent=base,
             parent_tokens=parent_tokens,
-            prompt_ids=_joined(base.path()[:parent_tokens], bridge.rendered.token_ids),
+            prompt_ids=_joined(base.path()[:parent_tokens], behind),
             opens_reasoning=bridge.rendered.opens_reasoning,
             fork=_cause_of_branch(tree, found, base, keeps=bridge.keeps_stop_token),
+            images=joined(base.images, images),
         )
 
-    def _observed(self, tree: ConversationTree, found: Found, rendered: Rendered, cause: str) -> PromptPlan:
-        prompt_ids = np.asarray(rendered.token_ids, dtype=np.int32)
-        parent, length = tree.observe(prompt_ids)
-        return PromptPlan(found, parent, length, prompt_ids, rendered.opens_reasoning, cause)
+    def _observed(
+        self, tree: ConversationTree, found: Found, rendered: Rendered, cause: str, processor: ImageProcessor | None
+    ) -> PromptPlan:
+        token_ids, images = _with_images(rendered.token_ids, found.messages, processor)
+        prompt_ids = np.asarray(token_ids, dtype=np.int32)
+        parent, length = tree.observe(prompt_ids, images)
+        return PromptPlan(found, parent, length, prompt_ids, rendered.opens_reasoning, cause, images)
 
     def _end_of(self, turn: SampledTurn) -> AnswerEnd:
         last = int(turn.token_ids[-1])
@@ -123,6 +142,17 @@ class PromptPlanner:
             return messages
         last_user = max((n for n, message in enumerate(messages) if message.role == "user"), default=0)
         return without_reasoning(messages, before=len(messages) if self.thinking == "strip" else last_user)
+
+
+def _with_images(
+    token_ids: Sequence[int], messages: Sequence[Message], processor: ImageProcessor | None, *, at: int = 0
+) -> tuple[Sequence[int], RowImages | None]:
+    """Return rendered ids with all tokens of the messages' images, of which each has one there; positions count from ``at``."""
+    shown = [image for message in messages for image in message.images if isinstance(image, AdmittedImage)]
+    if processor is None:
+        assert not shown  # the session refuses images that nothing places
+        return token_ids, None
+    return expanded(token_ids, shown, processor, at=at)
 
 
 def _cause_of_branch(tree: ConversationTree, found: Found, base: SampledTurn, *, keeps: bool) -> str:

@@ -9,6 +9,7 @@ from penstock.rollout_service.proxy.request_errors import RequestRefused
 from penstock.rollout_service.proxy.rows import TreeRows
 from penstock.rollout_service.proxy.session import AgentModel, EpisodeSession, Samples, episode_ended
 from penstock.rollout_service.proxy.settings import EpisodeLimits
+from penstock.rollout_service.run_images import RunImages
 
 _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told so
 
@@ -16,9 +17,10 @@ _ENDED_KEPT = 4096  # secrets of ended episodes, so that late requests are told 
 class AgentProxy:
     """The open episodes. For one event loop."""
 
-    def __init__(self, limits: EpisodeLimits) -> None:
-        """Start without episodes."""
+    def __init__(self, limits: EpisodeLimits, images: RunImages | None = None) -> None:
+        """Start without episodes; ``images`` stores those of their messages, None: they are refused."""
         self.limits = limits
+        self._images = images
         self.num_refused = 0  # requests with an unknown secret, or to an episode that has ended
         self._open: dict[str, EpisodeSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
@@ -27,7 +29,7 @@ class AgentProxy:
         self, episode_id: str, model: AgentModel, sampler: Samples, sampling: Sampling, seed: int | None = None
     ) -> EpisodeSession:
         """Begin an episode; `path` is what its agent needs. Without a ``seed`` answers are random."""
-        episode = EpisodeSession(episode_id, model, sampler, sampling, self.limits, seed)
+        episode = EpisodeSession(episode_id, model, sampler, sampling, self.limits, seed, self._images)
         self._open[episode.secret] = episode
         return episode
 

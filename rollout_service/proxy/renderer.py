@@ -151,8 +151,15 @@ class ChatRenderer:
             )
         if message.role not in _PLAIN_ROLES or not self._added.search(message.content):
             return message
-        content = self._added.sub(lambda match: chr(_ESCAPE + self._added_numbers[match[0]]), message.content)
-        return replace(message, content=content)
+        return replace(
+            message,
+            content=self._without_control(message.content),
+            parts=tuple(self._without_control(part) if isinstance(part, str) else part for part in message.parts),
+        )
+
+    def _without_control(self, text: str) -> str:
+        """Return a text with code points in place of the texts of control tokens."""
+        return self._added.sub(lambda match: chr(_ESCAPE + self._added_numbers[match[0]]), text)
 
     def _encoded(self, text: str) -> Rendered:
         opens = text.rstrip().endswith(THINK)

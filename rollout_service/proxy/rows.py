@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.protocol.facts import FinishReason
+from penstock.protocol.facts import FinishReason, RowImages
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.proxy.tree import Float32s, Int32s, SampledTurn
 
@@ -42,6 +42,7 @@ class TreeRow:
     finish_reason: FinishReason
     text: str  # of the last answer
     spans: tuple[TurnSpan, ...]
+    images: RowImages | None = None  # by their positions in the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def _build_row(last: SampledTurn, trained: dict[int, int]) -> TreeRow:
             spans.append(TurnSpan(turn.number, start, start + min(before, used), is_trained=False))
         if used > before:
             spans.append(TurnSpan(turn.number, start + before, end, is_trained=True))
-    return TreeRow(last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans))
+    return TreeRow(last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans), last.images)
 
 
 def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> list[VersionRun]:

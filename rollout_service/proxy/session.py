@@ -6,16 +6,18 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
 
-from penstock.protocol.errors import MalformedData
-from penstock.protocol.facts import Sampling
+from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
+from penstock.protocol.facts import MAX_IMAGES, Sampling
+from penstock.protocol.images.processor import ImageProcessor
 from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
 from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.engines.image_prompt import ImagePrompt
 from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
 from penstock.rollout_service.proxy.agent_request import AgentRequest, RetryMark
 from penstock.rollout_service.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
@@ -26,6 +28,7 @@ from penstock.rollout_service.proxy.request_errors import RequestRefused, invali
 from penstock.rollout_service.proxy.rows import TreeRows, build_rows
 from penstock.rollout_service.proxy.settings import EpisodeLimits
 from penstock.rollout_service.proxy.tree import ConversationTree, PromptPlan, SampledTurn
+from penstock.rollout_service.run_images import RunImages
 
 log = structlog.get_logger("rollout.episode")
 
@@ -63,8 +66,12 @@ class EpisodeSession:
         sampling: Sampling,
         limits: EpisodeLimits,
         seed: int | None = None,
+        images: RunImages | None = None,
     ) -> None:
-        """Begin without a turn; ``sampling`` is the task's, which overrules the agent's. Without a ``seed`` answers are random."""
+        """Begin without a turn; ``sampling`` is the task's, which overrules the agent's. Without a ``seed`` answers are random.
+
+        Images of messages are stored with ``images``; None: they are refused.
+        """
         self.id = episode_id
         self.secret = secrets.token_urlsafe(24)
         self.tree = ConversationTree(limits.history_match)
@@ -81,6 +88,7 @@ class EpisodeSession:
         self.calls = Calls(grace_s=limits.retry_grace_s, kept=limits.kept_answers, kept_s=limits.kept_answers_s)
         self._num_running = 0
         self._seed = seed
+        self._images = images
         self._num_sampled = 0  # answers begun, each with a seed of its own
 
     @property
@@ -168,9 +176,13 @@ class EpisodeSession:
 
     async def _plan(self, request: AgentRequest) -> PromptPlan:
         planner = self._model.planner
-        found = planner.find(self.tree, request.messages, request.tools)
+        try:
+            messages, processor = await self._admitted(request.messages)
+        except ImageRefused as err:
+            raise invalid(str(err), "messages", code="image_refused") from None
+        found = planner.find(self.tree, messages, request.tools)
         new = found.messages[found.num_matched if found.base is not None else 0 :]
-        arguments = (self.tree, self._roots, found, request.tools)
+        arguments = (self.tree, self._roots, found, request.tools, processor)
         try:
             if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:
                 # Turns that are committed meanwhile are only added: the plan's own turn does not change.
@@ -178,6 +190,36 @@ class EpisodeSession:
             return planner.plan(*arguments)
         except MalformedData as err:
             raise invalid(str(err), "messages", code="template_refused") from None
+        except ImageRefused as err:
+            raise invalid(str(err), "messages", code="image_refused") from None
+
+    async def _admitted(self, messages: Sequence[Message]) -> tuple[Sequence[Message], ImageProcessor | None]:
+        """Return messages with their images decoded and stored, and what places these; raises ImageRefused."""
+        num_images = sum(len(message.images) for message in messages)
+        if not num_images:
+            return messages, None
+        if self._images is None:
+            raise ImageRefused(f"{num_images} images, and this episode has nowhere to store them")
+        if num_images > MAX_IMAGES:
+            raise ImageRefused(f"{num_images} images in the messages, a row may have {MAX_IMAGES}")
+        processor = await self._images.processor()
+        found: list[Message] = []
+        for message in messages:
+            parts = [part if isinstance(part, str) else await self._images.admit(part) for part in message.parts]
+            found.append(replace(message, parts=tuple(parts)) if parts else message)
+        return found, processor
+
+    async def _prompt(self, plan: PromptPlan) -> Sequence[int]:
+        """Return what the engine is asked to continue: the prompt's ids, and its images if there are some."""
+        token_ids = plan.prompt_ids.tolist()
+        if plan.images is None:
+            return token_ids
+        assert self._images is not None  # else its images were refused
+        try:
+            data = {ref.sha256: await self._images.read(ref) for ref in plan.images.refs}
+        except (ImageRefused, BlobError) as err:
+            raise RequestRefused(500, "image_lost", f"an image of the episode cannot be read again: {err}") from None
+        return ImagePrompt(token_ids, plan.images, data)
 
     def _sampling_of(self, request: AgentRequest, prompt_tokens: int) -> Sampling:
         own, context = self._sampling, self._model.context_tokens
@@ -207,7 +249,7 @@ class EpisodeSession:
     async def _completion(self, plan: PromptPlan, sampling: Sampling) -> Completion:
         try:
             async with asyncio.timeout(self._limits.answer_deadline_s):
-                prompts = [plan.prompt_ids.tolist()]
+                prompts = [await self._prompt(plan)]
                 self._num_sampled += 1
                 if self._seed is None:
                     ((completion,),) = await self._sampler.generate(prompts, sampling, 1)

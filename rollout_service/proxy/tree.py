@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.protocol.facts import FinishReason
+from penstock.protocol.facts import FinishReason, RowImages
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.errors import ReplyRefused
@@ -45,6 +45,7 @@ class SampledTurn:
     answer: Message  # as it was sent to the client
     prompt_key: bytes  # of the messages that it answers
     in_reasoning: bool  # it was cut before its reasoning ended
+    images: RowImages | None = None  # of its path, by their positions there
     delivered: bool = False  # the client received all of it
 
     @property
@@ -104,6 +105,7 @@ class PromptPlan:
     prompt_ids: Int32s
     opens_reasoning: bool
     fork: str  # why the prompt does not simply extend the last answer; empty if it does
+    images: RowImages | None = None  # ``prompt_ids`` hold all of their tokens
 
 
 @dataclass(slots=True)
@@ -160,8 +162,8 @@ class ConversationTree:
         best = max(paths, key=lambda path: (path.num_matched, path.base.number if path.base else -1))
         return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited)
 
-    def observe(self, prompt_ids: Int32s) -> tuple[SampledTurn | None, int]:
-        """Return the longest recorded path that a prompt begins with, and its length; (None, 0) if there is none."""
+    def observe(self, prompt_ids: Int32s, images: RowImages | None = None) -> tuple[SampledTurn | None, int]:
+        """Return the longest recorded path that a prompt with these images begins with, and its length; (None, 0): there is none."""
         inside: set[int] = set()
         best: SampledTurn | None = None
         for turn in self.turns:
@@ -169,7 +171,8 @@ class ConversationTree:
                 continue
             begin, end = turn.parent_tokens, turn.num_tokens
             own = np.concatenate((turn.context_ids, turn.token_ids))
-            if len(prompt_ids) >= end and np.array_equal(prompt_ids[begin:end], own):
+            same = len(prompt_ids) >= end and np.array_equal(prompt_ids[begin:end], own)
+            if same and turn.images == (images.before(end) if images is not None else None):
                 inside.add(turn.number)
                 if best is None or end > best.num_tokens:
                     best = turn
@@ -208,6 +211,7 @@ class ConversationTree:
             answer=answer,
             prompt_key=plan.found.key,
             in_reasoning=in_reasoning,
+            images=plan.images,
         )
         self.turns.append(turn)
         self._by_prompt.setdefault(plan.found.key, []).append(turn)

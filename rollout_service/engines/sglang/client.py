@@ -13,7 +13,7 @@ import contextlib
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
@@ -27,11 +27,12 @@ from penstock.rollout_service.engines.engine_http import EngineHttp
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.engines.redundant_sampler import generate_redundantly
 from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.sglang.image_request import check_expanded, image_fields, sees, sight_requests
 from penstock.rollout_service.engines.sglang.metrics import read_metrics
 from penstock.rollout_service.engines.sglang.read_reply import read_checksum, read_completion
 from penstock.rollout_service.engines.sglang.server_check import report_of
 from penstock.rollout_service.engines.update_mode import UpdateMode
-from penstock.rollout_service.errors import EngineRefused, ReplyRefused, WeightsNotApplied
+from penstock.rollout_service.errors import EngineMisconfigured, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _PROBE_S = 10.0  # a request that generates nothing, such as model_info
 _HEALTH_S = 30.0  # generates one token at most; SGLang itself gives up after 20 s
@@ -50,6 +51,8 @@ _NEUTRAL = {
 class SglangClient:
     """One SGLang server, or one embedded engine; see `EngineClient`."""
 
+    takes_image_positions: ClassVar[bool] = False  # its server is told which tokens are placeholders of images
+
     def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
         """Prepare a client; nothing is sent before the first call."""
         self.url = url
@@ -67,6 +70,8 @@ class SglangClient:
         self._num_aborts = 0  # incremented when such an update begins and when it ends
         self._may_be_paused = True  # a previous worker may have been killed in the middle of an update
         self._checksum: EngineChecksum | None = None  # of the served weights, where the reply to their update had it
+        self._looking = asyncio.Lock()  # held while the server is asked whether it looks at images
+        self._sees = False
         self._cache_key: str | None = None  # separates cached prefixes of different versions where none are flushed
 
     async def close(self) -> None:
@@ -109,6 +114,11 @@ class SglangClient:
             "sampling_params": params[0] if all(one == params[0] for one in params) else params,
             "return_logprob": True,
         }
+        shown = [one.prompt for one in sequences[::n]]
+        body |= image_fields(prompts, shown, self.limits.images, takes_positions=self.takes_image_positions)
+        has_images = "image_data" in body
+        if has_images:
+            await self._check_sight()
         routers = self.limits.routers if request.sampling.routers is not None else None
         if routers is not None:
             body["return_routed_experts"] = True
@@ -122,6 +132,9 @@ class SglangClient:
         if not isinstance(rows, list) or len(rows) != len(sequences):
             got = f"{len(rows)} rows" if isinstance(rows, list) else type(rows).__name__
             raise ReplyRefused(f"{self.url}: expected {len(sequences)} completions, got {got}")
+        if has_images:
+            for index, row in enumerate(rows):
+                check_expanded(row, prompts[index // n])
         abandoned = request.single is not None and request.single.is_abandoned
         interrupted = abandoned or self._aborting or num_aborts != self._num_aborts
         return [
@@ -135,6 +148,21 @@ class SglangClient:
             )
             for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
         ]
+
+    async def _check_sight(self) -> None:
+        """Raise EngineMisconfigured unless two pictures give other log-probabilities: a route may drop images in silence."""
+        async with self._looking:
+            if self._sees:
+                return
+            assert self.limits.images is not None  # else no prompt has images
+            requests = sight_requests(self.limits.images)
+            replies = [await self._http.call("POST", "/generate", one, self._request_deadline_s) for one in requests]
+            if not sees(replies):
+                raise EngineMisconfigured(
+                    f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: it does not look at "
+                    "images, or drops them; start it with the model's vision tower, or train on data without images"
+                )
+            self._sees = True
 
     def mark_unverified(self, reason: str) -> None:
         """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""

@@ -25,6 +25,7 @@ from penstock.rollout_service.engines.completion import Completion, EngineChecks
 from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
 from penstock.rollout_service.engines.engine_client import ServerReport
 from penstock.rollout_service.engines.engine_http import EngineHttp
+from penstock.rollout_service.engines.image_prompt import refuse_images
 from penstock.rollout_service.engines.resumption import Resumption
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.engines.vllm.metrics import read_metrics
@@ -77,6 +78,7 @@ class VllmClient:
         seeds: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt, in one request for each prompt; see `Generates.generate`."""
+        refuse_images(prompts, "vLLM")
         return await self._sampler.generate(prompts, sampling, n, adapter, self.limits, seeds)
 
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:

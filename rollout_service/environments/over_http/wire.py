@@ -12,6 +12,7 @@ Any other answer is a `Problem`. Messages and tools are those of the chat comple
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from penstock.rollout_service.environments.play import Reply, Row
 from penstock.rollout_service.proxy.agent_request import AgentRequest
 from penstock.rollout_service.proxy.api.chat_completions import read_request
-from penstock.rollout_service.proxy.messages import Message
+from penstock.rollout_service.proxy.messages import Message, Part
 
 PROTOCOL = 1
 MAX_DEPTH = 64
@@ -127,6 +128,8 @@ class Problem(_Body):
 def written(message: Message) -> Object:
     """Return a message as the protocol writes it."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        made["content"] = [_written_part(part) for part in message.parts]
     optional = {"reasoning_content": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
     made |= {key: value for key, value in optional.items() if value}
     if message.tool_calls:
@@ -170,3 +173,11 @@ def is_deeper(value: Any, depth: int) -> bool:
         if not level:
             return False
     return any(isinstance(one, (dict, list)) and one for one in level)
+
+
+def _written_part(part: Part) -> Object:
+    """Return a text, or an image as a data URL."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    data = base64.b64encode(part if isinstance(part, bytes) else part.data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/any;base64,{data}"}}

@@ -53,17 +53,22 @@ def _messages(value: Mapping[str, Any], where: str) -> list[Message]:
     if role == "assistant":
         return [_answer(blocks, where)]
     messages: list[Message] = []
-    texts: list[str] = []
+    texts: list[str | bytes] = []
     for number, block in enumerate(blocks):
         at = f"{where}.content[{number}]"
         if block.get("type") == "tool_result":
-            result = fields.content(block.get("content"), at)
-            messages.append(Message("tool", result, tool_call_id=fields.text(block, "tool_use_id", f"{at}.")))
+            call_id = fields.text(block, "tool_use_id", f"{at}.")
+            if shown := fields.parts(block.get("content"), at):
+                messages.append(Message.of_parts("tool", *shown, tool_call_id=call_id))
+            else:
+                messages.append(Message("tool", fields.content(block.get("content"), at), tool_call_id=call_id))
+        elif block.get("type") == "image" and role == "user":
+            texts += fields.parts([block], at)
         elif block.get("type") == "text":
             texts.append(fields.text(block, "text", f"{at}."))
         else:
             raise unsupported(f"a block of type {str(block.get('type'))[:40]!r}", at)
-    return [*messages, Message(role, "\n".join(texts))] if texts or not messages else messages
+    return [*messages, Message.of_parts(role, *texts)] if texts or not messages else messages
 
 
 def _answer(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:

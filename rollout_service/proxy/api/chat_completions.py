@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.rollout_service.proxy.agent_request import AgentRequest
@@ -48,6 +49,11 @@ def read_message(value: Mapping[str, Any], where: str) -> Message:
     role = value.get("role")
     if role not in _ROLES:
         raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:40]!r}", f"{where}.role")
+    shown = fields.parts(value.get("content"), f"{where}.content") if role in ("user", "tool") else ()
+    if shown:
+        call_id = fields.text(value, "tool_call_id", f"{where}.") if role == "tool" else ""
+        name = fields.optional_text(value, "name", f"{where}.")
+        return replace(Message.of_parts(role, *shown, tool_call_id=call_id), name=name)
     content = fields.content(value.get("content"), f"{where}.content")
     if role != "assistant":
         return Message(

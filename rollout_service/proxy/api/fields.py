@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.protocol.errors import ImageRefused
+from penstock.protocol.images import sources
 from penstock.rollout_service.proxy.messages import ToolCall
 from penstock.rollout_service.proxy.request_errors import constrained, invalid, unsupported
 
@@ -77,6 +79,8 @@ def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> st
             parts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind in sources.IMAGE_TYPES:
+            raise unsupported("an image in a message of another role than user or tool", where)
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             parts.append(part["refusal"])
             continue
@@ -84,6 +88,37 @@ def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> st
             raise unsupported(f"a part of type {kind!r}", where)
         parts.append(text(part, "text", f"{where}."))
     return "\n".join(parts)
+
+
+def parts(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> tuple[str | bytes, ...]:
+    """Return texts and images of a message's content in order; empty if it has no image. ``kinds`` are those of texts.
+
+    Raises RequestRefused for an image that is not given as base64, in a data URL or apart: URLs are never fetched.
+    """
+    if not isinstance(value, list) or not any(_is_image(part) for part in value):
+        return ()
+    return tuple(
+        [
+            _image(part, f"{where}[{n}]") if _is_image(part) else content([part], where, kinds=kinds)
+            for n, part in enumerate(value)
+        ]
+    )
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in sources.IMAGE_TYPES
+
+
+def _image(part: dict[str, Any], where: str) -> bytes:
+    shown = part.get("image_url")
+    detail = part.get("detail") or (shown.get("detail") if isinstance(shown, dict) else None)
+    if detail not in (None, "auto"):
+        raise unsupported(f"detail {str(detail)[:40]!r}: the model's image processor decides the resolution", where)
+    try:
+        (source,) = sources.take_images([{"content": [part]}])[1]
+        return sources.image_bytes(source)
+    except ImageRefused as err:
+        raise invalid(f"{where}: {err}", where, code="image_refused") from None
 
 
 def max_tokens(body: Mapping[str, Any], *names: str) -> int | None:

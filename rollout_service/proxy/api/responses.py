@@ -72,8 +72,7 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
         kind = item.get("type", "message")
         if kind == "function_call_output":
             end_answer()
-            output = fields.content(item.get("output"), f"{where}.output", kinds=_TEXTS)
-            messages.append(Message("tool", output, tool_call_id=fields.text(item, "call_id", f"{where}.")))
+            messages.append(_result(item, where))
         elif kind == "function_call":
             call = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
             answer.setdefault("calls", []).append(call)
@@ -91,10 +90,22 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
+def _result(item: Mapping[str, Any], where: str) -> Message:
+    """Return the result of a call."""
+    call_id = fields.text(item, "call_id", f"{where}.")
+    if shown := fields.parts(item.get("output"), f"{where}.output", kinds=_TEXTS):
+        return Message.of_parts("tool", *shown, tool_call_id=call_id)
+    return Message("tool", fields.content(item.get("output"), f"{where}.output", kinds=_TEXTS), tool_call_id=call_id)
+
+
 def _add_message(
     item: Mapping[str, Any], where: str, messages: list[Message], answer: dict[str, Any], end_answer: Any
 ) -> None:
     role = item.get("role")
+    if role == "user" and (shown := fields.parts(item.get("content"), f"{where}.content", kinds=_TEXTS)):
+        end_answer()
+        messages.append(Message.of_parts("user", *shown))
+        return
     content = fields.content(item.get("content"), f"{where}.content", kinds=_TEXTS)
     if role == "assistant":
         if answer.get("calls"):

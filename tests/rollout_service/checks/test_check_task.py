@@ -38,10 +38,11 @@ def test_a_task_that_just_fits_is_accepted():
             "images_refused",
             make_task().model_copy(
                 update={
+                    "environment": "played",
                     "images": RowImages(
                         processor="a" * 64,
                         refs=(ImageRef(position=0, num_tokens=1, grid_thw=(1, 2, 2), sha256="b" * 64, size_bytes=9),),
-                    )
+                    ),
                 }
             ),
         ),

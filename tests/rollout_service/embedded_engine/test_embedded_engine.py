@@ -285,6 +285,15 @@ def test_logits_that_are_not_finite_are_an_error(small_engine: EngineUnderTest, 
     assert [item[0] for item in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(expected, abs=1e-5)
 
 
+def test_images_are_refused_for_a_model_of_text(small_engine: EngineUnderTest) -> None:
+    """The answer says that the model reads none; nothing is left out."""
+    refused = small_engine.post("/generate", {"input_ids": PROMPT, "image_data": "aGVsbG8="}, expect=400)
+    assert "the served model reads no images" in str(refused)
+    refused = small_engine.post("/generate", {"input_ids": PROMPT, "image_positions": [0]}, expect=400)
+    assert "the served model reads no images" in str(refused)
+    assert not small_engine.get("/model_info")["has_image_understanding"]
+
+
 def test_text_prompts_are_served(small_engine: EngineUnderTest) -> None:
     """A text prompt is tokenised by the folder's tokenizer."""
     reply = small_engine.post("/generate", {"text": "hello world", "return_prompt_token_ids": True})

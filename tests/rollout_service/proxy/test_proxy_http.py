@@ -188,7 +188,7 @@ MALFORMED: list[tuple[dict[str, Any], int, str]] = [
     ({"json": {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}}, 400, "invalid_request"),
     ({"json": {"messages": [{"role": "wizard", "content": "x"}]}}, 400, "invalid_request"),
     ({"json": {"messages": [{"role": "user", "content": 5}]}}, 400, "invalid_request"),
-    ({"json": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, 400, "unsupported"),
+    ({"json": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, 400, "image_refused"),
     ({"json": {"messages": [{"role": "tool", "content": "x"}]}}, 400, "invalid_request"),
     ({"json": {**ASK, "max_tokens": 0}}, 400, "invalid_request"),
     ({"json": {**ASK, "stop": [""]}}, 400, "invalid_request"),
