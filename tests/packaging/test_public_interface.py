@@ -382,6 +382,7 @@ INTERFACE: dict[str, list[str]] = {
         "arguments",
         "call(self, arguments: 'Any', episode: 'ToolEpisode') -> 'str | Awaitable[str]'",
         "close(self) -> 'None'",
+        "ends_calls",
         "max_running",
         "options",
         "prepare(self) -> 'None'",
