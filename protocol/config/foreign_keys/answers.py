@@ -31,7 +31,6 @@ ADAMW = "the optimizer is AdamW with trainer.betas and trainer.weight_decay; its
 INEXACT = "not offered: it makes the recorded log-probabilities inexact"
 RAY = "there is no Ray: services are started by themselves, and communicate through nats.url and s3.endpoint"
 PROFILER = "not offered; every step's times are in metrics.jsonl, and `penstock watch` shows them"
-TEXT_ONLY = "text only: images and videos are not read"
 REMOTE_CODE = "code in a model folder is never run: model.path must be a model that transformers knows"
 TRACKER = 'tracker = ["wandb"] in the run file, or a table [[tracker]]; the library reads its credentials from the environment'
 QUANTISED = (
