@@ -80,8 +80,8 @@ def test_a_model_that_reads_images_is_trained_and_replayed(tmp_path: Path, run_i
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["kind"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
-    fresh = steps[0]  # sampled by the weights that train it
-    assert fresh["logprob_diff_max"] < 1e-4, "engine and trainer compute the same prompts, pictures included"
+    mismatch = steps[0]["mismatch"]  # of tokens that the weights in training sampled
+    assert mismatch["max_abs"] < 1e-4, "engine and trainer compute the same prompts, pictures included"
     penstock(tmp_path, "audit", run_id, f"run.dir={tmp_path}/runs")
     verdict = json.loads(penstock(tmp_path, "replay", run_id, f"run.dir={tmp_path}/runs", "--json").splitlines()[-1])
     assert verdict["difference"] is None
