@@ -1,4 +1,4 @@
-"""Keys and values that were computed before, for sequences that begin with the same tokens.
+"""Keys and values that were computed before, for sequences that begin with the same tokens, and the experts that computed them.
 
 The turns of an episode, the samples of a prompt that do not start together, and the episodes of a group begin alike: what they
 share is computed once. There is a tree of tokens for each key and adapter; a node holds the keys and values of its own tokens, so
@@ -20,7 +20,7 @@ import numpy as np
 from penstock.rollout_service.embedded_engine.sequence import Prefix
 
 if TYPE_CHECKING:
-    import torch
+    from penstock.rollout_service.embedded_engine.model.kv_cache import Computed
 
 FEWEST_TOKENS = 32  # shorter beginnings cost more to find and copy than to compute
 _FREED_SHARE = 8  # one eviction frees an eighth of the memory, so that the tree is searched for leaves rarely
@@ -33,7 +33,7 @@ class Reused:
     """The beginning of a sequence whose keys and values are known: tokens [0, length)."""
 
     length: int
-    parts: tuple[torch.Tensor, ...]  # [layer, kv head, 2, tokens, head_dim] each, one after the other
+    parts: tuple[Computed, ...]  # one after the other
 
 
 NOTHING = Reused(0, ())
@@ -42,7 +42,7 @@ NOTHING = Reused(0, ())
 @dataclass(slots=True, eq=False)
 class _Node:
     tokens: np.ndarray  # [n] int32, at least one
-    values: torch.Tensor  # [layer, kv head, 2, n, head_dim]
+    computed: Computed  # of these tokens
     parent: _Node | None  # None: its tokens are the first ones
     siblings: dict[int, _Node]  # by their first token, this node included
     used: int  # when it was found or kept last; no child has a greater one
@@ -75,10 +75,10 @@ class KeptPrefixes:
         for node, count in self._path(prefix[0], _array(prefix[1][:at_most])):
             node.used = now
             length += count
-            parts.append(node.values[:, :, :, :count])
+            parts.append(node.computed.first(count))
         return Reused(length, tuple(parts)) if length >= FEWEST_TOKENS else NOTHING
 
-    def keep(self, prefix: Prefix, read: Callable[[int, int], torch.Tensor]) -> None:
+    def keep(self, prefix: Prefix, read: Callable[[int, int], Computed]) -> None:
         """Keep the keys and values of all tokens of a prefix; ``read(start, end)`` returns a copy of those that are not known yet."""
         key, tokens = prefix
         if not FEWEST_TOKENS <= len(tokens) <= self._max_tokens:
@@ -143,10 +143,11 @@ class KeptPrefixes:
 
 def _split(lower: _Node, count: int) -> _Node:
     """Divide a node behind its first ``count`` tokens; return the new one that holds these, above the other."""
-    tokens, values = lower.tokens, lower.values  # divided into copies: a view would keep the memory of the whole
-    upper = _Node(tokens[:count].copy(), values[:, :, :, :count].clone(), lower.parent, lower.siblings, lower.used)
+    tokens = lower.tokens
+    first, rest = lower.computed.divided(count)
+    upper = _Node(tokens[:count].copy(), first, lower.parent, lower.siblings, lower.used)
     upper.siblings[int(tokens[0])] = upper
-    lower.tokens, lower.values = tokens[count:].copy(), values[:, :, :, count:].clone()
+    lower.tokens, lower.computed = tokens[count:].copy(), rest
     lower.parent, lower.siblings = upper, upper.children
     upper.children[int(lower.tokens[0])] = lower
     return upper

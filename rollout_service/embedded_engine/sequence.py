@@ -130,10 +130,8 @@ class Sequence:
     def num_reusable(self) -> int:
         """How many first tokens need not be computed where their keys and values are known.
 
-        The last one must be, all whose experts are wanted, and those of the prompt from where its log-probabilities are.
+        The last one must be, and those of the prompt from where its log-probabilities are wanted.
         """
-        if self.wants_experts:
-            return 0
         reported = self.input_logprobs_from if self.input_logprobs is None else None
         return self.num_tokens - 1 if reported is None else min(reported, self.num_tokens - 1)
 

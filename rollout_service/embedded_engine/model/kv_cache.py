@@ -9,12 +9,35 @@ demand and never exceeds ``max_tokens`` rows x columns, which the scheduler guar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
 
 _COLUMN_STEP = 32  # columns grow by multiples of this, and by at least a half, so that copies are rare
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What was computed for tokens that follow each other in a sequence."""
+
+    values: torch.Tensor  # keys and values [layer, kv head, 2, tokens, head_dim]
+    experts: torch.Tensor  # [tokens, layer with experts, k] int16
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens."""
+        return self.values.shape[3]
+
+    def first(self, count: int) -> Computed:
+        """Return a view of the first tokens."""
+        return Computed(self.values[:, :, :, :count], self.experts[:count])
+
+    def divided(self, count: int) -> tuple[Computed, Computed]:
+        """Return copies of the first tokens and of the others: a view would keep the memory of the whole."""
+        upper = Computed(self.values[:, :, :, :count].clone(), self.experts[:count].clone())
+        return upper, Computed(self.values[:, :, :, count:].clone(), self.experts[count:].clone())
 
 
 class KVCache:
@@ -54,17 +77,18 @@ class KVCache:
         old_experts, self.experts = self.experts, self._no_experts(rows, columns, old.device)
         self.experts[:kept_rows, :kept_columns] = old_experts[:kept_rows, :kept_columns]
 
-    def fill_rows(self, row: int, num_rows: int, parts: Sequence[torch.Tensor]) -> None:
-        """Copy keys and values [layer, kv head, 2, tokens, head_dim], one part after the other, to the beginnings of rows."""
+    def fill_rows(self, row: int, num_rows: int, parts: Sequence[Computed]) -> None:
+        """Copy what was computed before, one part after the other, to the beginnings of rows."""
         column = 0
         for part in parts:
-            end = column + part.shape[3]
-            self.data[:, row : row + num_rows, :, :, column:end] = part.unsqueeze(1)
+            end = column + part.num_tokens
+            self.data[:, row : row + num_rows, :, :, column:end] = part.values.unsqueeze(1)
+            self.experts[row : row + num_rows, column:end] = part.experts
             column = end
 
-    def read(self, row: int, start: int, end: int) -> torch.Tensor:
-        """Return a copy of the keys and values of tokens [start, end) of a row: [layer, kv head, 2, tokens, head_dim]."""
-        return self.data[:, row, :, :, start:end].clone()
+    def read(self, row: int, start: int, end: int) -> Computed:
+        """Return a copy of what was computed for tokens [start, end) of a row."""
+        return Computed(self.data[:, row, :, :, start:end].clone(), self.experts[row, start:end].clone())
 
     def move_rows(self, sources: list[int], targets: list[int], num_columns: int) -> None:
         """Copy the first ``num_columns`` tokens of each source row over its target row."""

@@ -69,6 +69,13 @@ def test_a_mixture_is_exact_and_its_experts_are_returned(tmp_path: Path) -> None
                 assert not found[:, 1].any()  # a dense layer
                 expected = chosen_by_transformers(folder, tokens[:-1])
                 np.testing.assert_array_equal(np.sort(found[:, [0, 2]], axis=-1), expected)
+            # The next turns of two episodes: of what was computed before, the experts are known as keys and values are.
+            turns = [prompts[index // 2] + replies[index]["output_ids"] + PROMPT for index in (6, 9)]
+            for turn, reply in zip(turns, engine.post("/generate", {**body, "input_ids": turns}), strict=True):
+                assert reply["meta_info"]["cached_tokens"] >= len(turn) - len(PROMPT) - 1
+                tokens = turn + reply["output_ids"]
+                found = np.sort(returned(reply, 3, 2)[:, [0, 2]], axis=-1)
+                np.testing.assert_array_equal(found, chosen_by_transformers(folder, tokens[:-1]))
             greedy = engine.generate(prompts, max_new_tokens=10, temperature=0, ignore_eos=True)
             assert [reply["output_ids"] for reply in greedy] == [dense.greedy(prompt, 10) for prompt in prompts]
             assert "routed_experts" not in greedy[0]["meta_info"]

@@ -48,7 +48,7 @@ def test_equal_prompts_count_once() -> None:
         ({"input_logprobs_from": 40}, 2),
         ({"input_logprobs_from": 40, "input_logprobs": []}, 8),  # reported before it was retracted
         ({"input_logprobs_from": 0}, 1),
-        ({"wants_experts": True}, 1),
+        ({"wants_experts": True}, 8),  # they are known as keys and values are
     ],
 )
 def test_known_tokens_count_where_they_are_computed_all_the_same(fields: dict[str, object], num: int) -> None:
@@ -60,7 +60,7 @@ def test_known_tokens_count_where_they_are_computed_all_the_same(fields: dict[st
 
 def test_a_sample_of_a_known_prompt_that_must_be_computed_counts() -> None:
     """The first needs one token, the second all of the same prompt: what is left to compute is added."""
-    waiting = deque([sequence(prompt=100), sequence(prompt=100, wants_experts=True), sequence(prompt=100)])
+    waiting = deque([sequence(prompt=100), sequence(prompt=100, input_logprobs_from=0), sequence(prompt=100)])
     for prefill, num in ((99, 1), (100, 3)):
         chosen = choose_admissions(waiting, [], limits(max_prefill_tokens=prefill), lambda prefix: len(prefix[1]))
         assert len(chosen) == num

@@ -15,7 +15,7 @@ from tests.contracts.tiny_model import VOCAB, Dense, build_model, write_changed_
 from tests.examples import examples
 
 from penstock.rollout_service.embedded_engine.kept_prefixes import FEWEST_TOKENS, NOTHING, KeptPrefixes, Reused
-from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
+from penstock.rollout_service.embedded_engine.model.kv_cache import Computed, KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import LowRank, prepare_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
@@ -35,10 +35,10 @@ def prefix(tokens: Tokens, key: str | None = None, adapter: int = 0) -> Prefix:
     return (key, adapter), tokens
 
 
-def values_of(tokens: Tokens, start: int, end: int) -> torch.Tensor:
-    """Stand-ins for keys and values: each is a hash of its token and of all before it, as real ones depend on these."""
-    hashes = [float(hash(tokens[: at + 1]) % 10007) for at in range(start, end)]
-    return torch.tensor(hashes).view(1, 1, 1, -1, 1)
+def values_of(tokens: Tokens, start: int, end: int) -> Computed:
+    """Stand-ins for keys, values and experts: each is a hash of its token and of all before it, as real ones depend on these."""
+    hashes = torch.tensor([hash(tokens[: at + 1]) % 10007 for at in range(start, end)])
+    return Computed(hashes.float().view(1, 1, 1, -1, 1), hashes.to(torch.int16).view(-1, 1, 1))
 
 
 def keep(kept: KeptPrefixes, tokens: Tokens, key: str | None = None) -> None:
@@ -65,7 +65,9 @@ def conversations(draw: random.Random, num: int) -> list[Tokens]:
 def check_found(found: Reused, tokens: Tokens) -> None:
     """What is found are the values of these tokens, under these tokens."""
     if found.length:
-        assert torch.equal(torch.cat(found.parts, dim=3), values_of(tokens, 0, found.length))
+        expected = values_of(tokens, 0, found.length)
+        assert torch.equal(torch.cat([part.values for part in found.parts], dim=3), expected.values)
+        assert torch.equal(torch.cat([part.experts for part in found.parts]), expected.experts)
 
 
 @given(st.integers(0, 2**32), st.sampled_from([10**6, 900, 250, 40]))
@@ -211,10 +213,8 @@ def test_a_long_new_part_behind_a_short_known_one_is_exact(model: Model) -> None
     complete(runner, [first])
     longer = sequence(first.prompt + random_tokens(draw, 1300), 3, input_logprobs_from=50)
     whole = sequence(first.prompt + random_tokens(draw, 9), 3, input_logprobs_from=0)
-    experts = sequence(first.prompt + random_tokens(draw, 9), 3, wants_experts=True)
-    complete(runner, [longer, whole, experts])
-    reused = (longer.cached_tokens, whole.cached_tokens, experts.cached_tokens)
-    assert reused == (40, 0, 0), "what is to be reported has to be computed"
+    complete(runner, [longer, whole])
+    assert (longer.cached_tokens, whole.cached_tokens) == (40, 0), "what is to be reported has to be computed"
     for one in (longer, whole):
         check_exact(one, model.dense[0])
         start, table = one.input_logprobs_from or 0, model.dense[0].logprobs(list(one.prompt))
@@ -259,7 +259,6 @@ def test_a_pass_computes_no_more_tokens_than_its_limit(model: Model) -> None:
     complete(runner, [sequence(prompt, 1) for prompt in prompts[:4]])
     wanted: list[dict[str, object]] = [
         {},
-        {"wants_experts": True},
         {"input_logprobs_from": 0},
         {"input_logprobs_from": 20},  # fewer than are reused
         {"input_logprobs_from": 40},
