@@ -168,6 +168,7 @@ class Sharing:
 
     parents: list[int]  # among all rows that were read; -1: none
     lengths: list[int]
+    totals: list[int]  # tokens of each row, with those that it shares
 
     @classmethod
     def of(cls, rows: Rows, groups: Sequence[Sequence[EpisodeSpan]], stored: Sequence[int]) -> Sharing:
@@ -192,7 +193,7 @@ class Sharing:
                 totals[row] += lengths[row]
         if sum(totals) > MAX_ROW_TOKENS:
             raise PackError(f"the rows stand for {sum(totals)} tokens together, at most {MAX_ROW_TOKENS}")
-        return cls(parents, lengths)
+        return cls(parents, lengths, totals)
 
     def restore(self, stored: Sequence[np.ndarray], whole: Sequence[np.ndarray], row: int) -> np.ndarray:
         """Return all tokens of a row; ``whole`` are those of the rows before it."""

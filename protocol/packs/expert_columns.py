@@ -1,8 +1,8 @@
 """Columns of a pack whose groups say which experts computed their tokens, beside those of every pack; pure.
 
 A row has the choices of all its tokens but the last as bytes: `ExpertChoices.ids`, 8 or 16 bits each (little endian). Those of its first
-``experts_shared`` tokens, usually the prompt's, are the same as in its group's first row and stored there only. The rows of a group without
-any, in the same pack, have zeros and no bytes.
+``experts_shared`` tokens, usually the prompt's, are the same as in an earlier row and stored there only: that row is the parent of an
+episode's row which has one, else the group's first. The rows of a group without any, in the same pack, have zeros and no bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.protocol.packs.pack_rows import Rows
 from penstock.protocol.trajectory import Group
 
 EXPERTS = "experts"
+MAX_EXPANDED_BYTES = 4 * 1024**3  # of the choices of a group's rows, those that rows share counted in each
 FIELDS = (
     pa.field("expert_layers", pa.int32(), nullable=False),  # 0: the group does not say
     pa.field("expert_top_k", pa.int32(), nullable=False),
@@ -31,16 +32,18 @@ FIELDS = (
 
 
 def columns(groups: Sequence[Group]) -> list[Any]:
-    """Return the columns of `FIELDS` for the rows of groups."""
+    """Return the columns of `FIELDS` for the rows of groups; raises PackError for a group whose choices no reader would read."""
     shapes, shared, stored = [], [], []
     for group in groups:
-        first = group.trajectories[0].experts
-        for number, row in enumerate(group.trajectories):
+        if group.routers is not None:
+            _check_size(group.routers, [len(row.token_ids) for row in group.trajectories])
+        for row, earlier in zip(group.trajectories, _earlier_rows(group), strict=True):
             same = 0
-            if row.experts is None or first is None:
+            if row.experts is None:
                 stored.append(b"")
             else:
-                same = _same(first.ids, row.experts.ids) if number else 0
+                other = None if earlier is None else group.trajectories[earlier].experts
+                same = 0 if other is None else _same(other.ids, row.experts.ids)
                 stored.append(np.ascontiguousarray(row.experts.ids[same:]).astype(_stored(row.experts.shape)).tobytes())
             shapes.append(group.routers)
             shared.append(same)
@@ -53,8 +56,21 @@ def columns(groups: Sequence[Group]) -> list[Any]:
     ]
 
 
-def of_rows(rows: Rows, lengths: Sequence[int]) -> list[ExpertChoices | None]:
-    """Return the choices of each row, checked; ``lengths`` are the tokens of each. Raises PackError."""
+def _earlier_rows(group: Group) -> list[int | None]:
+    """Return for each row the earlier one that may have the same choices; None for the first."""
+    found: list[int | None] = [None if not number else 0 for number in range(len(group.trajectories))]
+    for place, episode in zip(group.rows_of, group.episodes, strict=False):
+        for number, row in zip(place, episode.rows, strict=True):
+            if row.parent is not None:
+                found[number] = place.start + row.parent
+    return found
+
+
+def of_rows(rows: Rows, lengths: Sequence[int], parents: Sequence[int] | None = None) -> list[ExpertChoices | None]:
+    """Return the choices of each row, checked; raises PackError.
+
+    ``lengths`` are the tokens of each row, ``parents`` the number of the row that it continues, -1 for none; None: none does.
+    """
     if EXPERTS not in rows.table.column_names:
         return [None] * len(lengths)
     shared, stored = rows.values("experts_shared"), rows.values(EXPERTS)
@@ -67,19 +83,29 @@ def of_rows(rows: Rows, lengths: Sequence[int]) -> list[ExpertChoices | None]:
             found += [None] * (end - start)
             continue
         shape = RouterShape(num_layers=layers, num_experts=experts, top_k=top_k)
-        first: np.ndarray | None = None
+        _check_size(shape, lengths[start:end])
+        whole: dict[int, np.ndarray] = {}
         for row in range(start, end):
-            ids = _read(shape, stored[row], lengths[row] - 1, shared[row], first)
-            first = ids if first is None else first
-            found.append(ExpertChoices(shape, ids))
+            parent = -1 if parents is None else parents[row]
+            earlier = whole.get(start if parent < 0 else parent)
+            whole[row] = _read(shape, stored[row], lengths[row] - 1, shared[row], earlier)
+            found.append(ExpertChoices(shape, whole[row]))
     return found
 
 
-def _read(shape: RouterShape, stored: bytes, num_tokens: int, shared: int, first: np.ndarray | None) -> np.ndarray:
-    """Return the choices of a row, [num_tokens, layers, k]."""
-    most = min(num_tokens, 0 if first is None else len(first))
+def _check_size(shape: RouterShape, lengths: Sequence[int]) -> None:
+    if (size := sum(lengths) * shape.bytes_per_token) > MAX_EXPANDED_BYTES:
+        raise PackError(
+            f"the experts of {sum(lengths)} tokens in {len(lengths)} rows have {size} bytes, at most {MAX_EXPANDED_BYTES}: {shape}; "
+            "lower rollout.group_size or the length of rows"
+        )
+
+
+def _read(shape: RouterShape, stored: bytes, num_tokens: int, shared: int, earlier: np.ndarray | None) -> np.ndarray:
+    """Return the choices of a row, [num_tokens, layers, k]; ``earlier`` are those of the row that it shares some with."""
+    most = min(num_tokens, 0 if earlier is None else len(earlier))
     if not 0 <= shared <= most:
-        raise PackError(f"a row shares the experts of {shared} tokens with its group's first row, expected 0 to {most}")
+        raise PackError(f"a row shares the experts of {shared} tokens with an earlier row, expected 0 to {most}")
     expected = (num_tokens - shared) * shape.bytes_per_token
     if len(stored) != expected:
         raise PackError(
@@ -88,7 +114,7 @@ def _read(shape: RouterShape, stored: bytes, num_tokens: int, shared: int, first
         )
     own = np.frombuffer(stored, _stored(shape)).astype(dtype_of(shape), copy=False)
     own = own.reshape(-1, shape.num_layers, shape.top_k)
-    return own if first is None or not shared else np.concatenate([first[:shared], own])
+    return own if earlier is None or not shared else np.concatenate([earlier[:shared], own])
 
 
 def _stored(shape: RouterShape) -> np.dtype[np.unsignedinteger]:

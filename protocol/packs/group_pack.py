@@ -81,20 +81,13 @@ SCHEMA = pa.schema(
     ],
     metadata={b"schema": SCHEMA_TAG.encode()},
 )
-WITH_EPISODES = pa.schema([*SCHEMA, *episode_columns.FIELDS], SCHEMA.metadata)
-WITH_TEACHER = pa.schema([*SCHEMA, *teacher_columns.FIELDS], SCHEMA.metadata)
-WITH_BOTH = pa.schema([*WITH_EPISODES, *teacher_columns.FIELDS], SCHEMA.metadata)
-WITH_EXPERTS = pa.schema([*SCHEMA, *expert_columns.FIELDS], SCHEMA.metadata)
-WITH_TEACHER_AND_EXPERTS = pa.schema([*WITH_TEACHER, *expert_columns.FIELDS], SCHEMA.metadata)
-WITHOUT_IMAGES = {  # by whether there are episodes, and a teacher
-    (False, False): SCHEMA,
-    (True, False): WITH_EPISODES,
-    (False, True): WITH_TEACHER,
-    (True, True): WITH_BOTH,
+_FURTHER = (episode_columns.FIELDS, teacher_columns.FIELDS, expert_columns.FIELDS, image_columns.FIELDS)
+_SCHEMAS = {  # by whether there are episodes, a teacher, experts and images, which never are both
+    present: pa.schema([*SCHEMA, *itertools.chain(*itertools.compress(_FURTHER, present))], SCHEMA.metadata)
+    for present in itertools.product((False, True), repeat=len(_FURTHER))
+    if not (present[2] and present[3])
 }
-WITH_IMAGES = {
-    which: pa.schema([*schema, *image_columns.FIELDS], schema.metadata) for which, schema in WITHOUT_IMAGES.items()
-}
+WITH_EPISODES = _SCHEMAS[True, False, False, False]
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
 _MAY_BE_NULL = frozenset(("ground_truth", *episode_columns.MAY_BE_NULL))
 _SMALL = {"compression": "lz4", "use_dictionary": False}
@@ -178,9 +171,9 @@ def _table(groups: Sequence[Group]) -> pa.Table:
     has_episodes, has_teacher = any(g.episodes for g in groups), any(g.teacher is not None for g in groups)
     has_experts = any(g.routers is not None for g in groups)
     has_images = any(g.image_processor is not None for g in groups)
-    if has_experts and (has_episodes or has_images):
+    if has_experts and has_images:
         raise PackError(
-            f"group {groups[0].group_id} and {len(groups) - 1} more: episodes, and rows with images, have no experts of their tokens"
+            f"group {groups[0].group_id} and {len(groups) - 1} more: rows with images have no experts of their tokens"
         )
     if has_episodes:
         columns += episode_columns.columns(groups)
@@ -188,11 +181,9 @@ def _table(groups: Sequence[Group]) -> pa.Table:
         columns += teacher_columns.columns(groups)
     if has_experts:
         columns += expert_columns.columns(groups)
-        return pa.Table.from_arrays(columns, schema=WITH_TEACHER_AND_EXPERTS if has_teacher else WITH_EXPERTS)
     if has_images:
         columns += image_columns.columns(groups)
-    schemas = WITH_IMAGES if has_images else WITHOUT_IMAGES
-    return pa.Table.from_arrays(columns, schema=schemas[has_episodes, has_teacher])
+    return pa.Table.from_arrays(columns, schema=_SCHEMAS[has_episodes, has_teacher, has_experts, has_images])
 
 
 def decode(
@@ -276,12 +267,7 @@ def _accepted() -> tuple[pa.Schema, ...]:
         pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     ]
     return (
-        WITH_EPISODES,
-        WITH_TEACHER,
-        WITH_BOTH,
-        WITH_EXPERTS,
-        WITH_TEACHER_AND_EXPERTS,
-        *WITH_IMAGES.values(),
+        *_SCHEMAS.values(),
         *schemas,
         *(s.remove(s.get_field_index("is_baseline")) for s in schemas),
     )
@@ -350,7 +336,8 @@ def _trajectories(
     whole: list[np.ndarray] = []
     texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
     baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
-    experts = expert_columns.of_rows(rows, [b - a for a, b in itertools.pairwise(at)])
+    lengths = [b - a for a, b in itertools.pairwise(at)] if sharing is None else sharing.totals
+    experts = expert_columns.of_rows(rows, lengths, None if sharing is None else sharing.parents)
     images = image_columns.of_rows(rows)
     found = []
     for i, text in enumerate(texts):

@@ -57,24 +57,23 @@ def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
     """Return how many bytes a pack with the groups of a message may hold or decode to; `MAX_BYTES` without a message."""
     if groups is None:
         return MAX_BYTES
-    tokens = sum(
-        group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens)
-        if group.row_tokens is None
-        else group.row_tokens
-        for group in groups
-    )
+    tokens = sum(map(_row_tokens, groups))
     of_teachers = sum(
         (1 + 2 * group.teacher_top_k) * sum(group.completion_tokens)
         for group in groups
         if group.teacher_top_k is not None
     )
     of_experts = sum(
-        group.routers.bytes_per_token
-        * (group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens))
-        for group in groups
-        if group.routers is not None
+        group.routers.bytes_per_token * _row_tokens(group) for group in groups if group.routers is not None
     )
     return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens + _BYTES_PER_NUMBER * of_teachers + of_experts)
+
+
+def _row_tokens(group: GeneratedGroup) -> int:
+    """Return the tokens of all rows of a group."""
+    if group.row_tokens is not None:
+        return group.row_tokens
+    return group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens)
 
 
 def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.episodes import forked, group_of, one_turn
 from tests.groups import make_group
 from tests.trainer.groups.stored_groups import taught
 
+from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
 from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import GeneratedGroup, RouterShape, Sampling, Task
@@ -37,6 +39,20 @@ def routed(group: Group, shape: RouterShape, *, seed: int = 0) -> Group:
         own = choices(shape, len(row.token_ids) - 1 - len(prompt), random)
         rows.append(replace(row, experts=ExpertChoices(shape, np.concatenate([prompt, own]))))
     return replace(group, trajectories=tuple(rows))
+
+
+def routed_episode(episode: Episode, shape: RouterShape, random: np.random.Generator) -> Episode:
+    """Return an episode whose rows say which experts computed their tokens: the same where they begin alike."""
+    ids: list[np.ndarray] = []
+    for row in episode.rows:
+        first = choices(shape, 0, random) if row.parent is None else ids[row.parent][: row.prefix_len]
+        own = choices(shape, len(row.trajectory.token_ids) - 1 - len(first), random)
+        ids.append(np.concatenate([first, own]))
+    rows = [
+        replace(row, trajectory=replace(row.trajectory, experts=ExpertChoices(shape, one)))
+        for row, one in zip(episode.rows, ids, strict=True)
+    ]
+    return replace(episode, rows=tuple(rows))
 
 
 def group(number: int = 0) -> Group:
@@ -80,6 +96,37 @@ def test_the_choices_of_a_prompt_are_stored_once() -> None:
     (found,) = group_pack.decode(group_pack.encode([changed]))
     assert found.trajectories[1].experts is not None
     np.testing.assert_array_equal(found.trajectories[1].experts.ids, ids)
+
+
+def test_rows_of_an_episode_share_the_choices_of_the_row_that_they_continue() -> None:
+    """They come back as they were, beside groups of other kinds, and what a fork shares with its parent is stored once."""
+    random = np.random.default_rng(0)
+    episodes = [routed_episode(one, SMALL, random) for one in (forked(), one_turn(2))]
+    whole = group_of(*episodes)
+    assert whole.routers == SMALL
+    shared = expert_columns.columns([whole])[3].to_pylist()
+    assert shared[:2] == [0, 5]  # the fork is behind the fifth token of the first row
+    assert expert_columns.columns([taught(whole, 2)])[3].to_pylist() == shared
+    kept = [taught(whole, 2), routed(group(1), LARGE), group(2)]
+    found = group_pack.decode(group_pack.encode(kept), described=[one.summary(n) for n, one in enumerate(kept)])
+    assert [one.routers for one in found] == [SMALL, LARGE, None]
+    for before, after in zip(kept[:2], found[:2], strict=True):
+        for one, other in zip(before.trajectories, after.trajectories, strict=True):
+            assert one.experts is not None
+            assert other.experts is not None
+            np.testing.assert_array_equal(one.experts.ids, other.experts.ids)
+    with pytest.raises(PackError, match=r"choices of no experts, its task asked for those of 2 of 8 experts"):
+        TaskPromise.of(asking(whole)).check(group_of(forked(), one_turn(2)))
+
+
+def test_choices_that_no_reader_would_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who writes them and by who reads them: a few stored bytes can stand for many, where rows share them."""
+    whole = group_of(routed_episode(forked(), SMALL, np.random.default_rng(0)))
+    data = group_pack.encode([whole])
+    monkeypatch.setattr(expert_columns, "MAX_EXPANDED_BYTES", 6 * (8 + 8 + 3) - 1)
+    for refused in (lambda: group_pack.encode([whole]), lambda: group_pack.decode(data)):
+        with pytest.raises(PackError, match=r"experts of 19 tokens in 3 rows have 114 bytes, at most 113: 2 of 8"):
+            refused()
 
 
 def test_messages_without_experts_are_what_they_were() -> None:
@@ -148,7 +195,7 @@ def test_what_no_router_can_choose_is_refused(change: Callable[[np.ndarray], np.
         (
             "experts_shared",
             lambda values: [0, 99, 0],
-            "shares the experts of 99 tokens with its group's first row, expected 0 to",
+            "shares the experts of 99 tokens with an earlier row, expected 0 to",
         ),
         ("experts_shared", lambda values: [1, *values[1:]], "shares the experts of 1 tokens .* expected 0 to 0"),
         ("expert_layers", lambda values: [0, 0, 0], "experts of tokens in a group of a model without experts"),
@@ -175,13 +222,19 @@ def test_a_hostile_pack_of_experts_is_refused(
         group_pack.decode(data)
 
 
+def asking(group: Group) -> Task:
+    """Return the task of a group that asks for the choices of small routers."""
+    return Task(
+        group_id=group.group_id, prompt_ids=PROMPT, prompt_text=group.prompt_text, group_size=3,
+        sampling=Sampling(max_new_tokens=64, routers=SMALL), reward=group.reward, split="train", attempt=group.attempt, issued_version=1,
+        environment="lookup" if group.episodes else "single_turn",
+    )  # fmt: skip
+
+
 def test_a_group_that_lacks_its_experts_breaks_the_promise_of_its_task() -> None:
     """The trainer refuses what an engine of other routers, or of none, returns."""
     plain = group()
-    task = Task(
-        group_id=plain.group_id, prompt_ids=PROMPT, prompt_text=plain.prompt_text, group_size=3,
-        sampling=Sampling(max_new_tokens=64, routers=SMALL), reward=plain.reward, split="train", attempt=plain.attempt, issued_version=1,
-    )  # fmt: skip
+    task = asking(plain)
     promise = TaskPromise.of(task)
     promise.check(routed(plain, SMALL))
     for other, named in ((plain, "no experts"), (routed(plain, LARGE), "4 of 300 experts in 2 layers")):
@@ -205,3 +258,6 @@ def test_a_pack_may_be_larger_by_the_experts_of_its_tokens() -> None:
     plain = pack_bounds.max_bytes([one])
     more = pack_bounds.max_bytes([one.model_copy(update={"routers": SMALL})])
     assert more == plain + 6 * (30_000 + 3 * len(PROMPT))
+    episodes = group_of(forked()).summary(0).model_copy(update={"row_tokens": 50_000})
+    plain = pack_bounds.max_bytes([episodes])
+    assert pack_bounds.max_bytes([episodes.model_copy(update={"routers": SMALL})]) == plain + 6 * 50_000
