@@ -68,7 +68,7 @@ class OptimizerSettings(Section):
         default=False,
         description="For a mixture of experts: compute every token with the experts that the engine's routers chose for it, which packs "
         "then store (Rollout Routing Replay, arXiv:2510.11370). Router weights still learn, by the gates of those experts. For models "
-        "of qwen3_moe on the embedded engine and SGLang, in single_turn.",
+        "of qwen3_moe on the embedded engine and SGLang, episodes of several turns included.",
     )
     micro_batch_tokens: int = Field(
         default=16_384,

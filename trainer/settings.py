@@ -13,7 +13,6 @@ from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSe
 from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.teacher_settings import TeacherSettings
-from penstock.protocol.facts import SINGLE_TURN
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
@@ -263,14 +262,7 @@ class TrainerSettings(Section):
             )
 
     def _check_router_replay(self) -> None:
-        if not self.trainer.router_replay:
-            return
-        if self.rollout.environment != SINGLE_TURN:
-            raise ValueError(
-                f"trainer.router_replay = true with rollout.environment = {self.rollout.environment!r}: which experts computed the tokens "
-                f"of an episode is not stored; set it to false, or use {SINGLE_TURN}"
-            )
-        if self.algorithm.dpo_coefficient:
+        if self.trainer.router_replay and self.algorithm.dpo_coefficient:
             raise ValueError(
                 "trainer.router_replay = true with algorithm.dpo_coefficient: no engine chose experts for the pairs of data.train; leave "
                 "one out"

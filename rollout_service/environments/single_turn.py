@@ -57,7 +57,6 @@ class SingleTurn(Environment):
         groups: list[list[Trajectory] | TaskRefused] = [one if isinstance(one, TaskRefused) else [] for one in prompts]
         for indices, reply in replies:
             for index, kept in zip(indices, reply.result(), strict=True):
-                _check_experts(tasks[index], kept)
                 task = tasks[index]
                 trajectories = [build_trajectory(task.prompt_ids, one, task.images) for one in kept.completions]
                 is_redundant = tasks[index].redundant_completions > 0
@@ -74,16 +73,6 @@ class SingleTurn(Environment):
             return ImagePrompt(task.prompt_ids, task.images, await self._images.of_task(task))
         except TaskRefused as err:
             return err
-
-
-def _check_experts(task: Task, kept: KeptCompletions) -> None:
-    """Raise TaskRefused if the trainer wants to know the experts of each token, and the engine does not say."""
-    if task.sampling.routers is not None and any(one.experts is None for one in kept.completions):
-        raise TaskRefused(
-            "experts_not_returned",
-            f"{task.group_id}: this worker's engine does not say which experts computed a token; set trainer.router_replay = false, or "
-            "use the embedded engine or SGLang",
-        )
 
 
 async def _sample(

@@ -144,6 +144,9 @@ class FinishedEpisodes:
         return name[1], ContinuedEpisode(**{one.name: getattr(episode, one.name) for one in fields(Episode)})
 
     def _is_usable(self, task: Task, episode: Episode, max_staleness: int) -> bool:
+        routers = task.sampling.routers
+        if routers is not None and any(row.experts is None or row.experts.shape != routers for row in rows_of(episode)):
+            return False
         if task.pinned_version is not None:
             return episode.oldest_version == episode.newest_version == task.pinned_version
         served = self._engine.version

@@ -224,6 +224,9 @@ class PackGenerator:
             # Those of an earlier delivery were checked before, by the worker that played them.
             played = [one for one in members.kept if not isinstance(one, ContinuedEpisode)]
             self._check_origin(task, [row for one in played for row in rows_of(one)])
+            if lacks := _lacks_experts(task, [row for one in members.kept for row in rows_of(one)]):
+                refused.append((task, lacks))
+                continue
             groups.append(build_group(task, members.kept, members.abandoned))
         return groups, refused
 
@@ -276,6 +279,17 @@ def _members(rolled: Sequence[Trajectory | Episode] | TaskRefused) -> _Members |
     if isinstance(rolled, TaskRefused):
         return rolled
     return _Members([*rolled], rolled.abandoned if isinstance(rolled, KeptTrajectories) else ())
+
+
+def _lacks_experts(task: Task, rows: Sequence[Trajectory]) -> TaskRefused | None:
+    """Return why a group cannot be trained on: the trainer wants to know the experts of each token, and was not told."""
+    if task.sampling.routers is None or all(row.experts is not None for row in rows):
+        return None
+    return TaskRefused(
+        "experts_not_returned",
+        f"{task.group_id}: this worker's engine, or the environment {task.environment}, does not say which experts computed a token; "
+        "set trainer.router_replay = false, or use the embedded engine or SGLang",
+    )
 
 
 def _greedy(task: Task) -> Task:

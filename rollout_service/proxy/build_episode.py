@@ -35,6 +35,7 @@ def stored_rows(made: TreeRows, turns: Sequence[SampledTurn]) -> tuple[EpisodeRo
             finish_reason=row.finish_reason,
             completion_text="" if rows else text,
             images=row.images,
+            experts=row.experts,
         )
         placed = tuple(Turn(numbers[span.turn], span.start, span.end) for span in row.spans if span.is_trained)
         root = chain[0]

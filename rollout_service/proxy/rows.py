@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from penstock.protocol.expert_choices import ExpertChoices
 from penstock.protocol.facts import FinishReason, RowImages
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.proxy.tree import Float32s, Int32s, SampledTurn
@@ -43,6 +44,7 @@ class TreeRow:
     text: str  # of the last answer
     spans: tuple[TurnSpan, ...]
     images: RowImages | None = None  # by their positions in the row
+    experts: ExpertChoices | None = None  # of all tokens but the last, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,8 @@ def _build_row(last: SampledTurn, trained: dict[int, int]) -> TreeRow:
             spans.append(TurnSpan(turn.number, start, start + min(before, used), is_trained=False))
         if used > before:
             spans.append(TurnSpan(turn.number, start + before, end, is_trained=True))
-    return TreeRow(last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans), last.images)
+    made = (last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans), last.images)
+    return TreeRow(*made, last.path_experts())
 
 
 def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> list[VersionRun]:

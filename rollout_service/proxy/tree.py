@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from penstock.protocol.expert_choices import ExpertChoices
 from penstock.protocol.facts import FinishReason, RowImages
 from penstock.protocol.versions import VersionRun
 from penstock.rollout_service.engines.completion import Completion
@@ -47,6 +48,9 @@ class SampledTurn:
     in_reasoning: bool  # it was cut before its reasoning ended
     images: RowImages | None = None  # of its path, by their positions there
     delivered: bool = False  # the client received all of it
+    experts: ExpertChoices | None = (
+        None  # of the tokens from `experts_start` on but the last, where they were asked for
+    )
 
     @property
     def key(self) -> bytes:
@@ -72,6 +76,29 @@ class SampledTurn:
             turn = turn.parent
         return found[::-1]
 
+    @property
+    def experts_start(self) -> int:
+        """The first token of the path whose experts this turn's request chose; those of the tokens before are of the turns before.
+
+        The last token of the parent is among them: it was sampled there, and is computed as the context of this turn.
+        """
+        return 0 if self.parent is None else min(self.parent_tokens, self.parent.num_tokens - 1)
+
+    def path_experts(self) -> ExpertChoices | None:
+        """Return the experts of all tokens of the path but the last, each as the request chose them that brought the token."""
+        if self.experts is None:
+            return None
+        ids = np.empty((self.num_tokens - 1, *self.experts.ids.shape[1:]), self.experts.ids.dtype)
+        end, turn = len(ids), self
+        while True:
+            start = turn.experts_start
+            if turn.experts is None or turn.experts.shape != self.experts.shape:
+                return None
+            ids[start:end] = turn.experts.ids[: end - start]
+            if turn.parent is None:
+                return ExpertChoices(self.experts.shape, ids)
+            end, turn = start, turn.parent
+
     def path(self) -> Int32s:
         """Return the tokens from the root to the end of the answer."""
         ids = np.empty(self.num_tokens, dtype=np.int32)
@@ -82,6 +109,16 @@ class SampledTurn:
             ids[turn.parent_tokens : end] = own[: end - turn.parent_tokens]
             end, turn = turn.parent_tokens, turn.parent
         return ids
+
+
+def _own_experts(choices: ExpertChoices, turn: SampledTurn) -> ExpertChoices:
+    """Return a copy of the choices for the tokens that a turn has added; raises ReplyRefused for those of another sequence."""
+    if len(choices.ids) != turn.num_tokens - 1:
+        raise ReplyRefused(
+            f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its conversation, expected "
+            f"{turn.num_tokens - 1}: all but the last"
+        )
+    return replace(choices, ids=choices.ids[turn.experts_start :].copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +223,7 @@ class ConversationTree:
         *,
         in_reasoning: bool = False,
     ) -> SampledTurn:
-        """Add an answer; raises ReplyRefused if its prompt is not the recorded path, or a token has no log-probability."""
+        """Add an answer; raises ReplyRefused if its prompt is not the recorded path, or what is said of its tokens is of others."""
         base, parent_tokens, prompt_ids = plan.parent, plan.parent_tokens, plan.prompt_ids
         if base is not None and not np.array_equal(prompt_ids[:parent_tokens], base.path()[:parent_tokens]):
             raise ReplyRefused(
@@ -213,6 +250,8 @@ class ConversationTree:
             in_reasoning=in_reasoning,
             images=plan.images,
         )
+        if completion.experts is not None:
+            turn.experts = _own_experts(completion.experts, turn)
         self.turns.append(turn)
         self._by_prompt.setdefault(plan.found.key, []).append(turn)
         self.num_stored_tokens += len(turn.context_ids) + len(turn.token_ids)

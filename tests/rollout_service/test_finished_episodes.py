@@ -18,7 +18,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.facts import RewardRequest, Sampling, Task
+from penstock.protocol.facts import RewardRequest, RouterShape, Sampling, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
@@ -41,9 +41,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), SMOLLM2)
 
 
-def task_of(**more: Any) -> Task:
+def task_of(routers: RouterShape | None = None, **more: Any) -> Task:
     return Task(
-        group_id="r:0:1", prompt_ids=(1,), prompt_text="sun", group_size=SIZE, sampling=Sampling(max_new_tokens=16),
+        group_id="r:0:1", prompt_ids=(1,), prompt_text="sun", group_size=SIZE,
+        sampling=Sampling(max_new_tokens=16, routers=routers),
         reward=RewardRequest(name="environment"), split="train", environment="mine", issued_version=3,
         messages=json.dumps([{"role": "user", "content": "what is sun"}]), **more,
     )  # fmt: skip
@@ -171,6 +172,7 @@ async def test_a_first_delivery_and_another_attempt_read_nothing(model: Path, bl
         (5, {}, {"kept_staleness": 0}),
         (4, {"pinned_version": 9}, {}),  # an evaluation of one version
         (4, {"seed": 7}, {}),  # another world
+        (4, {"routers": RouterShape(num_layers=1, num_experts=8, top_k=2)}, {}),  # whose experts nobody knows
     ],
 )
 async def test_episodes_that_do_not_fit_are_played_again(

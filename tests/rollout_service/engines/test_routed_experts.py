@@ -123,16 +123,3 @@ async def test_groups_of_a_worker_have_the_experts_of_their_tokens(tmp_path: Pat
         with pytest.raises(TaskRefused, match=r"wants the choices of 2 of 4 experts .* has 2 of 8 experts in 2 layers"):
             await client.generate(PROMPTS, other, 1)
         await client.close()
-
-
-async def test_an_engine_that_does_not_say_is_refused() -> None:
-    """A group without experts would be refused by the trainer: the task is dead-lettered with the fix."""
-
-    class Silent:
-        async def generate(self, prompts: Any, sampling: Sampling, n: int, **_: Any) -> list[list[Completion]]:
-            return [[Completion([4, 3], [-1.0, -1.0], (), "stop", "")] * n for _ in prompts]
-
-    task = make_task("e0.p0.a0", prompt_ids=PROMPTS[0], group_size=2)
-    task = task.model_copy(update={"sampling": Sampling(max_new_tokens=4, routers=ROUTERS.shape)})
-    with pytest.raises(TaskRefused, match=r"e0\.p0\.a0: this worker's engine does not say which experts"):
-        await SINGLE_TURN.rollout([task], Silent())  # type: ignore[arg-type]

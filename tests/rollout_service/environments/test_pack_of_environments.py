@@ -16,9 +16,11 @@ from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import Task
+from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.routers import Routers
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.environments.build_trajectory import build_trajectory
 from penstock.rollout_service.environments.environment import Environment, Sampler
@@ -46,11 +48,12 @@ class Does(Environment):
 class Pack:
     """A pack with one task for each name, and what became of it."""
 
-    def __init__(self, *environments: Environment, tasks: Sequence[str]) -> None:
+    def __init__(self, *environments: Environment, tasks: Sequence[str], routers: Routers | None = None) -> None:
         self.health_checks = 0
         self.refused: dict[str, str] = {}
+        sampling = Sampling(max_new_tokens=16, stop_token_ids=(2,), routers=None if routers is None else routers.shape)
         self._tasks = tuple(
-            make_task(f"e0.p{number}.a0", group_size=2).model_copy(update={"environment": name})
+            make_task(f"e0.p{number}.a0", group_size=2).model_copy(update={"environment": name, "sampling": sampling})
             for number, name in enumerate(tasks)
         )
         nothing: Any = SimpleNamespace(
@@ -62,6 +65,7 @@ class Pack:
             engine=nothing, environments={one.name: one for one in environments}, weights=nothing, servable=nothing,
             gate=nothing, blobs=nothing, settlement=nothing, activity=Activity(), episodes=nothing,
         )  # fmt: skip
+        self._generator.limits = ModelLimits(None, None, routers)
 
     async def generate(self) -> list[Group]:
         fact = SimpleNamespace(tasks=self._tasks, tasks_blob=None, pack_id="p0")
@@ -124,6 +128,16 @@ async def test_an_environment_that_raises_loses_its_own_groups_only(error: Excep
     assert [group.group_id for group in groups] == ["e0.p1.a0"]
     assert pack.refused == {"e0.p0.a0": said, "e0.p2.a0": said}
     assert (sound.cancelled, pack.health_checks) == (0, 0)
+
+
+async def test_a_group_that_does_not_say_which_experts_computed_its_tokens_is_refused() -> None:
+    """The trainer wants to know them, and would refuse the group: its task is dead-lettered with the fix."""
+    pack = Pack(Does("silent", nothing), tasks=["silent"], routers=Routers((0, 1), 8, 2))
+    assert await pack.generate() == []
+    said = pack.refused["e0.p0.a0"]
+    assert said.startswith(
+        "experts_not_returned: e0.p0.a0: this worker's engine, or the environment silent, does not say"
+    )
 
 
 async def test_a_failure_of_the_engine_ends_every_environment_of_the_pack() -> None:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.facts import Sampling
+from penstock.protocol.expert_choices import ExpertChoices, dtype_of
+from penstock.protocol.facts import RouterShape, Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
@@ -185,7 +187,9 @@ class Engine:
             VersionRun(PolicyVersion(self.version + 1), middle, len(ids)),
         ]
         runs = tuple(run for run in runs if run.start < run.end)
-        return [[Completion(ids, logprobs, runs, finish, "")]]  # pyright: ignore[reportArgumentType]
+        shape, number = sampling.routers, len(self.prompts) - 1
+        experts = None if shape is None else chosen_by(shape, number, len(prompt) + len(ids) - 1)
+        return [[Completion(ids, logprobs, runs, finish, "", experts)]]  # pyright: ignore[reportArgumentType]
 
     def _ids(self, sampling: Sampling) -> list[int]:
         if self.script:
@@ -201,6 +205,12 @@ class Engine:
         if self.random.random() < self.other_ends:
             return self.random.choice(sampling.stop_token_ids)
         return self.tokenizer.eos_ids[0]
+
+
+def chosen_by(shape: RouterShape, request: int, num_tokens: int) -> ExpertChoices:
+    """Return experts that tell requests and positions apart: as if every request were computed with other weights."""
+    order = np.random.default_rng(request).random((4096, shape.num_layers, shape.num_experts)).argsort(-1)
+    return ExpertChoices(shape, np.sort(order[:num_tokens, :, : shape.top_k], axis=-1).astype(dtype_of(shape)))
 
 
 def logprobs_of(prompt: list[int], ids: list[int]) -> list[float]:
@@ -240,6 +250,7 @@ def bench(
     context_tokens: int | None = 8192,
     stop: tuple[str, ...] = (),
     seed: int = 0,
+    routers: RouterShape | None = None,
     **limits: object,
 ) -> Bench:
     """Return a proxy over an engine that answers with ``script``, then with random tokens."""
@@ -252,5 +263,5 @@ def bench(
         AgentProxy(EpisodeLimits.model_validate(limits)),
         model,
         Engine(tokenizer, seed=seed, script=list(script)),
-        Sampling(max_new_tokens=max_new_tokens, stop=stop),
+        Sampling(max_new_tokens=max_new_tokens, stop=stop, routers=routers),
     )

@@ -14,7 +14,7 @@ from penstock.rollout_service.proxy.api import chat_completions
 from penstock.rollout_service.proxy.rows import TreeRows
 from penstock.rollout_service.proxy.session import EpisodeSession
 from penstock.rollout_service.proxy.tree import SampledTurn
-from tests.rollout_service.proxy.agent_model import Bench, logprobs_of
+from tests.rollout_service.proxy.agent_model import Bench, chosen_by, logprobs_of
 
 LOOK = {
     "type": "function",
@@ -87,6 +87,13 @@ def check_rows(episode: EpisodeSession, made: TreeRows) -> None:
         assert not row.logprobs[~row.loss_mask].any()
         assert sum(run.end - run.start for run in row.version_runs) == np.count_nonzero(row.loss_mask)
         assert row.loss_mask.any()
+        if (
+            row.experts is not None
+        ):  # each token has those of the request that computed it first: its own, where it is trained
+            chain, number = episode.tree.turns[row.spans[-1].turn].chain(), len(ids) - 1
+            firsts = [next(turn.number for turn in chain if turn.num_tokens - 1 > at) for at in range(number)]
+            choices = {turn: chosen_by(row.experts.shape, turn, number).ids for turn in set(firsts)}
+            assert np.array_equal(row.experts.ids, [choices[turn][at] for at, turn in enumerate(firsts)])
     orphaned = (made.orphaned_tokens + episode.orphaned_tokens).total()
     assert sum(seen.values()) == made.num_trained
     assert made.num_trained + orphaned == episode.counts["sampled_tokens"]

@@ -226,16 +226,12 @@ def test_what_cannot_be_replayed_is_refused(folder: Path, tmp_path: Path) -> Non
         UnsupportedModel, match=r"has sliding windows of 8 tokens, so that its rows are padded; set it to"
     ):
         CompletionScorer(transformers.Qwen3MoeForCausalLM(sliding), 1.0).replay_routers()
-    for change, words in (
-        ({"rollout": {"environment": "frozen_lake"}}, r"with rollout\.environment = 'frozen_lake'"),
-        (
-            {"algorithm": {"dpo_coefficient": 0.1}},
-            r"with algorithm\.dpo_coefficient: no engine chose experts for the pairs",
-        ),
+    given = {"model": {"path": folder}, "data": {"train": "rows.jsonl"}, "trainer": {"router_replay": True}}
+    assert TrainerSettings.model_validate({**given, "rollout": {"environment": "lookup"}}).trainer.router_replay
+    with pytest.raises(
+        ValueError, match=r"router_replay = true with algorithm\.dpo_coefficient: no engine chose experts"
     ):
-        given = {"model": {"path": folder}, "data": {"train": "rows.jsonl"}, "trainer": {"router_replay": True}}
-        with pytest.raises(ValueError, match=f"router_replay = true {words}"):
-            TrainerSettings.model_validate({**given, **change})
+        TrainerSettings.model_validate({**given, "algorithm": {"dpo_coefficient": 0.1}})
 
 
 def test_a_plan_counts_all_experts_in_memory_and_those_of_a_token_in_operations(folder: Path) -> None:

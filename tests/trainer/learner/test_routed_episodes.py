@@ -1,0 +1,175 @@
+"""Episodes of a mixture of experts, from the engine's answers to the trainer's pass: each token is computed with its own experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.contracts.engine_under_test import embedded_engine
+from tests.contracts.tiny_model import MIXTURE, build_model, write_changed_copy
+from tests.rollout_service.embedded_engine.test_embedded_experts import chosen_by_transformers
+from transformers import AutoModelForCausalLM
+
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.episode import Episode
+from penstock.protocol.facts import RewardRequest, RouterShape, Sampling
+from penstock.protocol.packs import group_pack
+from penstock.protocol.trajectory import Group
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.proxy.agent_request import AgentRequest, RetryMark
+from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
+from penstock.rollout_service.proxy.build_episode import stored_rows
+from penstock.rollout_service.proxy.messages import Message
+from penstock.rollout_service.proxy.plan_prompt import PromptPlanner
+from penstock.rollout_service.proxy.renderer import ChatRenderer
+from penstock.rollout_service.proxy.session import AgentModel, EpisodeSession
+from penstock.rollout_service.proxy.settings import EpisodeLimits
+from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.learner.logprobs import CompletionScorer
+
+SHAPE = RouterShape(num_layers=2, num_experts=8, top_k=2)
+
+
+async def play(folder: Path, changed: Path, log: Path) -> Episode:
+    """Play an episode: two turns and a fork behind the first; then, with other weights, one that goes on from each."""
+    tokenizer = ChatTokenizer.read(folder)
+    planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), "keep")
+    model = AgentModel(planner, ANSWER_FORMATS.find("hermes").value, 8192)
+    with embedded_engine(folder, log, "--weight-version", "0") as engine:
+        client = SglangClient(engine.url)
+        client.limits = ModelLimits.of(folder)
+        await client.load_weights(folder, PolicyVersion(0))
+        session = EpisodeSession(
+            "e", model, client, Sampling(max_new_tokens=24, routers=SHAPE), EpisodeLimits(), seed=5
+        )
+
+        async def ask(*messages: Message) -> tuple[Message, ...]:
+            turn = await session.answer(AgentRequest(messages), RetryMark(b"%d" % len(session.tree.turns)))
+            turn.delivered = True
+            return (*messages, turn.answer)
+
+        first = await ask(Message("system", "what is 1 + 1? hello world " * 3), Message("user", "hello"))
+        left, right = [await ask(*first, Message("user", text)) for text in ("what is", "the answer is")]
+        await client.load_weights(changed, PolicyVersion(1))
+        for said in (left, right):
+            await ask(*said, Message("user", "2"))
+        made = session.end()
+        await client.close()
+    return Episode(
+        "e", "e0.p0.a0", 0, "agent", "", 0, "done", stored_rows(made, session.tree.turns), reward=1.0,
+    )  # fmt: skip
+
+
+def as_rows(group: Group) -> list[Row]:
+    """Return the rows of a group as the trainer builds them."""
+    return [
+        Row(one.token_ids, one.loss_mask, one.behaviour_logprobs, 1.0, 0.1, experts=one.experts and one.experts.ids)
+        for one in group.trajectories
+    ]
+
+
+def scored(scorer: CompletionScorer, batch: MicroBatch, *, replays: bool) -> torch.Tensor:
+    """Return log-probabilities of a batch, with its experts or those that the routers choose now."""
+    more: dict[str, Any] = {"experts": batch.experts} if replays else {}
+    return scorer(
+        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids, layout=batch.layout, **more
+    )
+
+
+async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_turns(tmp_path: Path) -> None:
+    """Through the pack, in one stream in which shared tokens are computed once; the engine changed its weights in the middle."""
+    build_model(tmp_path / "model", "qwen3_moe", **MIXTURE)
+    changed = write_changed_copy(tmp_path / "model", tmp_path / "changed", seed=1, scale=0.05)
+    episode = await play(tmp_path / "model", changed, tmp_path)
+    whole = Group.of_episodes(
+        (episode,),
+        split="train",
+        attempt=0,
+        issued_version=0,
+        prompt_text="hello",
+        reward=RewardRequest(name="environment"),
+    )
+    (group,) = group_pack.decode(group_pack.encode([whole]), described=[whole.summary(0)])
+    assert (group.routers, len(group.trajectories)) == (SHAPE, 2)
+    shared = group.episodes[0].rows[1].prefix_len
+    rows = as_rows(group)
+
+    # What was sampled before the update, and the context of it, has the choices of the first weights; what came after it those of the others.
+    for row, turns in zip(group.trajectories, group.turns, strict=True):
+        assert row.experts is not None
+        last = turns[-1]
+        before = row.token_ids[: turns[-2].end]
+        expected = chosen_by_transformers(tmp_path / "model", before[:-1].tolist())
+        np.testing.assert_array_equal(row.experts.ids[: len(before) - 1], expected)
+        # In the engine the context of the last turn was computed again with the new weights: its own tokens follow from that.
+        expected = chosen_by_transformers(changed, row.token_ids[:-1].tolist())
+        np.testing.assert_array_equal(row.experts.ids[len(before) :], expected[len(before) :])
+        assert (expected[: len(before) - 1] != row.experts.ids[: len(before) - 1]).any()
+        assert row.version_runs[-1].version == 1
+        assert last.start > len(before)
+
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32) for _ in range(2)]
+    packed, alone = (CompletionScorer(model, 1.0) for model in models)
+    packed.replay_routers()
+    alone.replay_routers()
+    batch = build(rows)
+    total = sum(len(row.token_ids) - 1 for row in rows)
+    assert total - batch.input_ids.shape[1] in (
+        shared,
+        shared - 1,
+    )  # the last shared token is computed in each row's next turn
+    found = scored(packed, batch, replays=True)
+    each = [scored(alone, build([row]), replays=True) for row in rows]
+    torch.testing.assert_close(found, torch.cat(each), rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1.0, 1.0, len(found))
+    (found * weights).sum().backward()
+    (torch.cat(each) * weights).sum().backward()
+    for one, other in zip(packed.parameters(), alone.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=3e-5)
+
+    # Tokens of the first weights: the trainer's are the engine's, with replay and without; those of the others change.
+    ages = np.concatenate([version_of(one) for one in group.trajectories])
+    gaps = [
+        (made.detach() - batch.behaviour_logprobs).abs().numpy()
+        for made in (found, scored(packed, batch, replays=False))
+    ]
+    assert gaps[0][ages == 0].max() < 1e-5
+    assert gaps[1][ages == 0].max() < 1e-5
+    assert np.abs(gaps[0] - gaps[1])[ages == 1].max() > 1e-3
+
+
+def version_of(row: Any) -> np.ndarray:
+    """Return the version of each sampled token of a row."""
+    found = np.full(len(row.token_ids), -1)
+    for run in row.version_runs:
+        found[run.start : run.end] = run.version
+    return found[row.loss_mask]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_tree_of_rows_is_planned_with_its_experts(depth: int) -> None:
+    """What rows share is counted with their experts, so that the budget is that of the stream which is computed."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(3, 48, 60).astype(np.int32)
+    experts = np.sort(random.random((59, 2, 8)).argsort(-1)[..., :2], -1).astype(np.uint8)
+    rows = []
+    for number in range(depth + 1):
+        own = np.concatenate([tokens[: 20 + 10 * number], random.integers(3, 48, 12).astype(np.int32)])
+        choices = np.sort(random.random((len(own) - 1, 2, 8)).argsort(-1)[..., :2], -1).astype(np.uint8)
+        choices[: 19 + 10 * number] = experts[: 19 + 10 * number]
+        rows.append(
+            Row(own, np.arange(len(own)) >= 20 + 10 * number, np.zeros(len(own), np.float32), 1.0, 0.1, experts=choices)
+        )
+    batch = build(rows)
+    assert batch.experts is not None
+    assert batch.input_ids.shape[1] == batch.experts.shape[0]
+    longest = 19 + 10 * depth
+    assert batch.input_ids.shape[1] == longest + sum(
+        len(row.token_ids) - 1 - (19 + 10 * n) for n, row in enumerate(rows)
+    )
