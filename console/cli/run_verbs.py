@@ -271,7 +271,10 @@ def replay(
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     options += ["--user-code"] if user_code else []
     stored_run.replace_process(
-        run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json)
+        run,
+        arguments,
+        os.environ,
+        stored_run.replay(run, arguments, os.environ, options, as_json=json, batch=batch),
     )
 
 

@@ -27,11 +27,22 @@ _SET_SERVERS = ", or set nats.url and s3.endpoint"
 
 
 def replay(
-    run: str, arguments: Sequence[str], environ: Mapping[str, str], options: Sequence[str], *, as_json: bool
+    run: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    options: Sequence[str],
+    *,
+    as_json: bool,
+    batch: str | None = None,
 ) -> list[str]:
-    """Return the command line of a replay, on as many ranks as the run had. Raises ConfigError."""
+    """Return the command line of a replay, on as many ranks as the run had, or had at the ``batch``. Raises ConfigError."""
     check_run_id(run)
-    path = connections.find(arguments, environ).settings.run.dir / run / "config.json"
+    home = connections.find(arguments, environ).settings.run.dir / run
+    path = home / "config.json"
+    if batch is not None:
+        from penstock.protocol.record import stopped_batch  # noqa: PLC0415  it reads packs, for which pyarrow is imported
+
+        path = stopped_batch.find_batch(home, batch) / stopped_batch.SETTINGS
     try:
         ranks = int(json.loads(read_regular(path))["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from penstock.protocol.errors import MalformedFact
+from penstock.protocol.errors import ConfigError, MalformedFact
 from penstock.protocol.facts import Count, Identifier, ScoredGroup, Wire
 from penstock.protocol.packs import group_pack
 from penstock.protocol.record.regular_file import read_regular
@@ -35,6 +35,17 @@ class StoppedBatch(Wire):
 def stopped_batches(run_folder: Path) -> list[Path]:
     """Return the folders of a run's saved batches, in the order of their steps."""
     return sorted(path.parent for path in (run_folder / FOLDER).glob(f"step*/{BATCH}") if path.parent.suffix == "")
+
+
+def find_batch(run_folder: Path, given: str) -> Path:
+    """Return the folder of a saved batch, named by its step or its path; raises ConfigError if there is none."""
+    saved = {int(path.name.removeprefix("step")): path for path in stopped_batches(run_folder)}
+    if given.isdecimal() and int(given) in saved:
+        return saved[int(given)]
+    if not given.isdecimal() and (folder := Path(given).absolute()) in {path.absolute() for path in saved.values()}:
+        return folder
+    steps = ", ".join(map(str, saved)) or "none: the run has not stopped by itself"
+    raise ConfigError(f"{run_folder / FOLDER}: no saved batch {given!r}; give a step or a folder of {steps}")
 
 
 def read_batch(folder: Path) -> tuple[StoppedBatch, list[Group]]:

@@ -323,7 +323,10 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
 def test_ppo_learns_with_its_critic(
     run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
-    """Rewards rise with one sample per prompt, and the critic learns to predict the returns."""
+    """Rewards rise with one sample per prompt, and the critic learns to predict the returns.
+
+    A batch at which it stops is trained again with the critic of a checkpoint, and not without one.
+    """
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
@@ -344,6 +347,28 @@ def test_ppo_learns_with_its_critic(
     assert steps[0]["value_mean"] == 0.0
     assert steps[-1]["value_mean"] == pytest.approx(steps[-1]["return_mean"], abs=0.2)
     assert steps[-1]["value_loss"] < steps[0]["value_loss"]
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
+        sample = Sampler(producer, run_folder / "model")
+
+        def distorted(task: Task, version: PolicyVersion) -> Answer:
+            group, rewards = sample(task, version)
+            rows = [
+                replace(row, behaviour_logprobs=row.behaviour_logprobs - row.loss_mask) for row in group.trajectories
+            ]
+            return replace(group, trajectories=tuple(rows)), rewards
+
+        producer.author = distorted
+        trainers.append(Command(run_folder, "train", str(run_file), "trainer.steps=21", "trainer.max_mismatch=0.5"))
+        trainers[-1].wait(expected=2)
+    again = (run_folder, "replay", run_streams, str(run_file), "--json", "--batch", "21")
+    found = json.loads(Command(*again).wait())
+    assert (found["error"], found["weights_from"]) == ("EngineMismatch", "the checkpoint step00000020")
+    assert found["figures"]["value_mean"] == pytest.approx(found["figures"]["return_mean"], abs=0.2)
+    home = run_folder / "runs" / run_streams
+    (home / "checkpoints").rename(home / "hidden")
+    trainers.append(Command(*again))
+    trainers[-1].wait(expected=2)
+    assert "a critic is in checkpoints only, and there is none of version 20" in trainers[-1].err
 
 
 def test_remax_learns_from_a_greedy_baseline(
@@ -376,8 +401,9 @@ def test_two_ranks_run_reuse_and_resume(
     run_folder: Path, run_streams: str, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
     trainers: list[Command],
 ) -> None:  # fmt: skip
-    """Two ranks make steps, use groups again, checkpoint, export and resume; also under torchrun.
+    """Two ranks make steps, use groups again, checkpoint, export, resume and stop; also under torchrun.
 
+    The batch at which they stop is trained again on two ranks, on the weights of a checkpoint and on adapters as they were published.
     They train adapters, with a KL to the model without them. Adapters are published on the first model, which the second
     session finds again; the export is a whole model. At the end of each session no group is kept for another use, and every
     message is acknowledged.
@@ -428,6 +454,30 @@ def test_two_ranks_run_reuse_and_resume(
     assert (run_folder / "runs" / run_streams / "checkpoints" / "step00000003").is_dir()
     trainers.append(Command(run_folder, "replay", run_streams, str(run_file), "--json", num_ranks=2))
     assert json.loads(trainers[-1].wait())["same"] == [0, 1, 2, 3]
+    with ScriptedProducer(nats_settings, s3_settings, run_streams):
+        overrides = ("trainer.steps=4", "trainer.max_mismatch=0.001")  # no policy sampled what is recited
+        trainers.append(Command(run_folder, "train", str(run_file), *overrides, num_ranks=2))
+        leader = trainers[-1].processes[0]
+        leader.join(150.0)
+        assert leader.exitcode == 2, trainers[-1].err[-4000:]
+        trainers[-1].kill()  # as torchrun does with the ranks that are left
+    home = run_folder / "runs" / run_streams
+    found = []
+    for _ in range(2):
+        trainers.append(
+            Command(run_folder, "replay", run_streams, str(run_file), "--json", "--batch", "4", num_ranks=2)
+        )
+        found.append(json.loads(trainers[-1].wait()))
+        (home / "checkpoints").rename(home / "hidden") if len(found) == 1 else None
+    assert [one["weights_from"] for one in found] == [
+        "the checkpoint step00000003",
+        "version 3 as it was published",
+    ]
+    assert [(one["is_reproduced"], one["error"]) for one in found] == [(True, "EngineMismatch")] * 2
+    held, published = (one["figures"] for one in found)
+    assert held["grad_norm"] > 0.0
+    for name in ("loss", "grad_norm", "kl_reference", "entropy"):
+        assert published[name] == pytest.approx(held[name], rel=1e-5, abs=1e-7), name
 
 
 def test_an_unknown_key_is_an_error_before_torch_is_loaded(run_folder: Path) -> None:

@@ -17,6 +17,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, from_overrides
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PenstockError, RecordBroken, WireError
+from penstock.protocol.record.stopped_batch import find_batch
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -132,7 +133,7 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
 
 def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
     from penstock.trainer.replay.batch_verdict import describe as describe_batch  # noqa: PLC0415  as above
-    from penstock.trainer.replay.replay_batch import BatchReplay, find_batch  # noqa: PLC0415
+    from penstock.trainer.replay.replay_batch import BatchReplay  # noqa: PLC0415
 
     del files  # they say where the run is
     folder = find_batch(settings.run.folder, options.batch)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.protocol.weights.adapter_format import AdapterConfig
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, factor_names
 from penstock.trainer.errors import UnsupportedModel
 
 _NAME = "default"  # peft's name of an adapter without a name
@@ -80,6 +82,31 @@ def attach(model: nn.Module, lora: Lora, *, head: str | None = None) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or (head is not None and name.startswith(f"{head}.")))
     model.to(dtype)
+
+
+def load(model: nn.Module, folder: Path) -> None:
+    """Set a model's adapters to published ones, in PEFT's form; raises UnsupportedModel for those of other layers or ranks."""
+    written, stored = (
+        AdapterConfig.from_json((folder / ADAPTER_CONFIG).read_bytes()),
+        load_file(folder / ADAPTER_WEIGHTS),
+    )
+    own = {
+        name: weight
+        for layer, module in _layers(model)
+        for name, weight in zip(
+            factor_names(layer), (module.lora_A[_NAME].weight, module.lora_B[_NAME].weight), strict=True
+        )
+    }
+    if written != config(model) or {n: one.shape for n, one in stored.items()} != {
+        n: one.shape for n, one in own.items()
+    }:
+        raise UnsupportedModel(
+            f"{folder} holds adapters of rank {written.r} and alpha {written.lora_alpha:g} for {len(stored) // 2} layers "
+            f"({', '.join(written.target_modules)}), and model.lora makes others of this model; use the settings that they were trained with"
+        )
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(stored[name])
 
 
 def is_adapter(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -27,11 +28,17 @@ from penstock.trainer.settings import TrainerSettings
 
 
 def build_rank_group(
-    settings: TrainerSettings, dims: ParallelDims, packs: PackStore, pairs: PairSet | None = None
+    settings: TrainerSettings,
+    dims: ParallelDims,
+    packs: PackStore,
+    pairs: PairSet | None = None,
+    *,
+    adapter: Path | None = None,
 ) -> RankGroup:
     """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings.
 
-    Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`).
+    Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`). The adapters
+    begin with those in the folder ``adapter``; None: anew.
     """
     how = Optimisation(
         num_steps=settings.trainer.steps - settings.critic.head_start_steps,
@@ -58,7 +65,7 @@ def build_rank_group(
         how.lora is not None and how.lora.dropout and settings.first_seed
     ):  # 0 leaves torch's own start, with which the records of earlier releases are replayed
         torch.manual_seed(derived_seed(settings.first_seed, "dropout", dims.ranks.rank))
-    policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)
+    policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature, adapters=adapter)
     algorithm, reference = settings.algorithm, None
     if settings.needs_reference and algorithm.reference_device == "remote":
         reference = RemoteReference()

@@ -28,7 +28,9 @@ from penstock.trainer.parallel_dims import ParallelDims
 log = structlog.get_logger("trainer.model")
 
 
-def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, temperature: float) -> Policy:
+def load_policy(
+    model_folder: Path, how: Optimisation, dims: ParallelDims, *, temperature: float, adapters: Path | None = None
+) -> Policy:
     """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
 
     Args:
@@ -36,15 +38,18 @@ def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, te
         how: Optimizer, schedule, ZeRO stage and dtype.
         dims: How the ranks share the work.
         temperature: Divides the logits; the sampling temperature of the rollouts.
+        adapters: Folder of published adapters, in PEFT's form, that those of the policy begin with; None: they begin anew.
 
     Raises:
-        UnsupportedModel: The folder is missing or holds no causal language model.
+        UnsupportedModel: The folder is missing or holds no causal language model, or the adapters are others than ``how`` says.
         ConfigError: The dtype does not work with the ZeRO stage, the model not with the layout of the ranks, or it has no
             routers to replay.
     """
     check_routers(model_folder, router_replay=how.router_replay)
     model: Any = load_language_model(model_folder, how, dims)
     attach_adapters(model, how)
+    if adapters is not None:
+        adapter.load(model, adapters)
     scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
     if how.router_replay:
         scorer.replay_routers()

@@ -7,8 +7,9 @@ stopped/stepN ──▶ groups, settings ──▶ rank group ◀── weights 
                                            └──▶ learn: the failure, or none
 ```
 
-Nothing is kept: neither weights nor files. Loss, mismatch and entropy follow from the weights before the step and the batch, so
-the moments of the optimizer, which a published version has not, change none of them.
+Nothing is kept: neither weights nor files. Loss, mismatch, entropy and gradient follow from the weights before the step and the batch,
+so the moments of the optimizer, which a published version has not, change none of them. A critic is published nowhere: with one the
+weights come from a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState, committed
-from penstock.protocol.record.stopped_batch import FOLDER, GROUPS, SETTINGS, StoppedBatch, read_batch, stopped_batches
+from penstock.protocol.record.stopped_batch import GROUPS, SETTINGS, StoppedBatch, read_batch
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.export import export_version
+from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer.algorithm.engine_check import EngineCheck
@@ -71,25 +72,15 @@ class _Weights:
     described: str
     checkpoint: tuple[Path, CheckpointState] | None = None
     model: Path | None = None  # folder of a published version
-
-
-def find_batch(run_folder: Path, given: str) -> Path:
-    """Return the folder of a saved batch, named by its step or its path; raises ConfigError if there is none."""
-    saved = {int(path.name.removeprefix("step")): path for path in stopped_batches(run_folder)}
-    if given.isdecimal() and int(given) in saved:
-        return saved[int(given)]
-    if not given.isdecimal() and (folder := Path(given).absolute()) in {path.absolute() for path in saved.values()}:
-        return folder
-    steps = ", ".join(map(str, saved)) or "none: the run has not stopped by itself"
-    raise ConfigError(f"{run_folder / FOLDER}: no saved batch {given!r}; give a step or a folder of {steps}")
+    adapter: Path | None = None  # the same, of adapters on the initial model
 
 
 def fetch_published(
     batch: StoppedBatch, folder: Path, *, store: Blobs, trusted_keys: TrustedKeys | None = None
-) -> None:
-    """Write the published version of a batch into a model folder, of the newest session that may have made it.
+) -> bool:
+    """Write the published version of a batch into a folder, of the newest session that may have made it.
 
-    Manifests that none of ``trusted_keys`` has signed are not read; None: signatures are not verified. Raises ConfigError
+    Returns True for adapters, in PEFT's form, and False for a whole model. Manifests that none of ``trusted_keys`` has signed are not read; None: signatures are not verified. Raises ConfigError
     where no stored version is usable.
     """
     version, run_id = PolicyVersion(batch.version), batch.run_id
@@ -108,11 +99,12 @@ def fetch_published(
     reader = WeightReader(store, run_id, trusted_keys=trusted_keys)
     for manifest in sorted(known, key=lambda one: one.epoch, reverse=True):
         try:
-            export_version(manifest, folder, reader=reader, blobs=store)
+            export = export_version if manifest.base is None else export_adapter
+            export(manifest, folder, reader=reader, blobs=store)
         except UNUSABLE as err:
             problems.append(str(err))
             continue
-        return
+        return manifest.base is not None
     said = f" ({'; '.join(problems)[:400]})" if problems else ""
     raise ConfigError(
         f"the weights before step {batch.step} of run {run_id} are not available: there is no checkpoint of version {version}, "
@@ -230,8 +222,17 @@ class BatchReplay:
                 return _Weights(f"the checkpoint {folder.name}", checkpoint=(folder, state))
         if self._steps_before == 0:
             return _Weights("the initial model")
-        fetch_published(self._batch, scratch / "model", store=store, trusted_keys=self._trusted_keys)
-        return _Weights(f"version {version} as it was published", model=scratch / "model")
+        if self._settings.algorithm.has_critic:
+            raise ConfigError(
+                f"the weights before step {self._batch.step} of run {self._batch.run_id} are not available: a critic is in checkpoints "
+                f"only, and there is none of version {version}; with trainer.checkpoint_every = 1 a run has one before every step"
+            )
+        folder, described = scratch / "model", f"version {version} as it was published"
+        if fetch_published(self._batch, folder, store=store, trusted_keys=self._trusted_keys):
+            return _Weights(described, adapter=folder)
+        if self._settings.model.lora.rank:  # the optimizer's step is then another one: A is new, and B is 0
+            described += ", merged: adapters begin anew on it"
+        return _Weights(described, model=folder)
 
     @property
     def _steps_before(self) -> int:
@@ -241,6 +242,7 @@ class BatchReplay:
         order = {
             "settings": self._document.decode(),
             "model": str(weights.model.absolute()) if weights.model else None,
+            "adapter": str(weights.adapter.absolute()) if weights.adapter else None,
             "initial": str(self._model.absolute()) if self._model else None,
             "folder": str(self._folder.absolute()),
             "steps_done": self._steps_before,
@@ -275,6 +277,7 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks) -> RankGroup:
         )
     dims = ParallelDims(ranks, settings.trainer.layout)
     packs = StoppedPacks(Path(order["folder"]))
-    rank_group = build_rank_group(settings, dims, packs, open_mixed_pairs(settings))
+    adapter = Path(order["adapter"]) if order["adapter"] else None
+    rank_group = build_rank_group(settings, dims, packs, open_mixed_pairs(settings), adapter=adapter)
     rank_group.policy.steps_done = order["steps_done"]  # pairs and mini-batches follow from it
     return rank_group

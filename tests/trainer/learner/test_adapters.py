@@ -20,7 +20,13 @@ from penstock.protocol.facts import BlobRef, WeightsPublished, WeightsRefused
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
+from penstock.protocol.weights.adapter_format import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    AdapterConfig,
+    factor_names,
+    published_name,
+)
 from penstock.protocol.weights.export import export_adapter, export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
@@ -48,6 +54,33 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
     """A bootstrapped run."""
     return Connections(run_streams, bus, blobs)
+
+
+def test_published_adapters_are_loaded_into_a_model(tmp_path: Path) -> None:
+    """As they were written, on the same layers; those of another rank, or of other layers, are refused."""
+
+    def adapted(seed: int, **changes: Any) -> torch.nn.Module:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+        adapter.attach(module, Lora(**{"rank": 2, "alpha": 6.0, "targets": ("0",), "seed": seed, **changes}))
+        return module
+
+    trained, begun = adapted(1), adapted(2)
+    written = adapter.config(trained)
+    assert written is not None
+    tensors = {}
+    for name, (down, up, _) in adapter.factors(trained).items():
+        torch.nn.init.normal_(up)
+        tensors |= dict(zip(factor_names(name.removesuffix(".base_layer.weight")), (down, up), strict=True))
+    save_file({name: tensor.detach() for name, tensor in tensors.items()}, tmp_path / ADAPTER_WEIGHTS)
+    (tmp_path / ADAPTER_CONFIG).write_bytes(written.to_json())
+    given = torch.randn(3, 4)
+    assert not torch.equal(begun(given), trained(given))
+    adapter.load(begun, tmp_path)
+    assert torch.equal(begun(given), trained(given))
+    for changes in ({"rank": 3}, {"alpha": 2.0}, {"targets": ("1",)}, {"targets": ("0", "1")}):
+        with pytest.raises(UnsupportedModel, match=r"holds adapters of rank 2 and alpha 6 for 1 layers \(0\)"):
+            adapter.load(adapted(1, **changes), tmp_path)
 
 
 def a_base(seed: int = 0) -> AdapterBase:

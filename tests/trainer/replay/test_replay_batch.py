@@ -11,26 +11,27 @@ from tests.trainer.groups.stored_groups import invent_group
 from tests.weights_source import WeightsSource
 from transformers import AutoModelForCausalLM
 
+from penstock.console.record import stored_run
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import BlobRef, ScoredGroup
-from penstock.protocol.record.stopped_batch import StoppedBatch, read_batch
+from penstock.protocol.record.stopped_batch import StoppedBatch, find_batch, read_batch
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.stopped_batch import Stop, save_batch
-from penstock.trainer.replay.replay_batch import fetch_published, find_batch
+from penstock.trainer.replay.replay_batch import fetch_published
 
 
-def saved(home: Path, run_id: str, *, step: int, version: int) -> Path:
+def saved(home: Path, run_id: str, *, step: int, version: int, config: bytes = b"{}") -> Path:
     """Save a batch of one group; return its folder."""
     group = invent_group("e0.p1.a0", seed=1)
     scored = ScoredGroup(generated=group.summary(0), rewards=(1.0, 0.0, 1.0, 0.5), scorer="mine")
     ready = ReadyGroup(scored, BlobRef(key="k", size_bytes=1, sha256="0" * 64), group)
-    return save_batch(home, [ready], Stop(run_id, step, version, TrainingDiverged("it is nan")), config=b"{}")
+    return save_batch(home, [ready], Stop(run_id, step, version, TrainingDiverged("it is nan")), config=config)
 
 
 def test_a_batch_is_replayed_on_weights_that_a_trusted_key_has_signed(
@@ -51,6 +52,17 @@ def test_a_batch_is_replayed_on_weights_that_a_trusted_key_has_signed(
         fetch_published(batch, tmp_path / name, store=blobs, trusted_keys=keys)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_replay_has_as_many_ranks_as_the_run_had_at_the_batch(tmp_path: Path) -> None:
+    """A later session may have another number: it is that of the settings which were saved with the batch."""
+    saved(tmp_path / "mine", "mine", step=12, version=11, config=b'{"settings": {"trainer": {"num_ranks": 2}}}')
+    (tmp_path / "mine" / "config.json").write_text('{"settings": {"trainer": {"num_ranks": 1}}}')
+    given = ("mine", [f"run.dir={tmp_path}"], {}, ["--batch", "12"])
+    assert "--nproc-per-node=2" in stored_run.replay(*given, as_json=False, batch="12")
+    assert "torch.distributed.run" not in stored_run.replay(*given, as_json=False)
+    with pytest.raises(ConfigError, match="no saved batch '13'"):
+        stored_run.replay(*given, as_json=False, batch="13")
 
 
 def test_a_batch_is_named_by_its_step_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
