@@ -82,12 +82,12 @@ SCHEMA = pa.schema(
     metadata={b"schema": SCHEMA_TAG.encode()},
 )
 _FURTHER = (episode_columns.FIELDS, teacher_columns.FIELDS, expert_columns.FIELDS, image_columns.FIELDS)
-_SCHEMAS = {  # by whether there are episodes, a teacher, experts and images, which never are both
+SCHEMAS = {  # by whether there are episodes, a teacher, experts and images, which never are both
     present: pa.schema([*SCHEMA, *itertools.chain(*itertools.compress(_FURTHER, present))], SCHEMA.metadata)
     for present in itertools.product((False, True), repeat=len(_FURTHER))
     if not (present[2] and present[3])
 }
-WITH_EPISODES = _SCHEMAS[True, False, False, False]
+WITH_EPISODES = SCHEMAS[True, False, False, False]
 _TOKENS, _LOGPROBS = "token_ids.list.element", "behaviour_logprobs.list.element"
 _MAY_BE_NULL = frozenset(("ground_truth", *episode_columns.MAY_BE_NULL))
 _SMALL = {"compression": "lz4", "use_dictionary": False}
@@ -183,7 +183,7 @@ def _table(groups: Sequence[Group]) -> pa.Table:
         columns += expert_columns.columns(groups)
     if has_images:
         columns += image_columns.columns(groups)
-    return pa.Table.from_arrays(columns, schema=_SCHEMAS[has_episodes, has_teacher, has_experts, has_images])
+    return pa.Table.from_arrays(columns, schema=SCHEMAS[has_episodes, has_teacher, has_experts, has_images])
 
 
 def decode(
@@ -267,7 +267,7 @@ def _accepted() -> tuple[pa.Schema, ...]:
         pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
     ]
     return (
-        *_SCHEMAS.values(),
+        *SCHEMAS.values(),
         *schemas,
         *(s.remove(s.get_field_index("is_baseline")) for s in schemas),
     )

@@ -110,7 +110,7 @@ def test_tokens_of_an_image_are_never_sampled() -> None:
 
 def _changed(column: str, change: Callable[[list[Any]], list[Any]]) -> bytes:
     table = pq.read_table(io.BytesIO(group_pack.encode([group()])))
-    schema = group_pack.WITH_IMAGES[False, False]
+    schema = group_pack.SCHEMAS[False, False, False, True]
     place = schema.get_field_index(column)
     columns = [table.column(name).combine_chunks() for name in schema.names]
     columns[place] = pa.array(change(columns[place].to_pylist()), schema.field(place).type)
@@ -145,8 +145,8 @@ def test_columns_that_contradict_one_another_are_refused(
 
 def test_all_columns_fit_into_the_bounds() -> None:
     """A pack of episodes with a teacher and images has the most columns; its footer is accepted."""
-    names = group_pack.WITH_IMAGES[True, True].names
+    names = group_pack.SCHEMAS[True, True, False, True].names
     assert len(names) == len(set(names))
     sink = io.BytesIO()
-    pq.ParquetWriter(sink, group_pack.WITH_IMAGES[True, True], store_schema=False).close()
+    pq.ParquetWriter(sink, group_pack.SCHEMAS[True, True, False, True], store_schema=False).close()
     pack_bounds.check_footer(sink.getvalue())
