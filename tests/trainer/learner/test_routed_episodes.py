@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from penstock.rollout_service.proxy.renderer import ChatRenderer
 from penstock.rollout_service.proxy.session import AgentModel, EpisodeSession
 from penstock.rollout_service.proxy.settings import EpisodeLimits
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.packed_rows import BRANCH_TOKENS
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 SHAPE = RouterShape(num_layers=2, num_experts=8, top_k=2)
@@ -119,10 +121,8 @@ async def test_the_rows_of_an_episode_are_computed_with_the_experts_of_their_tur
     alone.replay_routers()
     batch = build(rows)
     total = sum(len(row.token_ids) - 1 for row in rows)
-    assert total - batch.input_ids.shape[1] in (
-        shared,
-        shared - 1,
-    )  # the last shared token is computed in each row's next turn
+    # All that both rows have alike, but for the fork's last token, computed in each row's next turn, and a rest that is worth no branch.
+    assert shared - BRANCH_TOKENS <= total - batch.input_ids.shape[1] < shared
     found = scored(packed, batch, replays=True)
     each = [scored(alone, build([row]), replays=True) for row in rows]
     torch.testing.assert_close(found, torch.cat(each), rtol=1e-5, atol=1e-5)
@@ -153,23 +153,23 @@ def version_of(row: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_tree_of_rows_is_planned_with_its_experts(depth: int) -> None:
-    """What rows share is counted with their experts, so that the budget is that of the stream which is computed."""
+def test_rows_of_a_tree_share_tokens_whose_experts_agree(depth: int) -> None:
+    """Each row goes on from a part of the one before; where its experts are others already in the prompt, it shares nothing."""
     random = np.random.default_rng(0)
-    tokens = random.integers(3, 48, 60).astype(np.int32)
-    experts = np.sort(random.random((59, 2, 8)).argsort(-1)[..., :2], -1).astype(np.uint8)
-    rows = []
-    for number in range(depth + 1):
-        own = np.concatenate([tokens[: 20 + 10 * number], random.integers(3, 48, 12).astype(np.int32)])
-        choices = np.sort(random.random((len(own) - 1, 2, 8)).argsort(-1)[..., :2], -1).astype(np.uint8)
-        choices[: 19 + 10 * number] = experts[: 19 + 10 * number]
-        rows.append(
-            Row(own, np.arange(len(own)) >= 20 + 10 * number, np.zeros(len(own), np.float32), 1.0, 0.1, experts=choices)
-        )
+    tokens, experts = random.integers(3, 48, 60).astype(np.int32), choices(random, 60)
+    rows, starts = [], [20 + 10 * number for number in range(depth + 1)]
+    for start in starts:
+        own = np.concatenate([tokens[:start], random.integers(3, 48, 12).astype(np.int32)])
+        chosen = np.concatenate([experts[:start], choices(random, 11)])
+        rows.append(Row(own, np.arange(len(own)) >= start, np.zeros(len(own), np.float32), 1.0, 0.1, experts=chosen))
+    num_tokens = sum(len(row.token_ids) - 1 for row in rows)
     batch = build(rows)
     assert batch.experts is not None
-    assert batch.input_ids.shape[1] == batch.experts.shape[0]
-    longest = 19 + 10 * depth
-    assert batch.input_ids.shape[1] == longest + sum(
-        len(row.token_ids) - 1 - (19 + 10 * n) for n, row in enumerate(rows)
-    )
+    assert batch.experts.shape[0] == batch.input_ids.shape[1] == num_tokens - sum(starts[:-1])
+    rows[0] = replace(rows[0], experts=choices(random, len(rows[0].token_ids) - 1))
+    assert build(rows).input_ids.shape[1] == num_tokens - sum(starts[1:-1])
+
+
+def choices(random: np.random.Generator, num_tokens: int) -> np.ndarray:
+    """Return random experts [num_tokens, 2, 2] of 8, rising."""
+    return np.sort(random.random((num_tokens, 2, 8)).argsort(-1)[..., :2], -1).astype(np.uint8)
