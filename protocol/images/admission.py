@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +107,9 @@ def _open(data: bytes) -> Any:
     if not 0 < len(data) <= MAX_IMAGE_BYTES:
         raise ImageRefused(f"an image of {len(data)} bytes, expected 1 to {MAX_IMAGE_BYTES}")
     module = _pillow()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Pillow warns of decompression bombs and of broken metadata
-            image = module.open(io.BytesIO(data), formats=FORMATS)
-            frames = getattr(image, "n_frames", 1)
+    try:  # warnings are left alone: their filters are the whole process's, and images are decoded beside a training step
+        image = module.open(io.BytesIO(data), formats=FORMATS)
+        frames = getattr(image, "n_frames", 1)
     except Exception as err:  # noqa: BLE001  whatever Pillow raises for bytes from outside
         raise ImageRefused(
             f"{len(data)} bytes are no image in {', '.join(FORMATS)} ({_one_line(err)}); convert it to one of these"
@@ -133,9 +130,7 @@ def _open(data: bytes) -> Any:
 def _load(image: Any) -> None:
     """Decode all pixels; raises ImageRefused for bytes that are cut off or broken."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            image.load()
+        image.load()
     except Exception as err:  # noqa: BLE001  whatever Pillow raises for bytes from outside
         raise ImageRefused(
             f"an image of {image.width} x {image.height} pixels does not decode ({_one_line(err)})"
