@@ -50,6 +50,8 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_recipe_trains_on_examples_and_then_with_the_reward(notebook: dict[str, Any]) -> None:
     """SFT and GRPO take their steps; the run starts from what SFT wrote; every group that was scored came to the function."""
     sft, run = notebook["sft"], notebook["run"]

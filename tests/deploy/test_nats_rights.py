@@ -273,7 +273,7 @@ def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
     with _RunOfRoles(overrides, roles, s3_settings) as run:
         run.start()
         assert {view.name for view in run.processes()} == {REWARD, TRAINER, *WORKERS}
-        wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 60.0)
+        wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 150.0)
         engines = processes_of(tmp_path, word="embedded_engine")
         pid = run.kill(WORKERS[0])
         assert run.wait(200.0) == 0, run.log_tail(TRAINER)

@@ -53,6 +53,8 @@ def found(folder: Path) -> dict[str, Any]:
     return _result(_start(folder, *TRAINED, "resumed", "early", "lora_rm", "broken_export"))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TRAINED)
 def test_losses_and_gradient_norms_are_those_of_trl(found: dict[str, Any], name: str) -> None:
     """Each step's loss is within 1e-5 of TRL's on the same rows, although the micro-batches are others."""

@@ -22,7 +22,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.trainer.groups.offline import StoredGroups
 from penstock.trainer.settings import TrainerSettings
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OFFLINE, AGAIN = "offline", "scored-again"
 TRAINING = ("trainer.steps=4", "algorithm.max_trained_count=1", "trainer.checkpoint_every=2")

@@ -84,7 +84,7 @@ class Fork:
         assert pid is not None
         os.kill(pid, number)
 
-    def wait(self, expected: int = 0, deadline_s: float = 150.0) -> str:
+    def wait(self, expected: int = 0, deadline_s: float = 300.0) -> str:
         """Wait for the exit and return stdout; fails with its output for another exit code (-9: killed)."""
         for process in self.processes:
             process.join(deadline_s)

@@ -64,6 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
             one.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_losses_and_gradients_add_up(results: dict[int, dict[str, Any]]) -> None:
     """The loss is that of the groups alone plus the weighed one of the pairs, which plain logits give; so is the gradient."""

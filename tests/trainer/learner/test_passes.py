@@ -169,7 +169,7 @@ def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, di
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_passes_by_two_mini_batches_are_those_of_plain_torch(results: dict[int, dict]) -> None:
     """Losses, gradient norms, clipped tokens and weights after two batches, and one learning rate for a batch."""
     found, hand = results[1]["plain"], results[1]["hand"]
@@ -190,7 +190,7 @@ def test_two_passes_by_two_mini_batches_are_those_of_plain_torch(results: dict[i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_log_probabilities_that_a_step_keeps_are_those_of_a_forward_pass(
     results: dict[int, dict], num_ranks: int
@@ -225,7 +225,7 @@ def test_groups_are_kept_whole_and_as_many_as_fit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ["plain", "critic", "stopped"])
 def test_ranks_agree_on_the_optimizer_steps(results: dict[int, dict], case: str) -> None:
     """Two ranks, which share five groups unequally, make the optimizer steps of one process, on the same groups."""
@@ -240,7 +240,7 @@ def test_ranks_agree_on_the_optimizer_steps(results: dict[int, dict], case: str)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", ["plain", "critic", "stopped"])
 def test_a_batch_trained_again_from_a_checkpoint_is_bitwise_the_same(results: dict[int, dict], case: str) -> None:
     """A batch is one step, whatever number of optimizer steps it had: split, order, rate, figures and weights are equal."""
@@ -250,7 +250,7 @@ def test_a_batch_trained_again_from_a_checkpoint_is_bitwise_the_same(results: di
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_passes_end_when_the_policy_has_moved(results: dict[int, dict]) -> None:
     """The pass in which the KL is measured above the limit is the last; the record has the optimizer steps that were made."""
     found = results[1]["stopped"]
@@ -261,7 +261,7 @@ def test_passes_end_when_the_policy_has_moved(results: dict[int, dict]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_each_optimizer_step_scales_the_rate_of_the_schedule(results: dict[int, dict]) -> None:
     """By the effective sample size of its own mini-batch; the factors of a batch's optimizer steps do not add up."""
     found = results[1]["stopped"]
@@ -270,7 +270,7 @@ def test_each_optimizer_step_scales_the_rate_of_the_schedule(results: dict[int, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_critic_alone_measures_the_policy_in_one_pass(results: dict[int, dict]) -> None:
     """In its head start no optimizer step of the policy is made and the schedule stays; its own updates see the whole batch."""
     found = results[1]["critic"]

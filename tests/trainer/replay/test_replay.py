@@ -25,7 +25,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.signature import TrustedKeys
 from penstock.trainer.replay.replay_findings import other_updates, signed_versions
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_every_version_is_identical(run: StoredRun) -> None:
