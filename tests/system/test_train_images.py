@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -107,6 +108,9 @@ def train(folder: Path, run_id: str, sections: str) -> None:
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     mismatch = steps[0]["mismatch"]  # of tokens that the weights in training sampled
     assert mismatch["max_abs"] < 1e-4, "engine and trainer compute the same prompts, pictures included"
+    stored = list((folder / "runs" / run_id / "store").rglob(f"{run_id}/images/*"))
+    assert len(stored) > 1, "pictures were shown, and each is stored under its hash"
+    assert all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in stored)
     penstock(folder, "audit", run_id, f"run.dir={folder}/runs")
     verdict = json.loads(penstock(folder, "replay", run_id, f"run.dir={folder}/runs", "--json").splitlines()[-1])
     assert verdict["difference"] is None
