@@ -15,7 +15,9 @@ from penstock.protocol.images.tokens import expanded
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt, refuse_images
+from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.vllm.client import VllmClient
 from penstock.rollout_service.environments.single_turn import SingleTurn
 from penstock.rollout_service.errors import TaskRefused
 from penstock.rollout_service.run_images import RunImages
@@ -132,5 +134,10 @@ async def test_a_single_turn_shows_the_images_of_its_task(folder: Path, blobs: B
     assert (list(prompt), prompt.images, list(prompt.data.values())) == (list(good.prompt_ids), good.images, [CAT])
     assert other == plain.prompt_ids
     assert (len(prompt), prompt[:2]) == (len(good.prompt_ids), good.prompt_ids[:2])
-    with pytest.raises(TaskRefused, match="vLLM gets token ids alone"):
-        refuse_images([other, prompt], "vLLM")
+    for client, name in (
+        (VllmClient("http://127.0.0.1:9"), "vLLM"),
+        (SglangClient("http://127.0.0.1:9"), "an engine whose model reads text alone"),
+    ):
+        with pytest.raises(TaskRefused, match=f"a prompt has images, and {name} gets token ids alone"):
+            await client.generate([other, prompt], good.sampling, 1)
+        await client.close()

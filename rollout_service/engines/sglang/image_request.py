@@ -16,7 +16,7 @@ from penstock.protocol.facts import RowImages
 from penstock.protocol.images.tokens import collapsed
 from penstock.rollout_service.checks.check_task import ImageTokens
 from penstock.rollout_service.engines.completion import shorten
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.image_prompt import ImagePrompt, refuse_images
 from penstock.rollout_service.errors import ReplyRefused, TaskRefused
 
 _SIDE = 64  # pixels of the pictures that `sight_requests` shows
@@ -39,10 +39,11 @@ def image_fields(
         takes_positions: The server is told which tokens are placeholders, so that others may have the same id.
 
     Raises:
-        TaskRefused: The policy sampled the image token's id, and the server would take it for a placeholder.
+        TaskRefused: The model reads no images; or the policy sampled the image token's id, and the server would take it for a placeholder.
     """
     images = [one.images if isinstance(one, ImagePrompt) else None for one in shown]
     if tokens is None:
+        refuse_images(shown, "an engine whose model reads text alone")
         return {}
     extra = [
         sum(token == tokens.image for token in ids) - (found.num_tokens if found is not None else 0)
