@@ -1,6 +1,6 @@
 """Upgrade one service after the other while a run goes on, then back it up and go on elsewhere. `make proof-upgrade REVISION=COMMIT`.
 
-    python -m benchmarks.proofs.upgrade REVISION [FOLDER]
+    python -m benchmarks.proofs.upgrade REVISION [FOLDER] [--deadline-s SECONDS]
 
 Every service begins with the code of REVISION of this repository, in an interpreter of its own. Reward service, workers and trainer are replaced
 in turn by those of the working tree; for some steps old and new ones work together. Then the run is stopped, saved and
@@ -10,6 +10,7 @@ weights that the record says, those that the old trainer made included. Prints a
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -30,7 +31,6 @@ from penstock.protocol.transport.bus import Bus
 _ROOT = Path(__file__).parents[2]
 _STEPS = 1000  # never reached: the run is stopped when all services are replaced
 _MORE = 8  # steps that services have to train together
-_DEADLINE_S = 300.0
 _RUN_FILE = """
 run = { id = "upgraded" }
 model.path = "model"
@@ -45,8 +45,8 @@ eval.every = 10
 class Proof:
     """The services of one run, old and new, and what was found about them."""
 
-    def __init__(self, base: Path, old: Path) -> None:
-        self.base = base
+    def __init__(self, base: Path, old: Path, deadline_s: float) -> None:
+        self.base, self.deadline_s = base, deadline_s
         self.num_failed = 0
         self.pythons = {"old": old, "new": Path(sys.executable)}
         self.started: list[Child] = []
@@ -81,7 +81,7 @@ class Proof:
     def ask(self, age: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(self.pythons[age]), "-P", "-m", "penstock", *arguments],
-            env=self.environ, cwd=self.base, capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
+            env=self.environ, cwd=self.base, capture_output=True, text=True, check=False, timeout=self.deadline_s,
         )  # fmt: skip
 
     def steps(self) -> list[int]:
@@ -114,29 +114,36 @@ class Proof:
 
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
         since = time.monotonic()
-        while not (holds := condition()) and time.monotonic() - since < _DEADLINE_S:
+        while not (holds := condition()) and time.monotonic() - since < self.deadline_s:
             time.sleep(0.1)
         self.check(f"{what} after {time.monotonic() - since:.0f} s", holds)
 
     def stop(self, child: Child) -> None:
         """Ask a service to stop, and wait until it has."""
         child.ask_to_stop()
-        self.check(f"{child.name} stops with exit code {child.wait(60.0)}", child.returncode in (0, 130, 143, -15))
+        self.check(
+            f"{child.name} stops with exit code {child.wait(self.deadline_s / 5)}",
+            child.returncode in (0, 130, 143, -15),
+        )
 
 
 def main() -> int:
     """Return 1 when a step of the proof does not hold."""
-    revision = sys.argv[1]
-    base = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp(prefix="upgrade-")).absolute()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.upgrade", allow_abbrev=False)
+    parser.add_argument("revision", help="commit whose code the run begins with")
+    parser.add_argument("folder", nargs="?", type=Path, help="where the run's files are (default: a new folder)")
+    parser.add_argument("--deadline-s", type=float, default=300.0, help="of each step of the proof (default: 300)")
+    options = parser.parse_args()
+    base = (options.folder or Path(tempfile.mkdtemp(prefix="upgrade-"))).absolute()
     base.mkdir(parents=True, exist_ok=True)
-    old = _old_interpreter(revision, base)
+    old = _old_interpreter(options.revision, base)
     quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=2000, num_eval=32)
     quickstart_task.write_model(base / "model", seed=0)
     (base / "run.toml").write_text(_RUN_FILE % _STEPS)
     os.chdir(base)
     servers = [NatsServer(base / f"nats{i}", log=base / f"nats{i}.log") for i in (0, 1)]
     stores = [S3Server(base / f"s3-{i}", log=base / f"s3-{i}.log") for i in (0, 1)]
-    proof = Proof(base, old)
+    proof = Proof(base, old, options.deadline_s)
     try:
         for server in (*servers, *stores):
             server.start()
