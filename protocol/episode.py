@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import FinishReason
+from penstock.protocol.facts import FinishReason, ImageRef
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.versions import PolicyVersion
 
@@ -227,12 +227,20 @@ def _check_prefix(rows: Sequence[EpisodeRow], number: int) -> None:
     row = rows[number]
     if row.parent is None or not 0 <= row.parent < number or rows[row.parent].root != row.root:
         raise PackError(f"row {number} has parent {row.parent}, expected an earlier row of root {row.root!r}")
-    mine, length = row.trajectory, row.prefix_len
-    theirs = rows[row.parent].trajectory.token_ids
-    if not np.array_equal(mine.token_ids[:length], theirs[:length]):
+    mine, theirs, length = row.trajectory, rows[row.parent].trajectory, row.prefix_len
+    if not np.array_equal(mine.token_ids[:length], theirs.token_ids[:length]):
         raise PackError(f"row {number} does not begin with the first {length} tokens of row {row.parent}")
+    if _images_before(mine, length) != _images_before(theirs, length):
+        raise PackError(
+            f"row {number} has other images than row {row.parent} in the first {length} tokens that they share"
+        )
     if mine.loss_mask[:length].any():
         raise PackError(f"row {number} counts a sampled token of row {row.parent} again")
+
+
+def _images_before(row: Trajectory, length: int) -> list[ImageRef]:
+    """Return the images of which a token is among the first ``length``."""
+    return [ref for ref in row.images.refs if ref.position < length] if row.images is not None else []
 
 
 def _check_messages(messages: str) -> None:

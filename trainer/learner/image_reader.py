@@ -45,8 +45,9 @@ class ImageReader:
         BlobStoreUnreachable passes.
         """
         try:
-            for row in group.trajectories:
-                self._check_tokens(row)
+            shared = [row.prefix_len for episode in group.episodes for row in episode.rows]
+            for row, known in zip(group.trajectories, shared or [0] * len(group.trajectories), strict=True):
+                self._check_tokens(row, known)
                 if row.images is not None:
                     images = [StoredImage(run_id, ref) for ref in row.images.refs]
                     self.fetch(images, row.images.processor)
@@ -77,13 +78,16 @@ class ImageReader:
         self._processor.check(ref, found)
         return found.pixel_values
 
-    def _check_tokens(self, row: Trajectory) -> None:
-        """Refuse other tokens in the place of an image, and tokens of an image that the row does not name among those not sampled."""
+    def _check_tokens(self, row: Trajectory, known: int) -> None:
+        """Refuse other tokens in the place of an image, and tokens of an image that the row does not name among those not sampled.
+
+        The first ``known`` are those of an earlier row, where some of them were sampled.
+        """
         placed = np.zeros(len(row.token_ids), dtype=np.bool_)
         for ref in row.images.refs if row.images is not None else ():
             placed[ref.position : ref.end] = True
         tokens = row.token_ids == self._processor.image_token_id
-        if not np.array_equal(placed, tokens & ~row.loss_mask):
+        if not np.array_equal(placed[known:], (tokens & ~row.loss_mask)[known:]):
             raise ImageRefused(
                 f"a row has {np.count_nonzero(tokens & ~row.loss_mask)} tokens of images (id {self._processor.image_token_id}) that were "
                 f"not sampled, and names images with {np.count_nonzero(placed)}, expected the same ones"

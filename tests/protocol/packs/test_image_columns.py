@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
+from tests.episodes import make_row, one_turn
 from tests.groups import make_group, make_task
 from tests.trainer.groups.stored_groups import taught
 
+from penstock.protocol.episode import EpisodeRow
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, ImageRef, RowImages, Task
 from penstock.protocol.packs import group_pack, pack_bounds
@@ -150,3 +152,22 @@ def test_all_columns_fit_into_the_bounds() -> None:
     sink = io.BytesIO()
     pq.ParquetWriter(sink, group_pack.SCHEMAS[True, True, False, True], store_schema=False).close()
     pack_bounds.check_footer(sink.getvalue())
+
+
+def test_rows_that_share_a_beginning_share_its_images() -> None:
+    """The same ids may stand for other pictures: then nothing of the earlier row's computation is this row's."""
+
+    def shown(row: EpisodeRow, *letters: str) -> EpisodeRow:
+        refs = [
+            ImageRef(position=1, num_tokens=4, grid_thw=(1, 4, 4), sha256=letter * 64, size_bytes=9)
+            for letter in letters
+        ]
+        images = RowImages(processor="c" * 64, refs=tuple(refs)) if refs else None
+        return replace(row, trajectory=replace(row.trajectory, images=images))
+
+    first = make_row([(0, [5, 9, 9, 9, 9, 6]), (1, [11, 12])], text="x")
+    second = make_row([(0, [5, 9, 9, 9, 9, 6, 11, 12, 8]), (1, [14])], first_turn=1, parent=0, prefix_len=8)
+    assert len(replace(one_turn(0), rows=(shown(first, "a"), shown(second, "a"))).rows) == 2
+    for others in (("b",), ()):
+        with pytest.raises(PackError, match="row 1 has other images than row 0 in the first 8 tokens that they share"):
+            replace(one_turn(0), rows=(shown(first, "a"), shown(second, *others)))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests import episodes
 from tests.groups import make_group
 from tests.pictures import picture, picture_bytes
 from tests.trainer.learner.forks import Fork
@@ -300,6 +301,21 @@ def test_a_group_whose_images_disagree_is_refused_when_it_arrives(processor: Ima
     without = ScoredGroup(generated=bare.summary(0), rewards=(0.0, 1.0), scorer="a")
     with pytest.raises(PackError, match=r"tokens of images \(id \d+\) that were not sampled, and names images with 0"):
         read(store.get, processor, group_pack.encode([bare]), without)
+
+
+def test_an_answer_that_rows_share_may_hold_the_id_of_an_image(processor: ImageProcessor) -> None:
+    """It was sampled, in the first of them; in the context behind it the id needs an image."""
+    token = processor.image_token_id
+    first = episodes.make_row([(0, [5]), (1, [token, 12])], text="x")
+    rows = [
+        episodes.make_row([(0, [5, token, 12, new]), (1, [14])], first_turn=1, parent=0, prefix_len=3)
+        for new in (8, token)
+    ]
+    good, forged = (episodes.group_of(replace(episodes.one_turn(0), rows=(first, row))) for row in rows)
+    reader = ImageReader(Store([]).get, processor)
+    reader.check("r", good)
+    with pytest.raises(PackError, match="names images with 0"):
+        reader.check("r", forged)
 
 
 def replace_processor(processor: ImageProcessor) -> ImageProcessor:
