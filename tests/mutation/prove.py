@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from tests.mutation.guards import ROOT, Guard, read_table
-from tests.mutation.tree_copy import Ran, TreeCopy, import_large_libraries
+from tests.mutation.tree_copy import Ran, TreeCopy
 
 RESULTS = ROOT / "build" / "mutation.jsonl"
 _BASELINE_S = 900.0  # for the tests of one file with all guards in place
@@ -58,30 +58,29 @@ def result_of(guard: Guard, digest: str, ran: Ran, baseline_s: float) -> Result:
     return Result(guard.check, digest, verdict, ran.test, ran.error, round(ran.seconds, 2), round(baseline_s, 2))
 
 
-def _try_file(copy: TreeCopy, guards: Sequence[Guard], times: float) -> None:
-    """Try guards whose tests are in one file; this process becomes one of the copy."""
-    copy.enter(guards[0].test_files)
-    tests = sorted({test for guard in guards for test in guard.tests})
-    with_guards = copy.run(tests, deadline_s=_BASELINE_S, stop_at_first=False)
-    for guard in guards:
-        digest = guard.digest(copy.folder)
-        if with_guards.has_passed:
-            deadline_s = times * max(_LEAST_S, _TIMES * with_guards.seconds)
-            _keep(result_of(guard, digest, copy.run_without(guard, deadline_s=deadline_s), with_guards.seconds))
-        else:
-            error = f"with the guard in place: {with_guards.test} {with_guards.error}"
-            _keep(Result(guard.check, digest, "broken", "", error, 0.0, with_guards.seconds))
+def _try_files(copy: TreeCopy, files: Sequence[Sequence[Guard]], times: float, terminal: int) -> None:
+    for guards in files:
+        tests = sorted({test for guard in guards for test in guard.tests})
+        with_guards = copy.run(tests, deadline_s=_BASELINE_S)
+        for guard in guards:
+            digest = guard.digest(copy.folder)
+            if with_guards.has_passed:
+                deadline_s = times * max(_LEAST_S, _TIMES * with_guards.seconds)
+                without = copy.run_without(guard, deadline_s=deadline_s)
+                _keep(result_of(guard, digest, without, with_guards.seconds), terminal)
+            else:
+                error = f"with the guard in place: {with_guards.test} {with_guards.error}"
+                _keep(Result(guard.check, digest, "broken", "", error, 0.0, with_guards.seconds), terminal)
 
 
-def _keep(result: Result) -> None:
+def _keep(result: Result, terminal: int) -> None:
+    """Write a result to the file, and a line to the terminal: pytest captures what is printed here."""
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(result)) + "\n")
     name = {"proven": "ok  ", "passes": "HOLE", "no end": "SLOW", "broken": "BAD "}[result.verdict]
-    sys.stdout.write(
-        f"{name} {result.check}: {result.test} {' '.join(result.error.split())[:160]} ({result.seconds:.1f} s)\n"
-    )
-    sys.stdout.flush()
+    line = f"{name} {result.check}: {result.test} {' '.join(result.error.split())[:160]} ({result.seconds:.1f} s)\n"
+    os.write(terminal, line.encode())
 
 
 def kept_results() -> dict[str, Result]:
@@ -100,26 +99,33 @@ def prove(guards: Sequence[Guard], *, num_copies: int) -> None:
         _try_all(without_end, copies[:1], _ALONE_TIMES)
 
 
-def _try_all(guards: Sequence[Guard], free: list[TreeCopy], times: float) -> None:
+def _try_all(guards: Sequence[Guard], copies: Sequence[TreeCopy], times: float) -> None:
+    """Share the files of tests out among the copies, each with a process of its own."""
     by_file: dict[str, list[Guard]] = {}
     for guard in guards:
         by_file.setdefault(guard.test_files[0], []).append(guard)
-    waiting = sorted(by_file.values(), key=len)  # the longest first
-    running: dict[int, TreeCopy] = {}
-    while waiting or running:
-        if not waiting or not free:
-            pid, _ = os.wait()
-            free.append(running.pop(pid))
-            continue
-        copy, several = free.pop(), waiting.pop()
+    files = sorted(by_file.values(), key=len, reverse=True)
+    shares = [(copy, share) for number, copy in enumerate(copies) if (share := files[number :: len(copies)])]
+    started = []
+    for copy, share in shares:
         if (pid := os.fork()) == 0:
             try:
-                _try_file(copy, several, times)
+                _try_share(copy, share, times)
             except BaseException:  # noqa: BLE001 this process must not go on as the one it was forked from
                 traceback.print_exc()
             finally:
                 os._exit(0)
-        running[pid] = copy
+        started.append(pid)
+    for pid in started:
+        os.waitpid(pid, 0)
+
+
+def _try_share(copy: TreeCopy, files: Sequence[Sequence[Guard]], times: float) -> None:
+    terminal, output = os.dup(1), os.open(copy.folder / "pytest.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    names = sorted({file for guards in files for guard in guards for file in guard.test_files})
+    copy.collect(names, lambda: _try_files(copy, files, times, terminal))
 
 
 def page(guards: Sequence[Guard], results: Mapping[str, Result], before: str = "") -> str:
@@ -157,7 +163,6 @@ def main() -> int:
     todo = [one for one in wanted if one.check not in proven]
     sys.stdout.write(f"{len(wanted) - len(todo)} of {len(wanted)} guards are proven and have not changed\n")
     sys.stdout.flush()
-    import_large_libraries()
     prove(todo, num_copies=options.copies)
     kept = kept_results()
     results |= {one.check: kept[one.check] for one in todo if one.check in kept}
