@@ -306,8 +306,9 @@ def _check_row(
     report.completion_lengths += lengths
     report.formats[form] += 1
     report.num_sft += bool(turns)
-    report.num_repeated_prompts += hash(text) in seen
-    seen.add(hash(text))
+    shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
+    report.num_repeated_prompts += shown in seen
+    seen.add(shown)
     if prompt is not None:
         report.num_grpo += 1
         report.data_sources[prompt.data_source] += 1

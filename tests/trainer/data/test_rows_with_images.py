@@ -126,6 +126,18 @@ def test_a_parquet_file_of_a_hugging_face_data_set(folder: Path, processor: Imag
     report = check_file(path, DataSettings(), ChatTokenizer.read(folder), images=ImageRows(processor))
     assert (report.num_grpo, report.num_sft, report.problems.lines()) == (3, 0, [])
     assert report.prompt_lengths == [len(prompts[n].token_ids) for n in range(3)]
+    assert report.num_repeated_prompts == 0
+
+
+def test_the_same_words_about_another_picture_are_another_prompt(folder: Path, processor: ImageProcessor) -> None:
+    """They are not counted as repeated; the same words about the same picture are."""
+    path = folder / "same.jsonl"
+    names = ("one.png", "two.jpg", "one.png")
+    rows = [parts({"type": "image", "image": f"pictures/{name}"}, TEXT) for name in names]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for images in (None, ImageRows(processor)):
+        report = check_file(path, DataSettings(), ChatTokenizer.read(folder), images=images)
+        assert (report.num_grpo, report.num_repeated_prompts) == (3, 1)
 
 
 @pytest.mark.parametrize(
