@@ -323,6 +323,8 @@ def replace_processor(processor: ImageProcessor) -> ImageProcessor:
     return replace(processor, max_pixels=processor.max_pixels * 2)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_zero_2_and_3_on_two_ranks_equals_one_process(folder: Path, tmp_path: Path) -> None:
     """Where one rank has the images and the other has none, with a tower that learns and with a frozen one.
 
@@ -334,7 +336,7 @@ def test_zero_2_and_3_on_two_ranks_equals_one_process(folder: Path, tmp_path: Pa
             tmp_path, "tests.trainer.learner.image_rank_check", str(folder), str(tmp_path), num_ranks=num_ranks
         )
         try:
-            running.wait()
+            running.wait(deadline_s=300.0)
         finally:
             running.kill()
         results[num_ranks] = json.loads((tmp_path / f"{num_ranks}.json").read_text())
