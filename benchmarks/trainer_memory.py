@@ -85,6 +85,8 @@ class Configuration:
     gradient_dtype: Literal["float32", "as-trained"] = "float32"
     offload: Literal["none", "optimizer", "parameters"] = "none"
     lora: int = 0
+    experts: int = 0  # of each layer, with `intermediate` each; 0: a gated MLP
+    top_k: int = 0
     entropy: bool = False
     prompt: int = 384
     answer: int = 384
@@ -105,6 +107,7 @@ class Configuration:
             f"gradients {self.gradient_dtype}" if self.dtype == "bfloat16" else "",
             f"{self.offload} offloaded" if self.offload != "none" else "",
             f"LoRA {self.lora}" if self.lora else "",
+            f"{self.top_k} of {self.experts} experts of {self.intermediate}" if self.experts else "",
             "entropy in the loss" if self.entropy else "",
         ]
         return "; ".join(filter(None, parts))
@@ -121,6 +124,10 @@ NARROW = replace(
 SMOLLM2 = replace(
     STANDARD, family="llama", layers=30, hidden=576, heads=9, kv_heads=3, intermediate=1536, vocabulary=49_152,
     prompt=64, answer=64, group_size=8, groups=2, budget=1024,
+)  # fmt: skip
+EXPERTS = replace(
+    STANDARD, family="qwen3_moe", layers=4, hidden=256, heads=4, intermediate=256, vocabulary=4096, experts=8, top_k=2,
+    prompt=192, answer=192, budget=1024,
 )  # fmt: skip
 BFLOAT16 = replace(STANDARD, dtype="bfloat16")
 AS_TRAINED = replace(BFLOAT16, gradient_dtype="as-trained")
@@ -157,6 +164,12 @@ CONFIGURATIONS = {
     ),
     "entropy": replace(STANDARD, layers=4, entropy=True),
     "smollm2-135m": SMOLLM2,
+    "experts": EXPERTS,
+    "experts-many": replace(EXPERTS, layers=3, intermediate=128, experts=32, top_k=8),
+    "experts-wide": replace(EXPERTS, layers=2, hidden=512, heads=8, intermediate=768, experts=8, top_k=4),
+    "experts-checkpointing": replace(EXPERTS, layers=8, top_k=4, checkpointing=True),
+    "experts-bfloat16": replace(EXPERTS, dtype="bfloat16", layers=6),
+    "experts-stage-3-2-ranks": replace(EXPERTS, zero_stage=3, groups=4, **ON_2_RANKS),
     "short": SHORT,
     "short-offload": replace(SHORT, offload="optimizer"),
     "short-2-ranks": replace(SHORT, num_ranks=2),
@@ -220,7 +233,13 @@ def inputs_of(chosen: Configuration) -> PlanInputs:
 
 
 def fields_of(chosen: Configuration) -> dict[str, Any]:
-    return {
+    experts: dict[str, Any] = {}
+    if chosen.experts:
+        experts = {
+            "moe_intermediate_size": chosen.intermediate, "num_experts": chosen.experts, "num_experts_per_tok": chosen.top_k,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
+    return experts | {
         "model_type": chosen.family, "vocab_size": chosen.vocabulary, "hidden_size": chosen.hidden,
         "intermediate_size": chosen.intermediate, "num_hidden_layers": chosen.layers, "num_attention_heads": chosen.heads,
         "num_key_value_heads": chosen.kv_heads, "head_dim": 64, "tie_word_embeddings": chosen.tied,

@@ -17,6 +17,7 @@ from penstock.trainer.memory_plan.zero_states import REDUCE_BUCKET, zero_states
 MAX_LOGITS = 32 * 1024 * 1024  # elements of logits in one chunk, as in `learner/logprobs.py`
 LOSS = "log-probabilities and loss"
 _MOST_GATHERED = 1_000_000_000  # parameters, DeepSpeed's default
+_INT64 = 8
 _WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
 
 
@@ -121,9 +122,10 @@ def _kept_of_experts(shape: ModelShape, method: Method) -> int:
     mixture = shape.mixture
     assert mixture is not None
     of_expert = (
-        shape.hidden * 3 + mixture.intermediate * 4
-    )  # input, output and its product with the gate; as of a dense MLP
-    return mixture.top_k * of_expert * method.width + 3 * mixture.experts * FLOAT32
+        shape.hidden * 2 + mixture.intermediate * 4
+    )  # input and output, which its gate multiplies; as of a dense MLP
+    indices = 3 * _INT64  # by which tokens are sorted to their experts, and back
+    return mixture.top_k * (of_expert * method.width + indices) + 3 * mixture.experts * FLOAT32
 
 
 def _kept_of_token(shape: ModelShape, method: Method) -> int:

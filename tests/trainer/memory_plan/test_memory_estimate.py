@@ -53,7 +53,7 @@ def test_what_is_recorded() -> None:
     """Without these a wrong formula could agree with the few that are there."""
     chosen = [one["configuration"] for one in MEASURED.values()]
     assert len({one["fields"]["hidden_size"] for one in MEASURED.values()}) >= 3
-    assert {one["fields"]["model_type"] for one in MEASURED.values()} == {"llama", "qwen2", "qwen3"}
+    assert {one["fields"]["model_type"] for one in MEASURED.values()} == {"llama", "qwen2", "qwen3", "qwen3_moe"}
     layouts = {
         (one["zero_stage"], one["num_ranks"], one["offload"] != "none") for one in chosen if one["dtype"] == "bfloat16"
     }
