@@ -1,9 +1,10 @@
 """Measure packed rows against padded ones: tokens per CPU second, peak memory and the error of gradients.
 
-python -m benchmarks.trainer_packing                    # every case; about two minutes of CPU time
+python -m benchmarks.trainer_packing                    # every case; about five minutes of CPU time
 python -m benchmarks.trainer_packing --only 4:1 mixed   # some of them
 python -m benchmarks.trainer_packing --memory           # peak memory at 4:1, a process for each way
 python -m benchmarks.trainer_packing --error            # gradients compared with one row at a time
+python -m benchmarks.trainer_packing --only 4:1 --model FOLDER --scale 8   # a model of your own, lengths divided by 8
 
 Every way runs forward and backward of the same rows through the same model and the same output head, which computes
 logits in chunks and of sampled tokens only. The ways differ in how rows reach the layers:
@@ -12,6 +13,9 @@ logits in chunks and of sampled tokens only. The ways differ in how rows reach t
 - landed: the trainer's own plan before it packed rows (`padded_rows`): sorted by length, prompts shared by a mask up to 1,024 tokens
 - packed: one stream without padding, nothing shared
 - tree: one stream without padding, a common prefix once; what the trainer does
+
+The ways take turns within one process, in the other order in every second round, and a ratio is the median of those of the rounds: what
+disturbs the machine for a while disturbs all ways. All have huge pages, as the trainer's processes do.
 """
 
 from __future__ import annotations
@@ -20,15 +24,18 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `process_memory.use_huge_pages`; torch reads it once
 
 import numpy as np
 import torch
@@ -48,10 +55,21 @@ class Case:
     """Rows and the model that reads them."""
 
     what: str
-    rows: Callable[[], list[Row]]
+    rows: Callable[[int], list[Row]]  # with lengths divided by a number
     layers: int = 2
     hidden: int = 384
     budget: int = 12_000
+    model: Path | None = None
+    scale: int = 1
+
+    def scaled(self, model: Path | None, scale: int) -> Case:
+        """Return the same with another model, and with rows and budget divided."""
+        what = self.what if scale == 1 else f"{self.what}; lengths divided by {scale}"
+        return replace(self, what=what, model=model, scale=scale, budget=self.budget // scale)
+
+    def made(self) -> list[Row]:
+        """Return the rows."""
+        return self.rows(self.scale)
 
 
 def row(prompt: np.ndarray, completion: np.ndarray) -> Row:
@@ -68,31 +86,35 @@ def group(prompt: int, completion: int, size: int = 8) -> list[Row]:
     return [row(given, rng.integers(0, VOCABULARY, length)) for length in lengths]
 
 
-def mixed() -> list[Row]:
+def mixed(scale: int) -> list[Row]:
     """64 rows of log-normal length, median 245, at most 2,048; no two share a prompt."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(245), 0.7, 64), 16, 2048).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(245 / scale), 0.7, 64), 16, 2048 / scale).astype(int)
     return [row(rng.integers(0, VOCABULARY, 8), rng.integers(0, VOCABULARY, length - 8)) for length in lengths]
 
 
-def equal() -> list[Row]:
+def equal(scale: int) -> list[Row]:
     """16 rows of 512 tokens without a common prompt: nothing to save."""
     rng = np.random.default_rng(0)
-    return [row(rng.integers(0, VOCABULARY, 128), rng.integers(0, VOCABULARY, 384)) for _ in range(16)]
+    prompt, answer = 128 // scale, 384 // scale
+    return [row(rng.integers(0, VOCABULARY, prompt), rng.integers(0, VOCABULARY, answer)) for _ in range(16)]
 
 
 CASES = {
     "mixed": Case("64 rows, log-normal, median 245, at most 2,048", mixed, hidden=256, budget=4096),
-    "4:1": Case("8 answers of about 256 to a prompt of 1,024", lambda: group(1024, 256)),
-    "1:1": Case("8 answers of about 512 to a prompt of 512", lambda: group(512, 512)),
-    "1:4": Case("8 answers of about 1,024 to a prompt of 256", lambda: group(256, 1024)),
-    "equal": Case("16 rows of 512, nothing in common", equal),
+    "4:1": Case("8 answers of about 256 to a prompt of 1,024", lambda n: group(1024 // n, 256 // n)),
+    "1:1": Case("8 answers of about 512 to a prompt of 512", lambda n: group(512 // n, 512 // n)),
+    "1:4": Case("8 answers of about 1,024 to a prompt of 256", lambda n: group(256 // n, 1024 // n)),
+    "equal": Case("16 rows of 512, nothing in common; all ways 8 at a time", equal, budget=4200),
+    "equal-16": Case("the same, 16 at a time where rows are planned", equal),
 }
 
 
 def scorer_of(case: Case) -> CompletionScorer:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+    if case.model is not None:
+        return CompletionScorer(AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32), 1.0)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=case.hidden, intermediate_size=3 * case.hidden, num_hidden_layers=case.layers,
@@ -181,36 +203,40 @@ def gradient(scorer: CompletionScorer) -> Tensor:
     return torch.cat([p.grad.double().flatten() for p in scorer.parameters() if p.grad is not None])
 
 
-def measure(name: str, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return figures of every way; the ways alternate, and the best of the repetitions counts."""
-    case = CASES[name]
-    scorer, rows = scorer_of(case), case.rows()
-    run(scorer, "tree", rows[:1], case.budget)
-    best: dict[str, tuple[float, int]] = {}
-    for _ in range(repeats):
-        for way in WAYS:
-            found = run(scorer, way, rows, case.budget)
-            best[way] = min(best.get(way, found), found)
-    real = sum(len(r.token_ids) for r in rows)
-    return {w: {"computed": n, "tokens_per_cpu_s": real / cpu} for w, (cpu, n) in best.items()}
+def measure(case: Case, rounds: int) -> dict[str, tuple[list[float], int]]:
+    """Return the CPU seconds of every way in each round, and how many tokens it computes."""
+    scorer, rows = scorer_of(case), case.made()
+    for way in WAYS:
+        run(scorer, way, rows[:2], case.budget)
+    found: dict[str, tuple[list[float], int]] = {way: ([], 0) for way in WAYS}
+    for number in range(rounds):
+        for way in WAYS[:: -1 if number % 2 else 1]:
+            seconds, computed = run(scorer, way, rows, case.budget)
+            found[way] = ([*found[way][0], seconds], computed)
+    return found
 
 
-def report(names: Sequence[str], repeats: int) -> Iterator[str]:
+def report(cases: dict[str, Case], rounds: int) -> Iterator[str]:
     """Yield the table of rates and ratios, each line when it has been measured."""
     heads = [f"{way}, tok/cpu-s (computed)" for way in WAYS]
     yield f"| case | {' | '.join(heads)} | tree / padded | / landed | / packed |"
     yield "|---" * (len(WAYS) + 4) + "|"
-    for name in names:
-        ways = measure(name, repeats)
-        rates = [f"{ways[w]['tokens_per_cpu_s']:,.0f} ({ways[w]['computed']:,})" for w in WAYS]
-        ratios = [f"{ways['tree']['tokens_per_cpu_s'] / ways[w]['tokens_per_cpu_s']:.2f}" for w in WAYS[:3]]
-        yield f"| {name}: {CASES[name].what} | {' | '.join([*rates, *ratios])} |"
+    for name, case in cases.items():
+        found = measure(case, rounds)
+        real = sum(len(r.token_ids) for r in case.made())
+        rates = [f"{real / statistics.median(cpu):,.0f} ({computed:,})" for cpu, computed in found.values()]
+        yield f"| {name}: {case.what} | {' | '.join([*rates, *(paired(found, way) for way in WAYS[:3])])} |"
 
 
-def peak_memory_mb(way: str) -> float:
-    """Return how much memory a pass at 4:1 needs at most beyond model and libraries; of this process, sampled every 2 ms."""
-    case = CASES["4:1"]
-    scorer, rows = scorer_of(case), case.rows()
+def paired(found: dict[str, tuple[list[float], int]], way: str) -> str:
+    """Return how much faster the tree is than a way: the median of the rounds, the smallest and the largest."""
+    ratios = sorted(other / own for other, own in zip(found[way][0], found["tree"][0], strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def peak_memory_mb(case: Case, way: str) -> float:
+    """Return how much memory a pass needs at most beyond model and libraries; of this process, sampled every 2 ms."""
+    scorer, rows = scorer_of(case), case.made()
     run(scorer, way, rows[:1], case.budget)
     scorer.zero_grad(set_to_none=True)
     page, peak, done = resource.getpagesize(), 0, threading.Event()
@@ -233,22 +259,22 @@ def peak_memory_mb(way: str) -> float:
     return (peak - base) / 2**20
 
 
-def memory() -> None:
-    """Print the peak memory of each way, each in a process of its own."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+def memory(chosen: Sequence[str]) -> None:
+    """Print the peak memory of each way, each in a process of its own; small pages, so that it is that of the tensors."""
+    small = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "THP_MEM_ALLOC_ENABLE": "0"}
+    environment = os.environ | small
     peaks = {}
     for way in WAYS:
-        command = [sys.executable, "-m", "benchmarks.trainer_packing", "--memory-of", way]
+        command = [sys.executable, "-m", "benchmarks.trainer_packing", *chosen, "--memory-of", way]
         peaks[way] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
     print("| way | peak memory at 4:1, MB | of padded |\n|---|---|---|")
     for way, peak in peaks.items():
         print(f"| {way} | {peak:,.0f} | {peak / peaks['padded']:.2f} |")
 
 
-def error() -> None:
+def error(case: Case) -> None:
     """Print the relative error of the gradient, in float32, against one row at a time."""
-    case = CASES["4:1"]
-    scorer, rows = scorer_of(case), case.rows()
+    scorer, rows = scorer_of(case), case.made()
     run(scorer, "row by row", rows, case.budget)
     true = gradient(scorer)
     for way in WAYS:
@@ -262,20 +288,24 @@ def error() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, help="measure these cases only")
-    parser.add_argument("--repeats", type=int, default=1, help="the best of so many is reported")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, of which each measures all ways")
+    parser.add_argument("--model", type=Path, help="a model folder instead of small random models")
+    parser.add_argument("--scale", type=int, default=1, help="divide the lengths of all rows by this")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead")
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--error", action="store_true", help="measure the error of gradients instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    cases = {name: CASES[name].scaled(options.model, options.scale) for name in options.only or CASES}
     if options.memory_of:
-        print(json.dumps(peak_memory_mb(options.memory_of)))
+        print(json.dumps(peak_memory_mb(CASES["4:1"].scaled(options.model, options.scale), options.memory_of)))
     elif options.memory:
-        memory()
+        model = ["--model", str(options.model)] if options.model else []
+        memory(["--scale", str(options.scale), *model])
     elif options.error:
-        error()
+        error(CASES["4:1"].scaled(options.model, options.scale))
     else:
-        for line in report(options.only or list(CASES), options.repeats):
+        for line in report(cases, options.repeats):
             print(line, flush=True)
 
 

@@ -10,6 +10,7 @@ whose losses are near 25: 2e-5) or a norm further than 1e-4 of it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import structlog
 import torch
 from tests.trainer.fine_tuning import check
 from tests.trainer.fine_tuning.trl_rows import write_labelled, write_pairs, write_turns
@@ -35,7 +37,8 @@ def main() -> int:
     recorded = json.loads(_RECORDED.read_text())
     names = sys.argv[1:] or list(recorded)
     torch.set_num_threads(1)
-    num_apart = 0
+    num_apart, ranks = 0, Ranks()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print("| training | steps | largest difference of a loss | of a gradient norm, relative |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="penstock-curves-") as scratch:
         folder = Path(scratch)
@@ -46,7 +49,7 @@ def main() -> int:
         write_labelled(folder / "labelled.jsonl")
         write_labelled(folder / "held_out_labelled.jsonl", seed=1, num=20)
         for name in names:
-            steps: list[dict[str, Any]] = check.curve(folder, Ranks(), name, is_whole=True)["steps"]
+            steps: list[dict[str, Any]] = check.curve(folder, ranks, name, is_whole=True)["steps"]
             theirs = recorded[name]
             loss = max(abs(line["loss"] - value) for line, value in zip(steps, theirs["losses"], strict=True))
             norm = max(
