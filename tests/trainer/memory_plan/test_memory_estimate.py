@@ -59,6 +59,7 @@ def test_what_is_recorded() -> None:
     }
     assert layouts >= {(stage, ranks, False) for stage in (1, 2, 3) for ranks in (1, 2)}
     assert layouts >= {(stage, 2, True) for stage in (1, 2, 3)}
+    assert {one["zero_stage"] for one in chosen if one.get("tensor_parallel", 1) > 1} >= {1, 2, 3}
     shared = {(one["dtype"], one.get("sequence_parallel", 1), one.get("tensor_parallel", 1)) for one in chosen}
     assert shared >= {(dtype, *shares) for dtype in ("float32", "bfloat16") for shares in ((2, 1), (1, 2))}
 
