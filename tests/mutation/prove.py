@@ -163,7 +163,8 @@ def main() -> int:
     todo = [one for one in wanted if one.check not in proven]
     sys.stdout.write(f"{len(wanted) - len(todo)} of {len(wanted)} guards are proven and have not changed\n")
     sys.stdout.flush()
-    prove(todo, num_copies=options.copies)
+    if todo:
+        prove(todo, num_copies=options.copies)
     kept = kept_results()
     results |= {one.check: kept[one.check] for one in todo if one.check in kept}
     if options.write is not None:

@@ -338,12 +338,23 @@ def test_a_lock_that_another_request_holds_or_that_is_gone_is_a_problem(
 ):
     """No request waits without end, and none makes a folder anew that was removed meanwhile."""
     monkeypatch.setattr(job_file, "_LOCK_S", 0.05)
-    with (
-        job_file.locked(tmp_path / "lock", "run a"),
-        pytest.raises(Problem, match="another request changes run a"),
-        job_file.locked(tmp_path / "lock", "run a"),
-    ):
-        pass
+    refused: list[str] = []
+
+    def second() -> None:
+        try:
+            with job_file.locked(tmp_path / "lock", "run a"):
+                pass
+        except Problem as problem:
+            refused.append(str(problem))
+
+    with job_file.locked(tmp_path / "lock", "run a"):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        waiting.join(30.0)
+        is_waiting = waiting.is_alive()
+    waiting.join()
+    assert not is_waiting, "it waits for as long as the first one holds the lock"
+    assert ["another request changes run a" in text for text in refused] == [True]
     with pytest.raises(Problem, match="run a was removed meanwhile"), job_file.locked(tmp_path / "a" / "lock", "run a"):
         pass
     assert not (tmp_path / "a").exists()
