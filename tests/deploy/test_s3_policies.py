@@ -33,6 +33,7 @@ V1 = PolicyVersion(1)
 KEYS = {
     "pack": blob_keys.group_pack(RUN, V1, "p", "a"),
     "ended episode": blob_keys.finished_episode(blob_keys.finished_episodes_prefix(RUN, "g", 0), "sampled", 0, SHA),
+    "image": blob_keys.image(RUN, SHA),
     "tasks": blob_keys.task_list(RUN, "p"),
     "shard": blob_keys.weights_shard(RUN, V1, "a", "model.safetensors"),
     "patch": blob_keys.weights_pack(RUN, V1, "a", 0),
@@ -53,12 +54,12 @@ WEIGHTS = {"shard", "patch", "manifest", "layout", "model file"}
 RECORD = {"chapter", "settings", "checkpoint", "checkpoint state", "checkpoint metrics", "input user"}
 MAY: dict[Role, dict[str, set[str]]] = {
     "rollout": {
-        "s3:GetObject": {"tasks", *WEIGHTS, "ended episode"}, "s3:PutObject": {"pack", "ended episode"}, "s3:DeleteObject": {"ended episode"},
+        "s3:GetObject": {"tasks", *WEIGHTS, "ended episode", "image"}, "s3:PutObject": {"pack", "ended episode", "image"}, "s3:DeleteObject": {"ended episode"},
     },
     "reward": {"s3:GetObject": {"pack"}, "s3:PutObject": set(), "s3:DeleteObject": set()},
     "trainer": {
-        "s3:GetObject": {"pack", *WEIGHTS, *RECORD, "input", "input piece"},
-        "s3:PutObject": {"tasks", *WEIGHTS, *RECORD, "log-probabilities"},
+        "s3:GetObject": {"pack", *WEIGHTS, *RECORD, "input", "input piece", "image"},
+        "s3:PutObject": {"tasks", *WEIGHTS, *RECORD, "log-probabilities", "image"},
         "s3:DeleteObject": {
             "pack", "ended episode", "tasks", "shard", "patch", "manifest", "log-probabilities", "checkpoint", "checkpoint state", "checkpoint metrics",
         },

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from safetensors.torch import save_file
@@ -74,8 +75,8 @@ def write_model(folder: Path, tensors: dict[str, Tensor], like: Path) -> None:
 
 async def run(settings: TrainerSettings, dims: ParallelDims, folder: Path, url: str) -> dict[str, list[Any]]:
     """Make the steps of a run; return the order of its groups, its completions and the digests of its versions."""
-    nothing: Any = None
-    rank_group, client = build_rank_group(settings, dims, nothing), Client(url)
+    packs: Any = SimpleNamespace(get=None)  # the groups are given
+    rank_group, client = build_rank_group(settings, dims, packs), Client(url)
     planner = Planner(settings, rank_group, {})
     prompts = Prompts(Prompt(n, (5, 6, 7 + n), "", RewardRequest(name="test")) for n in range(8))
     order = DataOrder(len(prompts), settings.run.seed, settings.data.shuffle)

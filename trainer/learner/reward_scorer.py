@@ -36,7 +36,7 @@ class RewardScorer(nn.Module):
         self.language_model = classifier
         self.padding_reason = use_packed_rows(classifier)  # why rows are padded; None: they are one stream
 
-    def forward(
+    def forward(  # noqa: PLR0913  the arguments of `CompletionScorer`
         self,
         input_ids: Tensor,
         predictors: Tensor,
@@ -47,9 +47,10 @@ class RewardScorer(nn.Module):
         with_entropy: bool = False,
         kl_to: None = None,
         kl_from: None = None,
+        images: None = None,
     ) -> Tensor:
         """Return the reward [N] float32 at each of ``predictors``; the other arguments are those of `CompletionScorer`."""
-        del targets, with_entropy, kl_to, kl_from
+        del targets, with_entropy, kl_to, kl_from, images  # models that read images are refused
         packed = self.padding_reason is None
         hidden = read_rows(self.language_model.base_model, input_ids, position_ids, layout, packed, self._shares)
         own, places = self._shares.own_predictors(predictors, input_ids.shape[1])

@@ -173,7 +173,11 @@ def test_a_reward_model_reads_a_prompt_once_for_both_answers() -> None:
     policy: Any = SimpleNamespace(train_step=train_step)
     given: Any = pairs
     settings = TrainerSettings.model_validate({"run": {"id": "rm"}, "model": {"path": "model"}})
-    RewardTask(policy, given, None, settings, ParallelDims(Ranks())).step(range(3))
+    ranks = Ranks.__new__(
+        Ranks
+    )  # one, without the process group that a second one in this process could not make again
+    ranks.rank, ranks.num_ranks = 0, 1
+    RewardTask(policy, given, None, settings, ParallelDims(ranks)).step(range(3))
     [batch] = taken
     assert batch.input_ids.shape[1] == sum(map(sum, sizes))
     assert batch.position_ids is not None
