@@ -317,7 +317,8 @@ def _open_data(settings: TrainerSettings) -> _Data:
         settings.rollout.max_new_tokens,
         skips_pairs=settings.algorithm.dpo_coefficient > 0.0,
     )
-    check_environments(settings, sum(one.num_with_images for one in [train, *(s.prompts for s in evaluated)]))
+    held_out = {source.name: source.prompts.num_with_images for source in evaluated}
+    check_environments(settings, {None: train.num_with_images, **held_out})
     return _Data(train, evaluated, tokenizer, open_mixed_pairs(settings))
 
 

@@ -296,7 +296,7 @@ def _check_row(
     else:
         ids = tokenizer.encode(text, add_special_tokens=is_plain)
         if prompt is not None and images is not None:
-            ids, _, _ = images.read(prompt, ids, rows.path.parent)
+            ids = images.read(prompt, ids, rows.path.parent).token_ids
         report.prompt_lengths.append(len(ids))
     for notes, read in zip(report.notes, (prompt, turns[-1] if turns else None), strict=True):
         if read is not None:

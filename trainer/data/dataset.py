@@ -7,6 +7,7 @@ again when it is accessed, unless it is among the last ones that were; a `TurnSe
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from array import array
 from collections import Counter, OrderedDict
@@ -76,6 +77,7 @@ class PromptSet:
         self._keeping = threading.Lock()
         self._file_numbers = array("l")
         self._row_numbers = array("q")
+        self._image_hashes = array("Q")  # of the images of a prompt as they were at the start, 64 bits; 0: it has none
         self.dropped: Counter[str] = Counter()
         """Rows left out, by reason."""
         self.notes = [FileNotes(file.path, "grpo") for file in files]
@@ -86,7 +88,7 @@ class PromptSet:
         self.num_with_images = 0
         """Prompts with an image or several."""
         self.fingerprint = fingerprint([file.path for file in files])
-        """sha256 of the files' contents."""
+        """sha256 of the files' contents, and of those of all images of their rows."""
         self._check()
 
     @classmethod
@@ -141,7 +143,9 @@ class PromptSet:
             row = self._parse(file, number)
             text = prompt_text(row, self._tokenizer)
             token_ids = self._tokenizer.encode(text, add_special_tokens=row.is_plain)
-            token_ids, images, image_files = self._images.read(row, token_ids, file.path.parent)
+            read = self._images.read(row, token_ids, file.path.parent)
+            if _short(read.sha256) != self._image_hashes[index]:
+                raise MalformedData("other images than the row had")
         except MalformedData as err:  # accepted when the file was opened, so the file has changed
             raise MalformedData(
                 f"{file.place(number)}: {err}; the file has changed since the start: restore it, or restart the trainer"
@@ -152,7 +156,7 @@ class PromptSet:
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
         )
-        return Prompt(index, tuple(token_ids), text, request, row.chat, images, image_files)
+        return Prompt(index, tuple(read.token_ids), text, request, row.chat, read.places, read.files)
 
     def _reward_name(self, row: PromptRow) -> str:
         own = self._data.self_play_reward if row.is_self_play else None
@@ -174,6 +178,7 @@ class PromptSet:
 
     def _check(self) -> None:
         problems = Problems()
+        images = hashlib.sha256()
         for batch in batches(located(self._files, self._data.max_samples)):
             kept: list[tuple[Located, str, str]] = []
             rows: list[PromptRow] = []
@@ -197,14 +202,19 @@ class PromptSet:
             encoded = encode_texts([text for *_, text in kept], [row.is_plain for row in rows], self._tokenizer)
             for (at, name, _), row, ids in zip(kept, rows, encoded, strict=True):
                 try:
-                    whole, images, _ = self._images.read(row, ids, self._files[at.file_number].path.parent)
+                    read = self._images.read(row, ids, self._files[at.file_number].path.parent)
                 except MalformedData as err:
                     problems.add(at.place, str(err))
                     continue
-                if fits(len(whole), self._data, self._limit, at.place, problems, self.dropped):
-                    self._keep(at, name, len(whole))
-                    self.num_with_images += images is not None
+                images.update(read.sha256)
+                length = len(read.token_ids)
+                if fits(length, self._data, self._limit, at.place, problems, self.dropped):
+                    self._keep(at, name, length)
+                    self._image_hashes.append(_short(read.sha256))
+                    self.num_with_images += read.places is not None
         problems.raise_if_any()
+        if self.num_with_images:  # their contents are no part of the files
+            self.fingerprint = hashlib.sha256(f"{self.fingerprint} {images.hexdigest()}".encode()).hexdigest()
         if not len(self):
             raise MalformedData(self._nothing_left())
 
@@ -221,6 +231,11 @@ class PromptSet:
         self._row_numbers.append(at.row_number)
         self.rows_by_reward[name] += 1
         self.num_tokens += length
+
+
+def _short(sha256: bytes) -> int:
+    """Return the first 64 bits of the hash of a row's images; 0 without one."""
+    return int.from_bytes(sha256[:8])
 
 
 def _size(prompt: Prompt) -> int:

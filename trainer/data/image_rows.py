@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.facts import RowImages
@@ -17,15 +19,24 @@ from penstock.trainer.data.row_images import COLUMN
 from penstock.trainer.errors import MalformedData
 
 
+class ReadImages(NamedTuple):
+    """A row's prompt with its images."""
+
+    token_ids: list[int]  # with all tokens of the images
+    places: RowImages | None = None
+    files: tuple[AdmittedImage, ...] = ()  # each once
+    sha256: bytes = (
+        b""  # of the images as the row gives them, in order, whatever they are stored as; empty: it has none
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRows:
     """Reads the images of rows for one model."""
 
     processor: ImageProcessor | None  # None: the model reads no images
 
-    def read(
-        self, row: PromptRow, token_ids: Sequence[int], folder: Path
-    ) -> tuple[list[int], RowImages | None, tuple[AdmittedImage, ...]]:
+    def read(self, row: PromptRow, token_ids: Sequence[int], folder: Path) -> ReadImages:
         """Return the prompt's token ids with those of all images, where these are, and what they are.
 
         Args:
@@ -42,10 +53,14 @@ class ImageRows:
                     f"column {COLUMN}: {len(row.images)} images, and model.path reads text alone; use a model that reads images, or "
                     f'set data.ignore = ["{COLUMN}"] where they are in a column of their own'
                 )
-            return list(token_ids), None, ()
+            return ReadImages(list(token_ids))
         try:
-            admitted = [admit(image_bytes(source, folder)) for source in row.images]
+            given = [image_bytes(source, folder) for source in row.images]
+            admitted = [admit(data) for data in given]
             ids, images = expanded(token_ids, admitted, self.processor)
         except ImageRefused as err:
             raise MalformedData(f"column {COLUMN}: {err}") from None
-        return ids, images, tuple({image.sha256: image for image in admitted}.values())
+        if not given:
+            return ReadImages(ids)
+        digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in given)).digest()
+        return ReadImages(ids, images, tuple({image.sha256: image for image in admitted}.values()), digest)

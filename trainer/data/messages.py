@@ -104,10 +104,17 @@ def _message(message: Any, column: str, roles: Mapping[str, str], reads_images: 
 
 
 def _part(part: Any, column: str, reads_images: bool) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else part
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind in IMAGE_TYPES and isinstance(part, dict):
+    if not isinstance(part, dict):
+        refuse(column, 'expected a part such as {"type": "text", "text": "…"}', shown(part))
+    kind = part.get("type")
+    if kind == "text":
+        text = part.get("text")
+        return (
+            {"type": kind, "text": text}
+            if isinstance(text, str)
+            else refuse(f"{column}.text", "expected a text", shown(text))
+        )
+    if kind in IMAGE_TYPES:
         if reads_images:
             return {key: value for key, value in part.items() if value is not None}  # Parquet fills parts up with nulls
         refuse(

@@ -249,7 +249,10 @@ def _prompt_chat(row: Row, form: KnownFormat, data: DataSettings, *, reads_image
         return chat
     if extra := _text(row, "input", default=""):
         *before, last = chat
-        chat = (*before, {**last, "content": f"{text_of(last['content'])}\n{extra}"})
+        content = last["content"]
+        further = f"\n{extra}"
+        whole = content + further if isinstance(content, str) else [*content, {"type": "text", "text": further}]
+        chat = (*before, {**last, "content": whole})
     return (*_history(row.get("history") or []), *chat)
 
 

@@ -320,15 +320,9 @@ class Evaluator:
         published = []
         for first in range(numbers.start, numbers.stop, per_pack):
             last = min(first + per_pack, numbers.stop)
-            tasks = [self._task(evaluation, number) for number in range(first, last)]
-            pack = pack_tasks(
-                tasks,
-                (
-                    image
-                    for number in range(first, last)
-                    for image in self._prompt(evaluation.source, number).image_files
-                ),
-            )
+            prompts = [(number, self._prompt(evaluation.source, number)) for number in range(first, last)]
+            tasks = [self._task(evaluation, number, prompt) for number, prompt in prompts]
+            pack = pack_tasks(tasks, (image for _, prompt in prompts for image in prompt.image_files))
             self._images.store(pack.images)
             key = blob_keys.task_list(self._run_id, pack.pack_id)
             stored = self._blobs.put(key, pack.blob) if pack.blob else None
@@ -341,9 +335,8 @@ class Evaluator:
             pending.wait()
         evaluation.is_issued = True
 
-    def _task(self, evaluation: _Evaluation, number: int) -> Task:
+    def _task(self, evaluation: _Evaluation, number: int, prompt: Prompt) -> Task:
         source = evaluation.source
-        prompt = self._prompt(source, number)
         task = make_task(
             prompt,
             _group_id(evaluation.version, number),
@@ -399,7 +392,8 @@ class Evaluator:
                     f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
                     f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
                 )
-            task = self._task(evaluation, _index_of(group.generated.group_id))
+            number = _index_of(summary.group_id)
+            task = self._task(evaluation, number, self._prompt(evaluation.source, number))
             promises.append(TaskPromise.of(task, self._settings(task, evaluation)))
         if groups:
             self._reader.read(message.pack, groups, promises)

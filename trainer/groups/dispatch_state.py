@@ -101,8 +101,8 @@ class DispatchState:
         if document["order_id"] != order_id:
             raise CheckpointError(
                 f"the checkpoint's position counts prompts of other data (order {document['order_id']}, now {order_id}): "
-                "data.train, data.map, data.format, data.max_prompt_tokens, data.max_samples, data.shuffle or run.seed "
-                "changed; restore them, or start over with another run.id or trainer.resume = false"
+                "data.train, the image files of its rows, data.map, data.format, data.max_prompt_tokens, data.max_samples, "
+                "data.shuffle or run.seed changed; restore them, or start over with another run.id or trainer.resume = false"
             )
         return cls(
             order_id=order_id,

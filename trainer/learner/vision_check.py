@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import SINGLE_TURN
 from penstock.protocol.images.processor import read_processor
+from penstock.trainer.eval_settings import DATA_EVAL
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -55,12 +56,26 @@ def refuse_vision(settings: TrainerSettings, command: str) -> None:
         )
 
 
-def check_environments(settings: TrainerSettings, num_with_images: int) -> None:
-    """Raise ConfigError if rows with images would be played by an environment that renders their messages without them."""
-    named = {settings.rollout.environment, *(settings.eval.of(name).environment for name in settings.evaluated)}
-    others = sorted(name for name in named if name not in (None, SINGLE_TURN))
-    if num_with_images and others:
-        raise ConfigError(
-            f"{num_with_images} rows have images, and the environment {others[0]} would render them without; use rollout.environment = "
-            f"{SINGLE_TURN}"
-        )
+def check_environments(settings: TrainerSettings, num_with_images: Mapping[str | None, int]) -> None:
+    """Raise ConfigError if rows with images would be played by an environment that renders their messages without them.
+
+    ``num_with_images`` are the rows with images of each evaluated source, by name, and of data.train, by None.
+    """
+    for source, num in num_with_images.items():
+        own = None if source is None else settings.eval.of(source).environment
+        environment = own or settings.rollout.environment
+        if num and environment != SINGLE_TURN:
+            data, setting = ("data.train", "rollout.environment") if source is None else _of_source(source)
+            raise ConfigError(
+                f"{num} rows of {data} have images, and the environment {environment} would render them without; use {setting} = "
+                f"{SINGLE_TURN}"
+            )
+
+
+def _of_source(name: str) -> tuple[str, str]:
+    """Return the settings of an evaluated source that name its files and its environment."""
+    return (
+        ("data.eval", "eval.environment")
+        if name == DATA_EVAL
+        else (f"eval.source.{name}.data", f"eval.source.{name}.environment")
+    )

@@ -80,10 +80,34 @@ def test_commands_that_read_text_refuse_such_a_model(tmp_path: Path) -> None:
 def test_environments_that_would_not_show_the_images_are_refused(tmp_path: Path) -> None:
     """They render the messages of a row themselves."""
     chosen = settings(model_folder(tmp_path / "model"), rollout={"environment": "tools"})
-    check_environments(chosen, 0)
-    with pytest.raises(ConfigError, match=r"3 rows have images, and the environment tools"):
-        check_environments(chosen, 3)
-    check_environments(settings(tmp_path / "model"), 3)
+    check_environments(chosen, {None: 0})
+    with pytest.raises(ConfigError, match=r"3 rows of data.train have images, and the environment tools .*use rollout"):
+        check_environments(chosen, {None: 3})
+    check_environments(settings(tmp_path / "model"), {None: 3})
+
+
+def test_the_environment_of_each_data_set_is_asked_for_its_own_images(tmp_path: Path) -> None:
+    """Images in one of them say nothing of another, whose rows are played elsewhere."""
+    model = model_folder(tmp_path / "model")
+    evaluated = {
+        "eval": {"environment": "single_turn", "source": {"games": {"data": "games.jsonl", "environment": "tools"}}}
+    }
+    chosen = settings(model, data={"eval": "eval.jsonl"}, rollout={"environment": "tools"}, **evaluated)
+    check_environments(chosen, {None: 0, "eval": 3, "games": 0})
+    for counts, words in (
+        ({None: 1, "eval": 0, "games": 0}, r"1 rows of data\.train .*use rollout\.environment = single_turn"),
+        (
+            {None: 0, "eval": 3, "games": 2},
+            r"2 rows of eval\.source\.games\.data .*use eval\.source\.games\.environment = ",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_environments(chosen, counts)
+    inherits = settings(model, data={"eval": "eval.jsonl"}, rollout={"environment": "tools"})
+    with pytest.raises(
+        ConfigError, match=r"2 rows of data\.eval .*environment tools .*use eval\.environment = single_turn"
+    ):
+        check_environments(inherits, {None: 0, "eval": 2})
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,13 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.images.admission import admit
 from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.commands.data_check import check_file
+from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.data.image_rows import ImageRows
+from penstock.trainer.data.row_files import fingerprint
 from penstock.trainer.data.row_formats import turn_rows
-from penstock.trainer.errors import MalformedData
+from penstock.trainer.errors import CheckpointError, MalformedData
+from penstock.trainer.groups.dispatch_state import DispatchState, order_id
 from penstock.trainer.settings import DataSettings
 
 ONE, TWO = picture_bytes(picture(16, 8)), picture_bytes(picture(8, 24, seed=1), "JPEG")
@@ -152,6 +155,9 @@ def test_the_same_words_about_another_picture_are_another_prompt(folder: Path, p
         (parts(*[FILE] * 9), "9 images, a row may have 8"),
         (parts(FILE, {"type": "text", "text": "<|image_pad|>"}), "2 placeholders of images"),
         (parts({"type": "video", "video": "a.mp4"}), "expected a part of type text or image"),
+        (parts("text"), r"column messages\[0\]\.content\[0\]: expected a part such as .* got 'text'"),
+        (parts(FILE, "and"), r"column messages\[0\]\.content\[1\]: expected a part such as .* got 'and'"),
+        (parts({"type": "text"}), r"column messages\[0\]\.content\[0\]\.text: expected a text, got nothing"),
         (parts(TEXT) | {"videos": ["a.mp4"]}, "column videos: what is read is images"),
     ],
 )
@@ -189,3 +195,48 @@ def test_a_picture_that_changes_during_the_run_is_noticed(folder: Path, processo
     (folder / "pictures/own.png").write_bytes(b"broken")
     with pytest.raises(MalformedData, match="the file has changed since the start"):
         prompts[0]
+
+
+def test_the_images_of_an_instruction_stay_before_its_input(folder: Path, processor: ImageProcessor) -> None:
+    """Of a row with instruction and input, as Alpaca has them, whose instruction is a chat with parts."""
+    rows = [
+        {"instruction": parts(FILE, TEXT)["messages"], "input": "more"},
+        {"instruction": parts(TEXT)["messages"], "input": "more"},
+    ]
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    for row, shown in zip(rows, (f"{image}and\nmore", "and\nmore"), strict=True):
+        found = prompt_of(folder, processor, row)
+        assert found.text.startswith(f"<|im_start|>user\n{shown}<|im_end|>")
+        assert [one.data for one in found.image_files] == ([TWO] if image in shown else [])
+
+
+def test_another_picture_in_the_same_file_is_another_data_set(folder: Path, processor: ImageProcessor) -> None:
+    """A run that goes on counts prompts of the data with which it began; within a run the row is refused by its line."""
+    own, path = folder / "pictures/own.png", folder / "rows.jsonl"
+    own.write_bytes(ONE)
+    row = parts({"type": "image", "image": "pictures/own.png"})
+    path.write_text(json.dumps(parts(TEXT)) + "\n" + json.dumps(row) + "\n")
+    first = opened(path, processor)
+    assert opened(path, processor).fingerprint == first.fingerprint
+    own.write_bytes(picture_bytes(picture(16, 8, seed=2)))  # as large: the prompt has as many tokens
+    with pytest.raises(
+        MalformedData, match=r"rows\.jsonl:2: other images than the row had; the file has changed since"
+    ):
+        first[1]
+    other = opened(path, processor)
+    assert len(other) == len(first)
+    assert other.fingerprint != first.fingerprint
+    state = DispatchState(order_id(DataOrder(2, seed=0, shuffle=True), first.fingerprint))
+    with pytest.raises(CheckpointError, match=r"prompts of other data .*data\.train, the image files of its rows"):
+        DispatchState.from_document(
+            state.to_document(), order_id=order_id(DataOrder(2, seed=0, shuffle=True), other.fingerprint)
+        )
+    own.write_bytes(ONE)
+    assert opened(path, processor).fingerprint == first.fingerprint
+
+
+def test_a_file_without_images_keeps_its_fingerprint(folder: Path, processor: ImageProcessor) -> None:
+    """It is that of its bytes, as runs have recorded it."""
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps(parts(TEXT)) + "\n")
+    assert opened(path, processor).fingerprint == fingerprint([path])

@@ -126,6 +126,18 @@ def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) ->
     assert all(scene.connections.blobs.get(pack) for pack in entries.closed_packs)
 
 
+def test_a_prompt_is_read_once_for_its_task(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its images, which the message needs too: to decode them again would double the work of issuing."""
+    read: list[int] = []
+    plain = PromptSet.__getitem__
+    monkeypatch.setattr(PromptSet, "__getitem__", lambda self, index: read.append(index) or plain(self, index))
+    scene.producer.limit = 0  # nothing comes back, which is held against its prompt
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].is_issued, "the tasks")
+    assert sorted(read) == list(range(70))
+
+
 def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     """A worker that ignores the pin makes the evaluation fail with that reason; no result is reported."""
     scene.producer.author = lambda task, version: recite(task, PolicyVersion(version - 1))
@@ -144,7 +156,7 @@ def test_a_forged_group_of_another_version_does_not_end_an_evaluation(scene: Sce
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
     scene.publisher.wait_until_published(V3, 20.0)
-    task = scene.evaluator._task(scene.evaluator._evaluations[V3, "eval"], 0)
+    task = scene.evaluator._task(scene.evaluator._evaluations[V3, "eval"], 0, scene.sources[0].prompts[0])
     message = TaskIssued(run_id=scene.connections.run_id, pack_id="forged", tasks=(task,))
     scene.producer.announce(scene.producer.store(message, [recite(task, PolicyVersion(2))], V3), msg_id="forged")
     wait_for(lambda: scene.evaluator._evaluations[V3, "eval"].dead_lettered, "the dead letter")
