@@ -116,7 +116,7 @@ class OptimizerSettings(Section):
     verify_export: bool = Field(
         default=True,
         description="Load the exported model on rank 0 and compare its log-probabilities with the trainer's, before it replaces an "
-        "earlier one. Needs host memory for one more copy of the model.",
+        "earlier one. Needs host memory for one more copy of the model, in float32.",
     )
     kill_at: str = Field(
         default="",

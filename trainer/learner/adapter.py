@@ -141,9 +141,29 @@ def config(module: nn.Module) -> AdapterConfig | None:
     )
 
 
-def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return ``W + scale B A`` in W's dtype, computed in float32."""
-    return (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+class Rounding:
+    """Adds up how much of what adapters change is left once merged weights are rounded to their dtype.
+
+    An element of bfloat16 has 8 significant bits: one that is changed by less than half a unit in its last place rounds back to what it was.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no weight."""
+        self.sums = (0.0, 0.0)  # <rounded - W, change>, <change, change>
+
+    def add(self, weight: Tensor, change: Tensor, rounded: Tensor) -> None:
+        """Count a weight, what is added to it in float32, and their rounded sum."""
+        left = rounded.float() - weight.float()
+        self.sums = self.sums[0] + float((left * change).sum()), self.sums[1] + float(change.square().sum())
+
+
+def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, rounding: Rounding | None = None) -> Tensor:
+    """Return ``W + scale B A`` in W's dtype, computed in float32; counted in ``rounding``, if given."""
+    change = scale * (up.float() @ down.float())
+    rounded = (weight.float() + change).to(weight.dtype)
+    if rounding is not None:
+        rounding.add(weight, change, rounded)
+    return rounded
 
 
 @contextlib.contextmanager

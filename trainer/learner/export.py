@@ -2,6 +2,9 @@
 
 No rank holds more than one tensor of the model besides its own part, however the parameters are sharded. The folder gets its
 name when it is complete, and, where it is verified, after `transformers` has loaded it and computed the trainer's log-probabilities.
+
+In bfloat16 two computations of the same tokens differ, by how much depends on the model: a text that it finds unlikely has large logits, of
+which 8 bits are kept. So they are compared beside that noise, measured on the same texts: the exported model in its dtype and in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from penstock.protocol.errors import UnsupportedModel
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.errors import ExportFailed
+from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import from_folder
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
@@ -28,8 +32,10 @@ from penstock.trainer.publishing.weight_buckets import assign_buckets
 log = structlog.get_logger("trainer.export")
 
 _ROWS, _TOKENS = 4, 24  # of the texts whose log-probabilities are compared
-# Mean difference of a log-probability that rounding explains: of kernels, and of adapters that are merged in the model's dtype.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+_TOLERANCE = 1e-3  # mean difference of a log-probability that other kernels explain
+# The same in bfloat16, in units of the dtype's own noise: two exact computations are rounded apart by the square root of 2 of it.
+_NOISES = 3.0
+_KEPT_AT_LEAST = 0.9  # of what adapters change, else the merged model is another than the trained one
 
 
 def export_model(
@@ -64,14 +70,17 @@ def export_model(
         write_small_files(partial, layout, like=like, dtype=policy.dtype, changed=changed)
     dims.ranks.barrier()
     share = dims.buckets
+    rounding = adapter.Rounding()
     with ModelFiles(partial, layout, assign_buckets(layout, share.count)[share.index]) as files:
-        policy.copy_to(files)
-    dims.ranks.barrier()
+        policy.copy_to(files, rounding=rounding)
+    kept, changed_by_adapters = dims.ranks.sum(rounding.sums)
     if verify:
         _compare(policy, dims, partial, folder)
     if dims.writes_files:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        if changed_by_adapters:
+            _report_merge(kept / changed_by_adapters, policy.dtype, folder)
 
 
 def _compare(policy: Policy, dims: ParallelDims, written: Path, folder: Path) -> None:
@@ -91,14 +100,33 @@ def _compare(policy: Policy, dims: ParallelDims, written: Path, folder: Path) ->
             f"the model exported to {written} has no {missing[0]} ({len(missing)} tensors); {folder} is as it was before. Report this "
             "internal error; the newest checkpoint has the weights"
         )
-    gap = float((trained - _score(policy.scorer_around(model.eval()), batch)).abs().mean())
-    if not gap <= _TOLERANCE[policy.dtype]:
+    scorer = policy.scorer_around(model.eval())
+    exported = _score(scorer, batch)
+    noise = 0.0 if policy.dtype == "float32" else _mean_gap(exported, _score(scorer.float(), batch))
+    gap, most = _mean_gap(trained, exported), max(_TOLERANCE, _NOISES * noise)
+    if not gap <= most:
         raise ExportFailed(
             f"the model exported to {written} gives other log-probabilities than the trainer: {gap:.2g} apart on average, "
-            f"expected at most {_TOLERANCE[policy.dtype]:g}; {folder} is as it was before. Report this internal error; the "
+            f"expected at most {most:.2g}; {folder} is as it was before. Report this internal error; the "
             "newest checkpoint has the weights"
         )
-    log.info("export verified", folder=str(folder), mean_logprob_difference=gap)
+    log.info("export verified", folder=str(folder), mean_logprob_difference=gap, noise_of_dtype=noise)
+
+
+def _mean_gap(some: Tensor, others: Tensor) -> float:
+    return float((some - others).abs().mean())
+
+
+def _report_merge(kept: float, dtype: str, folder: Path) -> None:
+    if kept >= _KEPT_AT_LEAST:
+        log.info("adapters merged", folder=str(folder), kept=round(kept, 4))
+        return
+    text = (
+        f"the merged model has {kept:.0%} of what its adapters change in the weights; the rest was rounded away: a weight of {dtype} that is "
+        "changed by less than half of its last digit stays as it was. The adapters on their base have all of it: FOLDER-adapter of penstock "
+        'sft, dpo and rm, penstock weights export --adapter of a run. Or train with model.dtype = "float32"'
+    )
+    log.warning(text, folder=str(folder), kept=round(kept, 4))
 
 
 def _score(scorer: nn.Module, batch: MicroBatch) -> Tensor:

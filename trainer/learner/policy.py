@@ -214,12 +214,12 @@ class Policy:
                 specs.append(TensorSpec(own_name, dtype_name, shape))
         return build_layout(specs, bucket_bytes=bucket_bytes)
 
-    def copy_to(self, sink: TensorSink, *, merge: bool = True) -> None:
+    def copy_to(self, sink: TensorSink, *, merge: bool = True, rounding: adapter.Rounding | None = None) -> None:
         """Give a sink its tensors, whole, one after the other. Collective under ZeRO-3, as `snapshot`.
 
-        Adapters are merged, or omitted if ``merge`` is False.
+        Adapters are merged, or omitted if ``merge`` is False. ``rounding`` counts the sink's merged weights.
         """
-        self._visit(sink.names.__contains__, sink.put, merge=merge)
+        self._visit(sink.names.__contains__, sink.put, merge=merge, rounding=rounding)
 
     def adapter_config(self) -> AdapterConfig | None:
         """Return the adapters' configuration; None without adapters."""
@@ -270,13 +270,20 @@ class Policy:
     def _saved_name(self, name: str) -> str:
         return vision.saved_name(self._scorer.language_model, name.removeprefix(_PREFIX))
 
-    def _visit(self, wanted: Callable[[str], bool], take: Callable[[str, Tensor], None], *, merge: bool = True) -> None:
+    def _visit(
+        self,
+        wanted: Callable[[str], bool],
+        take: Callable[[str, Tensor], None],
+        *,
+        merge: bool = True,
+        rounding: adapter.Rounding | None = None,
+    ) -> None:
         """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
         for name, tensor, low_rank in self._published(merge=merge):
             with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())) as (whole, *_):
                 if low_rank:
                     if wanted(name):
-                        take(name, adapter.merged(whole, *low_rank))
+                        take(name, adapter.merged(whole, *low_rank, rounding=rounding))
                     continue
                 for own_name, part in expert_tensors.parts(name, whole, self._family):
                     if wanted(own_name):

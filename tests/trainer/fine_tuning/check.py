@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from safetensors.numpy import load_file
+from structlog.testing import capture_logs
 from tests.trainer.fine_tuning.trl_rows import BATCH, NUM_STEPS
 
 from penstock.trainer import crash_points
 from penstock.trainer.errors import ExportFailed
 from penstock.trainer.fine_tuning import dpo, rm, sft
+from penstock.trainer.learner import adapter
 from penstock.trainer.publishing.model_folder import ModelFiles
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
@@ -193,6 +195,28 @@ def broken_export(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {"text": text, "before": before["weights"], "after": after}
 
 
+def merged(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Train adapters in bfloat16 three times: with a small rate, a large one, and one whose result is written without them."""
+    other = {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}, "trainer": {"zero_stage": 1}}
+    found: dict[str, Any] = {}
+    for name, lr in (("small", 1e-5), ("large", 1e-2)):
+        with capture_logs() as logs:
+            sft.run(
+                settings(folder, f"merged-{name}", "sft", {"lr": lr, "steps": 4}, **other), ranks, threading.Event()
+            )
+        found[name] = {key: line[key] for line in logs if "folder" in line for key in line}
+    chosen, merge = settings(folder, "merged-lost", "sft", {"lr": 5e-4, "steps": 4}, **other), adapter.merged
+    adapter.merged = lambda weight, *_, **_named: weight
+    try:
+        sft.run(chosen, ranks, threading.Event())
+        found["lost"] = ""
+    except ExportFailed as err:
+        found["lost"] = str(err)
+    finally:
+        adapter.merged = merge
+    return found
+
+
 def early(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Train with a rate at which the validation loss rises, two validations longer than it falls."""
     own = {
@@ -304,6 +328,7 @@ def main(arguments: Sequence[str]) -> int:
         "moved": moved,
         "divided": divided,
         "broken_export": broken_export,
+        "merged": merged,
     }
     found = {}
     for name in names:

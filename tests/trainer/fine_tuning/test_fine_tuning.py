@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
     """Everything that one process trains."""
-    return _result(_start(folder, *TRAINED, "resumed", "early", "lora_rm", "broken_export"))
+    return _result(_start(folder, *TRAINED, "resumed", "early", "lora_rm", "broken_export", "merged"))
 
 
 @pytest.mark.slow
@@ -170,6 +171,22 @@ def test_a_result_that_computes_something_else_replaces_nothing(found: dict[str,
     run = found["broken_export"]
     assert "gives other log-probabilities than the trainer" in run["text"]
     assert run["after"] == run["before"]
+
+
+def test_a_merge_is_held_against_the_noise_of_its_dtype(found: dict[str, Any]) -> None:
+    """A result without its adapters is refused where they change little; one that rounding takes them from is named.
+
+    A fixed bound of 0.1 nats, of which bfloat16 alone takes most in a pretrained model, let both pass.
+    """
+    run = found["merged"]
+    assert 0 < run["large"]["mean_logprob_difference"] <= 3 * run["large"]["noise_of_dtype"] < 0.01
+    assert run["large"]["kept"] > 0.99
+    assert run["small"]["kept"] < 0.9
+    apart = re.search(
+        r"gives other log-probabilities than the trainer: (\S+) apart on average, expected at most", run["lost"]
+    )
+    assert apart is not None
+    assert float(apart[1]) < 0.1
 
 
 def test_early_stop_keeps_the_best_weights(found: dict[str, Any]) -> None:
