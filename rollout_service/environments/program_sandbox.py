@@ -69,6 +69,9 @@ def confined(
 
 
 def _readable(start_in: Path, readable: Sequence[str]) -> Iterator[str]:
-    for path in (*_SYSTEM, sys.base_prefix, sys.prefix, str(start_in.absolute()), *readable):
+    yield from (path for path in _SYSTEM if Path(path).exists())
+    for path in (sys.base_prefix, sys.prefix, str(start_in.absolute()), *readable):
+        if Path(path).is_symlink():  # the link alone would lead nowhere inside
+            yield str(Path(path).resolve())
         if Path(path).exists():
             yield path

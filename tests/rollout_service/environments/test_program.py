@@ -256,6 +256,9 @@ def test_a_program_in_the_sandbox_reaches_the_proxy_and_nothing_else(model: Path
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "given").write_text("here")
     (tmp_path / "hidden").write_text("secret")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "given").write_text("behind a link")
+    (tmp_path / "link").symlink_to("elsewhere")
     with socket.create_server(("127.0.0.1", 0)) as other:
         code = f"""
 import socket
@@ -269,6 +272,7 @@ def fails(function, *arguments):
 for address in (("127.0.0.1", {other.getsockname()[1]}), ("127.0.0.1", 4222), ("192.0.2.1", 80)):
     fails(socket.create_connection, address, 5)
 assert open({str(tmp_path / "data" / "given")!r}).read() == "here"
+assert open({str(tmp_path / "link" / "given")!r}).read() == "behind a link"
 for path in ({str(tmp_path / "hidden")!r}, "/etc/passwd", {str(ROOT / "pyproject.toml")!r}):
     fails(open, path)
 for path in ({str(tmp_path / "data" / "new")!r}, "/usr/new", "/new"):
@@ -278,7 +282,12 @@ assert "OWN" in os.environ and "PENSTOCK_S3_SECRET_KEY" not in os.environ
 assert os.environ["OPENAI_BASE_URL"] not in open("/proc/1/cmdline").read()  # of bubblewrap, which all users can read
 result(json.dumps({{"reward": 0.25}}))
 """
-        options = {"sandbox": True, "readable": [str(tmp_path / "data")], "variables": {"OWN": "2"}, "folder": "/usr"}
+        options = {
+            "sandbox": True,
+            "readable": [str(tmp_path / "data"), str(tmp_path / "link")],
+            "variables": {"OWN": "2"},
+            "folder": "/usr",
+        }
         (episode,), engine = run(model, python(code), options=options)
     assert (episode.status, episode.reward, len(engine.prompts)) == ("done", 0.25, 1)
 
