@@ -161,10 +161,10 @@ async def _wire(
         own = await own_servers.find(settings.nats, settings.s3)
         for environment in environments.values():
             environment.never_call(own)
-    episodes = FinishedEpisodes(blobs, engine, metrics, run_id=run_id)
+    images = RunImages(blobs, run_id)
+    episodes = FinishedEpisodes(blobs, engine, metrics, run_id=run_id, images=images)
     most = settings.worker.max_episodes
     places = asyncio.Semaphore(most) if most else None
-    images = RunImages(blobs, run_id)
     for environment in environments.values():
         environment.use_worker(episodes, places)
         environment.use_images(images)

@@ -18,7 +18,7 @@ import structlog
 
 from penstock.protocol import blob_keys
 from penstock.protocol.episode import Episode
-from penstock.protocol.errors import PackError, PenstockError
+from penstock.protocol.errors import ImageRefused, PackError, PenstockError
 from penstock.protocol.facts import BlobRef, Task
 from penstock.protocol.packs import group_pack
 from penstock.protocol.transport.blobs import Blobs, BlobStat
@@ -26,6 +26,7 @@ from penstock.protocol.versions import is_fresh
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.environments.build_trajectory import build_group, rows_of
 from penstock.rollout_service.metrics import WorkerMetrics
+from penstock.rollout_service.run_images import RunImages
 
 log = structlog.get_logger("rollout.finished_episodes")
 
@@ -40,12 +41,15 @@ class ContinuedEpisode(Episode):
 class FinishedEpisodes:
     """The stored episodes of one worker's packs. For one event loop."""
 
-    def __init__(self, blobs: Blobs, engine: Engine, metrics: WorkerMetrics, *, run_id: str) -> None:
-        """Prepare; nothing is read before `load`."""
+    def __init__(
+        self, blobs: Blobs, engine: Engine, metrics: WorkerMetrics, *, run_id: str, images: RunImages | None = None
+    ) -> None:
+        """Prepare; nothing is read before `load`. Without ``images`` no episode that shows some is continued."""
         self._blobs = blobs
         self._engine = engine
         self._metrics = metrics
         self._run_id = run_id
+        self._images = images
         self._found: dict[tuple[str, str], list[Episode]] = {}  # by group and kind
         self._keys: dict[str, set[str]] = {}  # of stored objects, by group
 
@@ -67,9 +71,10 @@ class FinishedEpisodes:
                 continue
             self._keys.setdefault(task.group_id, set()).update(keys)
             for kind, episode in read:
-                if not self._is_usable(task, episode, max_staleness[task.environment]):
+                is_usable = self._is_usable(task, episode, max_staleness[task.environment])
+                if not is_usable or not await self._has_own_images(episode):
                     log.info(
-                        "an ended episode is of other versions than are wanted now, and is played again",
+                        "an ended episode has other versions, experts or image processor than are wanted now, and is played again",
                         episode=episode.episode_id,
                         oldest_version=episode.oldest_version,
                         newest_version=episode.newest_version,
@@ -144,13 +149,23 @@ class FinishedEpisodes:
         return name[1], ContinuedEpisode(**{one.name: getattr(episode, one.name) for one in fields(Episode)})
 
     def _is_usable(self, task: Task, episode: Episode, max_staleness: int) -> bool:
-        routers = task.sampling.routers
-        if routers is not None and any(row.experts is None or row.experts.shape != routers for row in rows_of(episode)):
+        shapes = [None if row.experts is None else row.experts.shape for row in rows_of(episode)]
+        if any(shape != task.sampling.routers for shape in shapes):  # all rows of a group say the same of them
             return False
         if task.pinned_version is not None:
             return episode.oldest_version == episode.newest_version == task.pinned_version
         served = self._engine.version
         return is_fresh(served, episode.oldest_version, max_staleness) if served is not None else False
+
+    async def _has_own_images(self, episode: Episode) -> bool:
+        """Return True unless an episode has images, and they were placed by another processor than this worker's."""
+        processors = {row.images.processor for row in rows_of(episode) if row.images is not None}
+        if not processors:
+            return True
+        try:
+            return self._images is not None and processors == {(await self._images.processor()).sha256}
+        except ImageRefused:
+            return False  # the model reads none
 
 
 def _kind(task: Task) -> str:

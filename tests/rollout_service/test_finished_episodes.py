@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,11 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.facts import RewardRequest, RouterShape, Sampling, Task
+from penstock.protocol.expert_choices import ExpertChoices, dtype_of
+from penstock.protocol.facts import ImageRef, RewardRequest, RouterShape, RowImages, Sampling, Task
+from penstock.protocol.images.processor import read_processor
 from penstock.protocol.packs import group_pack
-from penstock.protocol.trajectory import Group
+from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.environments.play import Play, Reply, Row, done
@@ -30,7 +33,9 @@ from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.proxy.messages import Message
+from penstock.rollout_service.run_images import RunImages
 from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
+from tests.rollout_service.vision_folder import write_vision_folder
 from tests.servers import wait_for
 
 SIZE = 4
@@ -85,7 +90,15 @@ class Worker:
     """What of a worker generates packs, with a store of its own: nothing survives it but objects."""
 
     def __init__(
-        self, model: Path, blobs: Blobs, run_id: str, num_ending: int, *, served: int = 4, **settings: Any
+        self,
+        model: Path,
+        blobs: Blobs,
+        run_id: str,
+        num_ending: int,
+        *,
+        served: int = 4,
+        images: RunImages | None = None,
+        **settings: Any,
     ) -> None:
         self.metrics = WorkerMetrics()
         sampler = Engine(ChatTokenizer.read(model), seed=num_ending, version=served - 1)
@@ -94,7 +107,7 @@ class Worker:
             wait_for_ordinary=at_once, ordinary_waiting=contextlib.nullcontext, sampler=lambda _: sampler, refuse=at_once,
             pinned=lambda _: contextlib.AsyncExitStack(),
         )  # fmt: skip
-        self.episodes = FinishedEpisodes(blobs, serving, self.metrics, run_id=run_id)
+        self.episodes = FinishedEpisodes(blobs, serving, self.metrics, run_id=run_id, images=images)
         self.environment = Slow(num_ending).defined(
             "mine", EnvironmentDefinition(type="slow", **{"keep_after_s": 0, "kept_staleness": 2, **settings})
         )
@@ -185,6 +198,75 @@ async def test_episodes_that_do_not_fit_are_played_again(
     await worker.episodes.load([wanted], vocab_size=440, max_staleness={"mine": worker.environment.kept_staleness})
     left = [one for one in worker.episodes.take(wanted) if worker.environment._continues(wanted, one)]
     assert left == []
+
+
+EXPERTS, OTHERS = (RouterShape(num_layers=1, num_experts=8, top_k=k) for k in (2, 1))
+
+
+def experts_of(row: Trajectory, shape: RouterShape = EXPERTS) -> dict[str, Any]:
+    """The first experts for every token."""
+    ids = np.zeros((len(row.token_ids) - 1, shape.num_layers, shape.top_k), dtype_of(shape))
+    return {"experts": ExpertChoices(shape, ids + np.arange(shape.top_k, dtype=ids.dtype))}
+
+
+def image_of(_: Trajectory, processor: str) -> dict[str, Any]:
+    """An image in the place of the first token."""
+    ref = ImageRef(position=0, num_tokens=1, grid_thw=(1, 2, 2), sha256="0" * 64, size_bytes=1)
+    return {"images": RowImages(processor=processor, refs=(ref,))}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said", "is_continued"),
+    [
+        (None, None, True),
+        (None, experts_of, False),  # the others of its group will have none
+        (EXPERTS, None, False),
+        (EXPERTS, experts_of, True),
+        (OTHERS, experts_of, False),
+    ],
+)
+async def test_only_episodes_with_the_experts_that_are_wanted_are_continued(
+    model: Path, blobs: Blobs, run_id: str, wanted: RouterShape | None, said: Any, is_continued: bool
+) -> None:
+    """All rows of a group name the experts of the same layers, or none of them does: the group would be refused as a whole."""
+    assert await is_continued_with(model, blobs, run_id, said, task_of(wanted)) == is_continued
+
+
+async def test_only_episodes_with_images_of_the_workers_own_processor_are_continued(
+    model: Path, blobs: Blobs, run_id: str, tmp_path: Path
+) -> None:
+    """A worker that was started anew may have another processor: a group with images of both would be refused."""
+    images, own = RunImages(blobs, run_id), read_processor(write_vision_folder(tmp_path / "vision"))
+    assert own is not None
+    of_text = RunImages(blobs, run_id)
+    images.use_model(tmp_path / "vision")
+    of_text.use_model(model)
+    for number, (processor, reads, is_continued) in enumerate([
+        (own.sha256, images, True), ("1" * 64, images, False), (own.sha256, None, False), (own.sha256, of_text, False)
+    ]):  # fmt: skip
+        task = task_of().model_copy(update={"group_id": f"r:0:{number}"})
+        found = await is_continued_with(
+            model, blobs, run_id, lambda row, name=processor: image_of(row, name), task, images=reads
+        )
+        assert found == is_continued
+
+
+async def is_continued_with(
+    model: Path, blobs: Blobs, run_id: str, said: Any, task: Task, images: RunImages | None = None
+) -> bool:
+    """Store an episode of a task whose rows say this beside their tokens, and ask the next worker for it."""
+    first = Worker(model, blobs, run_id, SIZE, keep_after_s=100)
+    ((ended, *_),) = [
+        group.episodes for group in await first.generate(1, task_of().model_copy(update={"group_id": task.group_id}))
+    ]
+    if said is not None:
+        rows = [replace(row, trajectory=replace(row.trajectory, **said(row.trajectory))) for row in ended.rows]
+        ended = replace(ended, rows=tuple(rows))
+    await first.episodes.keep(task, ended)
+    assert first.metrics.episodes_stored == 1
+    worker = Worker(model, blobs, run_id, SIZE, images=images)
+    await worker.episodes.load([task], vocab_size=440, max_staleness={"mine": 2})
+    return bool(worker.episodes.take(task))
 
 
 async def test_a_greedy_baseline_is_continued_apart_from_its_group(model: Path, blobs: Blobs, run_id: str) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
-from penstock.rollout_service.environments.adapters.mcp_servers.options import McpServer, check_names
+from penstock.rollout_service.environments.adapters.mcp_servers.options import McpServer, ServerLimits, ServerName
 from penstock.rollout_service.environments.games.actions import PatternOptions
-from penstock.rollout_service.environments.server_urls import AllowedTargets
 from penstock.rollout_service.environments.tools.final_answer import Scoring
 from penstock.rollout_service.environments.tools.output_limit import Cut
 
@@ -22,7 +20,7 @@ class ToolServer(McpServer):
     )
 
 
-class ToolsOptions(PatternOptions):
+class ToolsOptions(PatternOptions, ServerLimits):
     """Options of ``tools``."""
 
     tools: dict[str, dict[str, Any]] = Field(
@@ -30,7 +28,7 @@ class ToolsOptions(PatternOptions):
         max_length=64,
         description="The tools: built-in ones by name, or your own as module:ATTRIBUTE or file.py:ATTRIBUTE, each with a table of its options.",
     )
-    servers: dict[str, ToolServer] = Field(
+    servers: dict[ServerName, ToolServer] = Field(
         default_factory=dict,
         max_length=16,
         description="MCP servers by name, whose tools are SERVER__TOOL: command, folder, variables and pass_variables, or url, token_file and "
@@ -73,21 +71,6 @@ class ToolsOptions(PatternOptions):
         4000, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
     )
     output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
-    max_message_bytes: int = Field(
-        16 * 1024 * 1024,
-        ge=65_536,
-        description="Longest message of an MCP server that is read; one that sends a longer one has failed.",
-    )
-    allowed_targets: AllowedTargets = Field(
-        PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names of URLs that may be called; loopback and private ranges unless given.",
-    )
-
-    @field_validator("servers")
-    @classmethod
-    def _have_names(cls, value: dict[str, ToolServer]) -> dict[str, ToolServer]:
-        check_names(value)
-        return value
 
     @model_validator(mode="after")
     def _has_tools(self) -> Self:

@@ -1,12 +1,11 @@
-"""Options of the environment `mcp`."""
+"""Options of the environment `mcp`, and those of MCP servers that `tools` has too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
@@ -46,10 +45,34 @@ class McpServer(Section):
         return self
 
 
-class McpOptions(PlayOptions):
+def _named(name: str) -> str:
+    """Return a server's name; raises ValueError for one of which SERVER__TOOL would not be a name."""
+    if not name.isidentifier() or "__" in name:
+        raise ValueError(f"{name!r}: a server's name is made of letters, digits and single underscores")
+    return name
+
+
+ServerName = Annotated[str, AfterValidator(_named)]
+
+
+class ServerLimits(PlayOptions):
+    """What an environment with MCP servers reads of them, and where it may call them."""
+
+    max_message_bytes: int = Field(
+        16 * 1024 * 1024,
+        ge=65_536,
+        description="Longest message of an MCP server that is read; one that sends a longer one has failed.",
+    )
+    allowed_targets: AllowedTargets = Field(
+        PRIVATE_TARGETS,
+        description="Networks (CIDR) and host names of URLs that may be called; loopback and private ranges unless given.",
+    )
+
+
+class McpOptions(ServerLimits):
     """Servers, and what the policy may do with them."""
 
-    servers: dict[str, McpServer] = Field(
+    servers: dict[ServerName, McpServer] = Field(
         min_length=1,
         max_length=16,
         description="Servers by name: command, folder, variables and pass_variables, or url, token_file and protocol. With more than one, a tool's name is SERVER__TOOL.",
@@ -74,15 +97,6 @@ class McpOptions(PlayOptions):
         8192, ge=1, le=1_000_000, description="Characters of an answer of a tool that the policy reads."
     )
     output_cut: Cut = Field("end", description="Where a longer answer is shortened: end, middle, start.")
-    max_message_bytes: int = Field(
-        16 * 1024 * 1024,
-        ge=65_536,
-        description="Longest message of a server that is read; one that sends a longer one has failed.",
-    )
-    allowed_targets: AllowedTargets = Field(
-        PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names of URLs that may be called; loopback and private ranges unless given.",
-    )
 
     @model_validator(mode="after")
     def _hides_the_reward(self) -> Self:
@@ -91,16 +105,3 @@ class McpOptions(PlayOptions):
                 f"reward_tool {self.reward_tool!r} is one of tools, which the policy calls; leave it out there"
             )
         return self
-
-    @field_validator("servers")
-    @classmethod
-    def _have_names(cls, value: dict[str, McpServer]) -> dict[str, McpServer]:
-        check_names(value)
-        return value
-
-
-def check_names(servers: Iterable[str]) -> None:
-    """Raise ValueError for a server's name of which SERVER__TOOL would not be one."""
-    for name in servers:
-        if not name.isidentifier() or "__" in name:
-            raise ValueError(f"{name!r}: a server's name is made of letters, digits and single underscores")

@@ -14,7 +14,9 @@ from tests.rollout_service.environments.adapters.served_tools import ServedTools
 
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.environments.adapters.mcp_servers.options import McpOptions, ServerLimits
 from penstock.rollout_service.environments.environment import load_environments
+from penstock.rollout_service.environments.tools.options import ToolsOptions
 from penstock.rollout_service.environments.tools.tools_environment import TOOLS_ENVIRONMENT
 from penstock.rollout_service.errors import TaskRefused
 from penstock.rollout_service.hosting import try_environment
@@ -185,6 +187,14 @@ def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_environments((), {"mine": EnvironmentDefinition.model_validate({"type": "tools", "options": options})})
     assert problem in str(caught.value)
+
+
+def test_limits_of_servers_are_the_same_options_in_both_environments() -> None:
+    """`mcp` and `tools` take them from one class, and neither writes one anew."""
+    assert {"max_message_bytes", "allowed_targets"} == set(ServerLimits.model_fields)
+    for options in (McpOptions, ToolsOptions):
+        assert issubclass(options, ServerLimits)
+        assert not set(ServerLimits.model_fields) & set(options.__annotations__)
 
 
 def test_a_token_that_cannot_be_read_ends_the_worker_at_its_start(tool_model: Path) -> None:
