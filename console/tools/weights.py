@@ -184,7 +184,7 @@ def _best(run: str, kept: KeptVersions) -> int:
 
 
 def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) -> dict[str, VersionManifest]:
-    """Return the stored manifests by key; what cannot be read, or no trusted key has signed, is left out and named."""
+    """Return the stored manifests by key; what cannot be read, is of another run, or no trusted key has signed, is left out and named."""
     found, unreadable = {}, list[str]()
     for stat in blobs.list(blob_keys.all_weights_prefix(run)):
         if stat.key.endswith("/manifest.json"):
@@ -192,7 +192,11 @@ def _manifests(blobs: Blobs, run: str, trusted_keys: TrustedKeys | None = None) 
                 data = blobs.get_unverified(stat.key)
                 if trusted_keys is not None:
                     trusted_keys.verify(data, stat.key)
-                found[stat.key] = VersionManifest.from_json(data)
+                manifest = VersionManifest.from_json(data)
+                if manifest.run_id == run:
+                    found[stat.key] = manifest
+                else:
+                    unreadable.append(f"{stat.key}: it is of run {manifest.run_id}")
             except BlobMissing:
                 continue  # removed meanwhile
             except (WireError, SignatureRefused) as err:

@@ -140,7 +140,13 @@ def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Seque
     model = model_folder(options.model) if options.model else None
     keys = _keys(options.trusted_keys)
     replay = BatchReplay(
-        settings.run.folder, folder, ranks, model=model, user_code=options.user_code, trusted_keys=keys
+        settings.run.folder,
+        folder,
+        ranks,
+        run_id=options.run,
+        model=model,
+        user_code=options.user_code,
+        trusted_keys=keys,
     )
     verdict = replay.run(Blobs(settings.s3, deadline_s=30.0))
     sys.stdout.write(json.dumps(verdict.to_document()) + "\n" if options.json else describe_batch(verdict))

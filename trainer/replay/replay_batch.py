@@ -80,8 +80,9 @@ def fetch_published(
 ) -> bool:
     """Write the published version of a batch into a folder, of the newest session that may have made it.
 
-    Returns True for adapters, in PEFT's form, and False for a whole model. Manifests that none of ``trusted_keys`` has signed are not read; None: signatures are not verified. Raises ConfigError
-    where no stored version is usable.
+    Returns True for adapters, in PEFT's form, and False for a whole model. Manifests of another run, or that none of
+    ``trusted_keys`` has signed, are not used; None: signatures are not verified. Raises ConfigError where no stored version is
+    usable.
     """
     version, run_id = PolicyVersion(batch.version), batch.run_id
     store.check(run_id)
@@ -92,7 +93,11 @@ def fetch_published(
                 data = store.get_unverified(stat.key)
                 if trusted_keys is not None:
                     trusted_keys.verify(data, stat.key)
-                found.append(VersionManifest.from_json(data))
+                manifest = VersionManifest.from_json(data)
+                if manifest.run_id == run_id:
+                    found.append(manifest)
+                else:
+                    problems.append(f"{stat.key} is of run {manifest.run_id}")
             except (BlobMissing, SignatureRefused, WireError) as err:
                 problems.append(str(err))
     known = [one for one in found if one.version == version and one.epoch <= batch.epoch]
@@ -121,14 +126,16 @@ class BatchReplay:
         folder: Path,
         ranks: Ranks,
         *,
+        run_id: str,
         model: Path | None,
         user_code: bool,
         trusted_keys: TrustedKeys | None = None,
     ) -> None:
-        """Read the batch in ``folder`` with its settings; ``model`` is where the initial model has moved to.
+        """Read the batch of run ``run_id`` in ``folder`` with its settings; ``model`` is where the initial model has moved to.
 
         One of ``trusted_keys`` must have signed the weights if they are read as they were published; None: not verified.
-        Raises ConfigError for a damaged batch, or for code that its settings name by path unless ``user_code``.
+        Raises ConfigError for a damaged batch, for one of another run, or for code that its settings name by path unless
+        ``user_code``.
         """
         self._run_folder, self._folder, self._ranks, self._model = run_folder, folder, ranks, model
         self._trusted_keys = trusted_keys
@@ -141,6 +148,11 @@ class BatchReplay:
             ) from None
         except (MalformedFact, PackError, OSError) as err:
             raise ConfigError(f"{folder} cannot be read ({err}); restore it") from None
+        if self._batch.run_id != run_id:
+            raise ConfigError(
+                f"{folder} is a batch of run {self._batch.run_id}, not of run {run_id}: the weights before it are that run's; name it, with "
+                "the run.dir that holds its folder"
+            )
         if (names := named_code(self._document)) and not user_code:
             raise ConfigError(
                 f"the settings of {folder} name user code, which a replay runs: {', '.join(names)[:400]!r}; read it, then add --user-code"
@@ -218,6 +230,11 @@ class BatchReplay:
         version = self._batch.version
         for folder, state in committed(self._run_folder / CHECKPOINTS):
             if state.version == version and state.step == self._steps_before:
+                if state.run_id != self._batch.run_id:
+                    raise ConfigError(
+                        f"{folder} is a checkpoint of run {state.run_id}, not of run {self._batch.run_id}: its weights are others; remove it "
+                        "from this run's folder"
+                    )
                 verify_files(folder, state)
                 return _Weights(f"the checkpoint {folder.name}", checkpoint=(folder, state))
         if self._steps_before == 0:

@@ -215,6 +215,20 @@ def test_only_what_a_trusted_key_has_signed_is_exported(
         assert "cannot be read or trusted; the first: runs/" in capsys.readouterr().err
 
 
+def test_a_manifest_of_another_run_is_left_out(
+    run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was copied below this run's prefix; it is named, and what it says is not listed."""
+    prefix = f"runs/{run_streams}/weights/v00000003/"
+    [own] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith("/manifest.json")]
+    document = json.loads(blobs.get_unverified(own)) | {"run_id": "other", "step": 99}
+    blobs.put(f"{prefix}zz/manifest.json", json.dumps(document).encode())
+    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
+    printed = capsys.readouterr()
+    assert [row["step"] for row in json.loads(printed.out)] == [0, 1, 2, 3]
+    assert f"{prefix}zz/manifest.json: it is of run other" in printed.err
+
+
 def test_a_version_whose_objects_are_damaged_is_not_exported(
     run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
 ) -> None:

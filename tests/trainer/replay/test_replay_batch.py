@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer.groups.stored_groups import invent_group
+from tests.trainer.recovery.test_checkpoint import state
 from tests.weights_source import WeightsSource
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +25,9 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.stopped_batch import Stop, save_batch
-from penstock.trainer.replay.replay_batch import fetch_published
+from penstock.trainer.replay.replay_batch import BatchReplay, fetch_published
 
 
 def saved(home: Path, run_id: str, *, step: int, version: int, config: bytes = b"{}") -> Path:
@@ -52,6 +56,32 @@ def test_a_batch_is_replayed_on_weights_that_a_trusted_key_has_signed(
         fetch_published(batch, tmp_path / name, store=blobs, trusted_keys=keys)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_batch_is_never_replayed_on_weights_of_another_run(
+    bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path
+) -> None:
+    """Neither published ones nor those of a checkpoint; and a batch is one of the run that was named."""
+    write_model(tmp_path / "model", seed=0)
+    WeightsSource(bus, blobs, run_streams, tmp_path / "model").publish(
+        0, load_file(tmp_path / "model" / "model.safetensors")
+    )
+    home = tmp_path / "home"
+    config = {"settings": {"run": {"id": run_streams}, "model": {"path": str(tmp_path / "model")}, "algorithm": {}}}
+    folder = saved(home, run_streams, step=3, version=3, config=json.dumps(config).encode())
+    ranks: Any = None
+    with pytest.raises(ConfigError, match=f"a batch of run {run_streams}, not of run mine: .*run.dir"):
+        BatchReplay(home, folder, ranks, run_id="mine", model=None, user_code=False)
+    replay = BatchReplay(home, folder, ranks, run_id=run_streams, model=None, user_code=False)
+    checkpoint.commit(home / "checkpoints", state(2, "other"), lambda _: None, keep=1)
+    with pytest.raises(ConfigError, match=f"step00000002 is a checkpoint of run other, not of run {run_streams}"):
+        replay._find_weights(blobs, tmp_path / "scratch")
+
+    [key] = [stat.key for stat in blobs.list(f"runs/{run_streams}/weights/") if stat.key.endswith("/manifest.json")]
+    blobs.put(key, json.dumps(json.loads(blobs.get_unverified(key)) | {"run_id": "other"}).encode())
+    batch = read_batch(saved(home, run_streams, step=1, version=0))[0]
+    with pytest.raises(ConfigError, match=rf"cannot give that version \({key} is of run other\)"):
+        fetch_published(batch, tmp_path / "fetched", store=blobs)
 
 
 def test_a_replay_has_as_many_ranks_as_the_run_had_at_the_batch(tmp_path: Path) -> None:
