@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import pytest
+
 from tests.mutation.guards import ROOT, Guard, read_table
 from tests.mutation.tree_copy import Ran, TreeCopy
 
@@ -29,6 +31,7 @@ _BASELINE_S = 900.0  # for the tests of one file with all guards in place
 _LEAST_S = 90.0  # for one guard's tests, or this many times what all of its file's tests took with the guard:
 _TIMES = 5
 _ALONE_TIMES = 4  # as long for the second try of a test that did not end
+_OUTPUT, _NUM_LAST = "pytest.out", 20  # what pytest prints in a copy; lines of it that are shown when it fails
 _BEGIN, _END = "<!-- guards: written by `make mutation-proof` -->", "<!-- end of guards -->"
 Verdict = Literal["proven", "passes", "no end", "broken"]
 
@@ -64,13 +67,16 @@ def _try_files(copy: TreeCopy, files: Sequence[Sequence[Guard]], times: float, t
         with_guards = copy.run(tests, deadline_s=_BASELINE_S)
         for guard in guards:
             digest = guard.digest(copy.folder)
+            error = f"with the guard in place: {with_guards.test} {with_guards.error}"
             if with_guards.has_passed:
                 deadline_s = times * max(_LEAST_S, _TIMES * with_guards.seconds)
-                without = copy.run_without(guard, deadline_s=deadline_s)
-                _keep(result_of(guard, digest, without, with_guards.seconds), terminal)
-            else:
-                error = f"with the guard in place: {with_guards.test} {with_guards.error}"
-                _keep(Result(guard.check, digest, "broken", "", error, 0.0, with_guards.seconds), terminal)
+                try:
+                    without = copy.run_without(guard, deadline_s=deadline_s)
+                    _keep(result_of(guard, digest, without, with_guards.seconds), terminal)
+                    continue
+                except ValueError as err:  # its text has moved; the guards after it are tried all the same
+                    error = str(err)
+            _keep(Result(guard.check, digest, "broken", "", error, 0.0, with_guards.seconds), terminal)
 
 
 def _keep(result: Result, terminal: int) -> None:
@@ -83,20 +89,28 @@ def _keep(result: Result, terminal: int) -> None:
     os.write(terminal, line.encode())
 
 
-def kept_results() -> dict[str, Result]:
-    """Return the last result of each guard that was tried in this tree."""
-    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    return {result.check: result for result in (Result(**json.loads(line)) for line in lines)}
+def _lines() -> list[str]:
+    return RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
 
 
-def prove(guards: Sequence[Guard], *, num_copies: int) -> None:
-    """Try guards, in several copies of the tree at a time, file by file; then alone those whose tests did not end."""
+def kept_results(after: int = 0) -> dict[str, Result]:
+    """Return the last result of each guard that was tried in this tree; only those behind the first ``after`` results."""
+    return {result.check: result for result in (Result(**json.loads(line)) for line in _lines()[after:])}
+
+
+def prove(guards: Sequence[Guard], *, num_copies: int) -> dict[str, Result]:
+    """Try guards, in several copies of the tree at a time, file by file; then alone those whose tests did not end.
+
+    A guard whose process ended before it was tried has no result, whatever an earlier run found.
+    """
+    before = len(_lines())
     with tempfile.TemporaryDirectory(prefix="penstock-mutants-") as folder:
         copies = [TreeCopy(Path(folder) / str(number)) for number in range(num_copies)]
         _try_all(guards, copies, 1.0)
-        results = kept_results()
+        results = kept_results(before)
         without_end = [one for one in guards if one.check in results and results[one.check].verdict == "no end"]
         _try_all(without_end, copies[:1], _ALONE_TIMES)
+    return kept_results(before)
 
 
 def _try_all(guards: Sequence[Guard], copies: Sequence[TreeCopy], times: float) -> None:
@@ -109,23 +123,29 @@ def _try_all(guards: Sequence[Guard], copies: Sequence[TreeCopy], times: float) 
     started = []
     for copy, share in shares:
         if (pid := os.fork()) == 0:
+            code = 1
             try:
-                _try_share(copy, share, times)
+                code = _try_share(copy, share, times)
             except BaseException:  # noqa: BLE001 this process must not go on as the one it was forked from
                 traceback.print_exc()
             finally:
-                os._exit(0)
-        started.append(pid)
-    for pid in started:
-        os.waitpid(pid, 0)
+                os._exit(code)
+        started.append((pid, copy))
+    for pid, copy in started:
+        if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            output = copy.folder / _OUTPUT
+            said = output.read_text(errors="replace").splitlines()[-_NUM_LAST:] if output.exists() else []
+            sys.stderr.write("".join(f"    {line}\n" for line in (f"a process ended with {code}:", *said)))
 
 
-def _try_share(copy: TreeCopy, files: Sequence[Sequence[Guard]], times: float) -> None:
-    terminal, output = os.dup(1), os.open(copy.folder / "pytest.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _try_share(copy: TreeCopy, files: Sequence[Sequence[Guard]], times: float) -> int:
+    """Try files of guards in this process; return 0, or another number if pytest itself failed."""
+    terminal, output = os.dup(1), os.open(copy.folder / _OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     names = sorted({file for guards in files for guard in guards for file in guard.test_files})
-    copy.collect(names, lambda: _try_files(copy, files, times, terminal))
+    code = copy.collect(names, lambda: _try_files(copy, files, times, terminal))
+    return 0 if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) else code  # a file that cannot be collected
 
 
 def page(guards: Sequence[Guard], results: Mapping[str, Result], before: str = "") -> str:
@@ -163,10 +183,8 @@ def main() -> int:
     todo = [one for one in wanted if one.check not in proven]
     sys.stdout.write(f"{len(wanted) - len(todo)} of {len(wanted)} guards are proven and have not changed\n")
     sys.stdout.flush()
-    if todo:
-        prove(todo, num_copies=options.copies)
-    kept = kept_results()
-    results |= {one.check: kept[one.check] for one in todo if one.check in kept}
+    tried = prove(todo, num_copies=options.copies) if todo else {}
+    results = {check: one for check, one in results.items() if check not in {guard.check for guard in todo}} | tried
     if options.write is not None:
         text = options.write.read_text(encoding="utf-8")
         head, _, rest = text.partition(_BEGIN)

@@ -24,6 +24,9 @@ def swap(old: str, new: str, file: str) -> bool:
         return False  # one of them is called at import only, or was replaced since
     if any(one.__code__.co_freevars != code.co_freevars for one, code in found):
         return False
+    inner = [code for was, now in changed for code in set(_within(was)) - set(_within(now))]
+    if any(one.__code__ in inner for one in functions):
+        return False  # a function made by a changed one when it was imported, as by a decorator
     for one, code in found:
         one.__code__ = code
     return True
@@ -55,6 +58,11 @@ def _is_function(code: CodeType) -> bool:
 
 def _nested(code: CodeType) -> list[CodeType]:
     return [one for one in code.co_consts if isinstance(one, CodeType)]
+
+
+def _within(code: CodeType) -> list[CodeType]:
+    """Return the functions within a function, at any depth."""
+    return [deep for one in _nested(code) for deep in (one, *_within(one))]
 
 
 def _same(old: CodeType, new: CodeType, *, nested: bool = True) -> bool:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.mutation.guards import Guard
+from tests.mutation import prove
+from tests.mutation.guards import Guard, read_table
 from tests.mutation.prove import Result, Verdict, page, result_of
 from tests.mutation.swap_code import swap
 from tests.mutation.tree_copy import Ran
@@ -53,8 +58,8 @@ class Box:
 '''
 
 
-def imported(path: Path) -> ModuleType:
-    path.write_text(SOURCE)
+def imported(path: Path, source: str = SOURCE) -> ModuleType:
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location("guarded", path)
     assert spec is not None
     assert spec.loader is not None
@@ -107,6 +112,15 @@ def test_what_runs_at_import_is_not_swapped(tmp_path: Path, old: str, new: str) 
         module.plain(9)
 
 
+def test_a_function_that_a_changed_one_made_at_import_is_not_swapped(tmp_path: Path) -> None:
+    """As by a decorator: the code of what it returned stays, so the tests need another import."""
+    path = tmp_path / "guarded.py"
+    source = f"{SOURCE}\nkept = outer(3)\n"
+    module = imported(path, source)
+    assert swap(source, source.replace("return value <= limit", "return True"), str(path)) is False
+    assert module.kept(9) is False
+
+
 GUARD = Guard("a pack: its size", "a.py", "x", "y", ("tests/test_a.py::test_it",))
 
 
@@ -140,3 +154,62 @@ def test_the_table_keeps_what_was_not_tried_here() -> None:
         "| hole | `b.py` | **no test** |",
         "| new | `b.py` | **not tried** |",
     ]
+
+
+@pytest.mark.parametrize("digest", ["current", "of another file"])
+def test_a_result_of_an_earlier_run_is_no_proof_of_this_one(
+    digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When the processes end before a guard is tried again, it is not proven, and the command fails."""
+    guard = read_table()[0]
+    results = tmp_path / "mutation.jsonl"
+    known = Result(guard.check, guard.digest() if digest == "current" else digest, "proven", "a::b", "", 1.0, 1.0)
+    results.write_text(json.dumps(asdict(known)) + "\n")
+    monkeypatch.setattr(prove, "RESULTS", results)
+    monkeypatch.setattr(prove, "_try_all", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["prove", guard.check, "--again", "--copies", "0"])
+    assert prove.main() == 1
+    assert f"not proven: {guard.check} (its process ended)" in capsys.readouterr().out
+
+
+def test_what_a_process_said_before_it_failed_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its output is in a folder that is removed."""
+
+    class Fails:
+        folder = tmp_path
+
+        def collect(self, *_: object) -> int:
+            os.write(1, b"cannot fork\n")
+            return 3
+
+    prove._try_all([GUARD], [Fails()], 1.0)  # type: ignore[list-item]
+    assert "a process ended with 3:\n    cannot fork" in capfd.readouterr().err
+
+
+def test_a_guard_that_has_moved_is_broken_and_the_next_one_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row must follow; the others of its file have their results."""
+    results = tmp_path / "build" / "mutation.jsonl"
+    monkeypatch.setattr(prove, "RESULTS", results)
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text("")
+
+    class Copy:
+        folder = tmp_path
+
+        def run(self, *_: object, **__: object) -> Ran:
+            return Ran(0, "", "", 0.1)
+
+        def run_without(self, guard: Guard, **_: object) -> Ran:
+            guard.without((tmp_path / guard.file).read_text())
+            return Ran(1, "tests/test_a.py::test_it", "AssertionError", 0.1)
+
+    moved = Guard("moved", "a.py", "y", "z", GUARD.tests)
+    prove._try_files(Copy(), [[moved, GUARD]], 1.0, os.open(os.devnull, os.O_WRONLY))  # type: ignore[arg-type]
+    found = prove.kept_results()
+    assert {check: one.verdict for check, one in found.items()} == {"moved": "broken", GUARD.check: "proven"}
+    assert "there 0 times" in found["moved"].error

@@ -76,14 +76,17 @@ class TreeCopy:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, folder / name)
 
-    def collect(self, test_files: Sequence[str], then: Callable[[], None]) -> None:
-        """Make this process one of the copy, collect tests, and call ``then``; the process is of no other use afterwards."""
+    def collect(self, test_files: Sequence[str], then: Callable[[], None]) -> int:
+        """Make this process one of the copy, collect tests, call ``then``, and return pytest's exit code.
+
+        The process is of no other use afterwards.
+        """
         os.chdir(self.folder)
         _forget()
         paths = [str(self.folder / "src"), str(self.folder)]
         sys.path[:] = [*paths, *(path for path in sys.path if path not in {"", str(ROOT), str(ROOT / "src")})]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-        self._pytest(test_files, _Collected(self, then))
+        return self._pytest(test_files, _Collected(self, then))
 
     def _pytest(self, arguments: Sequence[str], plugin: object) -> int:
         return int(pytest.main([*_OPTIONS, "--basetemp", str(self.folder / "tmp"), *arguments], plugins=[plugin]))
