@@ -86,10 +86,15 @@ def group(prompt: int, completion: int, size: int = 8) -> list[Row]:
     return [row(given, rng.integers(0, VOCABULARY, length)) for length in lengths]
 
 
+def log_normal(rng: np.random.Generator, median: float, most: float, num: int) -> np.ndarray:
+    """Return lengths between 16 and ``most``, not rounded."""
+    return np.clip(rng.lognormal(np.log(median), 0.7, num), 16, most)
+
+
 def mixed(scale: int) -> list[Row]:
     """64 rows of log-normal length, median 245, at most 2,048; no two share a prompt."""
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(245 / scale), 0.7, 64), 16, 2048 / scale).astype(int)
+    lengths = log_normal(rng, 245 / scale, 2048 / scale, 64).astype(int)
     return [row(rng.integers(0, VOCABULARY, 8), rng.integers(0, VOCABULARY, length - 8)) for length in lengths]
 
 
@@ -229,8 +234,13 @@ def report(cases: dict[str, Case], rounds: int) -> Iterator[str]:
 
 
 def paired(found: dict[str, tuple[list[float], int]], way: str) -> str:
-    """Return how much faster the tree is than a way: the median of the rounds, the smallest and the largest."""
-    ratios = sorted(other / own for other, own in zip(found[way][0], found["tree"][0], strict=True))
+    """Return how much faster the tree is than a way."""
+    return ratio(found[way][0], found["tree"][0])
+
+
+def ratio(others: Sequence[float], own: Sequence[float]) -> str:
+    """Return the seconds of others beside one's own, round by round: the median, the smallest and the largest."""
+    ratios = sorted(other / mine for other, mine in zip(others, own, strict=True))
     return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 

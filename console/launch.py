@@ -18,6 +18,7 @@ from penstock.protocol.errors import ConfigError
 
 LOCAL = "--local"
 JSON = "--json"
+_TORCHRUN_STOP_S = "900"  # as PyTorch's variable has it; long enough for a checkpoint of a large model
 REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
 
 
@@ -91,7 +92,11 @@ def given(arguments: Sequence[str], environ: Mapping[str, str], *path: str) -> G
 
 
 def replace_process(command: Sequence[str]) -> None:
-    """Replace this process; does not return."""
+    """Replace this process; does not return.
+
+    A torchrun below it gives its ranks time for a checkpoint: by itself it kills them 30 s after it was asked to stop.
+    """
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_STOP_S)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))  # noqa: S606 - no shell is the point

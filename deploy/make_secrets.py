@@ -38,6 +38,7 @@ METRICS = (
 METRICS_HOSTS = ("trainer-cpu", "trainer-gpu", "rollout-cpu", "rollout-gpu", "trainer", "rollout")
 SERVERS = ("nats", "s3", "reward", "reward-model", METRICS, "prometheus", "grafana")
 _BYTES = 24
+_MODE = 0o644  # a container reads it under another user id, whatever the umask was; nobody else enters the folder
 _ROUTE_PORT = 6222
 
 
@@ -51,7 +52,7 @@ def make_secrets(folder: Path, nats_servers: Sequence[str] = ()) -> list[Path]:
     written = [folder / name for name in (*(f"nats_{user}" for user in NATS_USERS), *OTHERS)]
     written = [path for path in written if not path.exists()]
     for path in written:
-        path.write_text(secrets.token_hex(_BYTES))
+        _write(path, secrets.token_hex(_BYTES))
     made = {
         "nats_passwords.conf": [f'{user.upper()}_PASSWORD: "{_value(folder / f"nats_{user}")}"' for user in NATS_USERS],
         "reward_tokens": [
@@ -61,11 +62,18 @@ def make_secrets(folder: Path, nats_servers: Sequence[str] = ()) -> list[Path]:
     for name, lines in made.items():
         path, text = folder / name, "".join(f"{line}\n" for line in lines)
         if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+            _write(path, text)
             written.append(path)
+    for name in (*(f"nats_{user}" for user in NATS_USERS), *OTHERS, *made):
+        (folder / name).chmod(_MODE)  # also those of an earlier call
     if nats_servers:
         written += _write_routes(folder, nats_servers)
     return [*written, *_make_certificates(folder / "tls", nats_servers)]
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(_MODE)
 
 
 def _value(file: Path) -> str:
@@ -77,12 +85,12 @@ def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
     password, routes = folder / "nats_route", folder / "nats_routes.conf"
     written = [] if password.exists() else [password]
     if written:
-        password.write_text(secrets.token_hex(_BYTES))
+        _write(password, secrets.token_hex(_BYTES))
     known = password.read_text().strip()
     urls = [f"nats-route://route:{known}@{one if ':' in one else f'{one}:{_ROUTE_PORT}'}" for one in servers]
     text = f'ROUTE_PASSWORD: "{known}"\nROUTES: {json.dumps(urls)}\n'
     if not routes.exists() or routes.read_text() != text:
-        routes.write_text(text)
+        _write(routes, text)
         written.append(routes)
     return written
 
@@ -97,9 +105,9 @@ def _make_certificates(folder: Path, nats_servers: Sequence[str]) -> list[Path]:
             names = [(service, host) for host in wanted]
             certificates.write_certificates(folder, services=(service,), names=names, renew=True)
         certificates.kept(folder, service)
-        (folder / f"{service}.key").chmod(0o644)  # a container reads it under another user id
+        (folder / f"{service}.key").chmod(_MODE)
     private, _ = certificates.signing_key(folder)
-    private.chmod(0o644)
+    private.chmod(_MODE)
     return [path for path in sorted(folder.glob("*")) if path.stat().st_mtime_ns != before.get(path)]
 
 

@@ -41,7 +41,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import numpy as np
 import torch
-from benchmarks.trainer_packing import CASES, scorer_of
+from benchmarks.trainer_packing import CASES, log_normal, ratio, scorer_of
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -77,9 +77,10 @@ _MICRO_BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained: the model's folder and the rows."""
+    """What is trained: the model's folder and the rows; ``scratch`` is a folder that the trainers may write into."""
 
     model: Path
+    scratch: Path
     tokenizer: Any
     turns: list[Turn]
     pairs: list[Pair]
@@ -100,9 +101,7 @@ def rows_of(lengths: str, num_rows: int, scale: int, vocabulary: int) -> tuple[l
         return rng.integers(1, vocabulary, max(2, int(length) // scale)).astype(np.int32)
 
     def sizes(median: int, most: int, num: int) -> np.ndarray:
-        return (
-            np.clip(rng.lognormal(np.log(median), 0.7, num), 16, most) if lengths == "mixed" else np.full(num, median)
-        )
+        return log_normal(rng, median, most, num) if lengths == "mixed" else np.full(num, median)
 
     given = max(1, (8 if lengths == "mixed" else 64) // scale)
     turns = []
@@ -142,7 +141,7 @@ def timed(trainer: Any) -> float:
 def common(work: Work, batch: int, num_rows: int) -> dict[str, Any]:
     """Return the arguments of all of Hugging Face's trainers."""
     return {
-        "output_dir": tempfile.mkdtemp(dir=work.model.parent), "max_steps": work.steps + 1, "per_device_train_batch_size": batch,
+        "output_dir": tempfile.mkdtemp(dir=work.scratch), "max_steps": work.steps + 1, "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": num_rows // batch, "learning_rate": LR, "use_cpu": True, "bf16": False,
         "gradient_checkpointing": False, "train_sampling_strategy": "sequential", "logging_steps": 100,
         "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
@@ -236,7 +235,7 @@ def penstock(training: str) -> Callable[[Work], float]:
         own = {"steps": work.steps + 1, "lr": LR, "betas": [0.9, 0.999], "schedule": "linear"}
         settings = TrainerSettings.model_validate(
             {
-                "run": {"id": "speed", "dir": work.model.parent},
+                "run": {"id": "speed", "dir": work.scratch},
                 "model": {"path": work.model},
                 "trainer": {"micro_batch_tokens": _MICRO_BATCH_TOKENS},
                 training: {"batch_size": len(work.turns if training == "sft" else work.pairs), **own},
@@ -309,8 +308,7 @@ def compare(training: str, lengths: str, work: Work, rounds: int, deadline_s: fl
             found[system].append(measure(training, system, work, deadline_s))
     tokens = work.num_tokens(training)
     for system, seconds in found.items():
-        ratios = sorted(theirs / own for theirs, own in zip(seconds, found[PENSTOCK], strict=True))
-        beside = f"{statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})" if system != PENSTOCK else ""
+        beside = ratio(seconds, found[PENSTOCK]) if system != PENSTOCK else ""
         middle = statistics.median(seconds)
         print(
             f"| {training}, {lengths} | {tokens:,} | {system} | {middle:.2f} | {tokens / middle:,.0f} | {beside} |",
@@ -346,7 +344,7 @@ def main() -> None:
         for training in options.only:
             for lengths in options.lengths:
                 turns, pairs = rows_of(lengths, options.rows, options.scale, vocabulary)
-                work = Work(model, tokenizer, turns, pairs, options.steps)
+                work = Work(model, Path(scratch), tokenizer, turns, pairs, options.steps)
                 compare(training, lengths, work, options.rounds, options.deadline_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -283,6 +284,28 @@ def test_services_depend_on_services_that_can_be_healthy() -> None:
             assert set(SERVICES[other].get("profiles", [])) <= set(service.get("profiles", []))
             if how["condition"] == "service_healthy":
                 assert "test" in SERVICES[other]["healthcheck"]
+
+
+@pytest.mark.parametrize("name", ["trainer-gpu", "trainer-cpu"])
+def test_a_trainer_that_is_stopped_has_time_for_its_checkpoint(name: str) -> None:
+    """Docker kills what has not ended by then; a checkpoint of a large model takes minutes."""
+    assert SERVICES[name]["stop_grace_period"] == "300s"
+
+
+def test_containers_can_read_the_secrets_whatever_the_umask(tmp_path: Path) -> None:
+    """They have another user id; nobody else may enter the folder. Files of an earlier call are mended."""
+    folder = tmp_path / "secrets"
+    before = os.umask(0o077)
+    try:
+        make_secrets(folder, ["nats-0.nats"])
+        (folder / "nats_trainer").chmod(0o600)
+        make_secrets(folder, ["nats-0.nats"])
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+    assert modes.pop("ca.key") == 0o600
+    assert set(modes.values()) == {0o644}, modes
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_secrets_are_made_once(tmp_path: Path) -> None:

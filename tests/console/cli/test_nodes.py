@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -73,3 +75,15 @@ def test_local_is_one_machine() -> None:
     """A stack on every node would be several runs of one name."""
     with pytest.raises(ConfigError, match="--local starts every service on this machine, and this is node 1 of 2"):
         launch.train_command(["run.toml", "--local", *FLAGS], {})
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "900"), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}, "60")])
+def test_torchrun_gives_its_ranks_time_for_a_checkpoint(given: dict[str, str], expected: str) -> None:
+    """By itself it kills them 30 s after it was asked to stop; a time of one's own counts."""
+    environ = {name: value for name, value in os.environ.items() if name != "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+    say = "import os; print(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])"
+    code = f"import sys; from penstock.console import launch; launch.replace_process([sys.executable, '-c', {say!r}])"
+    started = subprocess.run(
+        [sys.executable, "-c", code], env=environ | given, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert started.stdout == f"{expected}\n"

@@ -64,22 +64,54 @@ def test_a_signal_reaches_the_run_and_the_job_is_queued_again(folder: Path, code
         assert "put back into the queue" in output
 
 
+# As Slurm's: a task on each node, and SIGTERM kills all of them.
+SRUN = """
+printf "%s|" "$1" "$2" > flags; shift 2
+SLURM_PROCID=0 "$@" & first=$!
+SLURM_PROCID=1 "$@" & second=$!
+trap 'kill -KILL $first $second; exit 137' TERM
+wait $first; code=$?
+kill $second
+exit $code
+"""
+TRAINS = """
+printf "%s|" "$@" > arguments-$SLURM_PROCID
+trap 'echo asked >> asked-$SLURM_PROCID; sleep ${FOR:-0}; exit ${CODE:-130}' TERM
+echo up > up-$SLURM_PROCID; while :; do sleep 0.05; done
+"""
 SERVERS = {"PENSTOCK_NATS__URL": "tls://n:4222", "PENSTOCK_S3__ENDPOINT": "https://s:9000"}
 
 
 @pytest.mark.parametrize(("code", "is_requeued"), [("130", True), ("0", False)])
 def test_on_several_nodes_srun_starts_the_trainer_on_each(folder: Path, code: str, is_requeued: bool) -> None:
-    """One task a node, with the arguments as they are and no servers; a signal reaches srun, which passes it to its tasks."""
-    stand_in(folder, "penstock", FINISHES)
-    stand_in(folder, "srun", f'printf "%s|" "$@" > arguments; {WAITS}')
-    job = start(folder, "run.toml", "trainer.num_ranks=16", CODE=code, SLURM_JOB_NUM_NODES="2", **SERVERS)
-    wait_for((folder / "up").exists, "srun", 20)
+    """One task a node, with the arguments as they are and no servers; a signal reaches the first one, once, and not srun."""
+    stand_in(folder, "penstock", TRAINS)
+    stand_in(folder, "srun", SRUN)
+    given = {"CODE": code, "FOR": "0.5", "SLURM_JOB_NUM_NODES": "2", "TMPDIR": str(folder), **SERVERS}
+    job = start(folder, "run.toml", "trainer.num_ranks=16", **given)
+    wait_for(lambda: all((folder / f"up-{node}").exists() for node in (0, 1)), "both nodes", 20)
     job.send_signal(signal.SIGTERM)
+    wait_for((folder / "asked-0").exists, "the signal", 20)
+    job.send_signal(signal.SIGUSR1)  # also of Slurm: a job that is preempted near its time limit
     job.communicate(timeout=20)
     assert job.returncode == int(code)
-    flags = "--ntasks-per-node=1|--kill-on-bad-exit=1|"
-    assert (folder / "arguments").read_text() == f"{flags}penstock|train|run.toml|trainer.num_ranks=16|"
+    assert (folder / "flags").read_text() == "--ntasks-per-node=1|--kill-on-bad-exit=1|"
+    assert [(folder / f"arguments-{n}").read_text() for n in (0, 1)] == ["train|run.toml|trainer.num_ranks=16|"] * 2
+    assert (folder / "asked-0").read_text() == "asked\n"
     assert (folder / "requeued").exists() == is_requeued
+    assert not list(folder.glob("tmp.*"))
+
+
+def test_a_signal_before_srun_has_started_the_trainer_reaches_it_afterwards(folder: Path) -> None:
+    """As when Slurm's controller is slow."""
+    stand_in(folder, "penstock", TRAINS)
+    stand_in(folder, "srun", f"echo up > srun-up; until [ -e go ]; do sleep 0.05; done\n{SRUN}")
+    job = start(folder, "run.toml", SLURM_JOB_NUM_NODES="2", TMPDIR=str(folder), **SERVERS)
+    wait_for((folder / "srun-up").exists, "srun", 20)
+    job.send_signal(signal.SIGTERM)
+    (folder / "go").touch()
+    job.communicate(timeout=30)
+    assert (job.returncode, (folder / "requeued").read_text()) == (130, "requeue 7\n")
 
 
 def test_several_nodes_without_servers_that_all_reach_are_refused(folder: Path) -> None:
