@@ -17,6 +17,9 @@ batches of 8; preferences have pairs of a prompt and two answers, a quarter as m
 reference.
 """
 
+# pyright: reportMissingImports=false
+# trl and datasets are in an environment of their own.
+
 from __future__ import annotations
 
 import argparse
