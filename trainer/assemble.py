@@ -186,6 +186,7 @@ def _newest_checkpoint(
     state_json = (found[0] / STATE_FILE).read_bytes() if found else b""
     check_is_newest(session.pointer.value, root, found[1] if found else None, state_json, older_step=older_step)
     if found is not None:
+        stored.complete(*found)
         verify_files(*found)
     return found, state_json
 
@@ -197,6 +198,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
         connections.run_id,
         root=settings.run.folder / CHECKPOINTS,
         metrics=settings.run.folder / METRICS_FILE,
+        keeps_local=settings.trainer.local_checkpoints,
     )
     found, state_json = _newest_checkpoint(session, stored)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
@@ -234,6 +236,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
             stored.store(found[0])
         # The trainer may have been killed between the rename that commits a checkpoint and its key in NATS.
         record_writer.mark_committed(found[1], state_json)
+        stored.mark_named(found[0], state_json)
     copies = stored if settings.trainer.store_checkpoints else None
     parts = _training(session, rank_group, writer, coordinator, record_writer, resumed, success, copies)
     with watch, parts as (training, evaluation_log):

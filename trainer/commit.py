@@ -10,6 +10,9 @@ state ──▶ chapter (S3) ──▶ copy ══▶ folder.partial ──fsync
           it is named      memory   (thread from here on)     holds the run        ▼      fails here and acknowledges nothing
                                                                           copy (S3), if ``trainer.store_checkpoints``
 ```
+
+Without ``trainer.local_checkpoints`` the files in the folder are removed between the key and the acknowledgements, and those of
+the checkpoint that was resumed before the next one is written: every rank has read it, since the chapter's digest is of all ranks.
 """
 
 from __future__ import annotations
@@ -116,8 +119,11 @@ class Committer:
     ) -> None:
         """Write a checkpoint, name it in NATS, and acknowledge; on the thread."""
         started = time.monotonic()
+        root = self.settings.run.folder / CHECKPOINTS
+        if self.stored is not None and not checkpoint.has_weights_of(root, state):
+            self.stored.remove_local(self.lease.confirm)
         data = checkpoint.commit(
-            self.settings.run.folder / CHECKPOINTS,
+            root,
             state,
             self.writer.write,
             keep=self.settings.trainer.keep_checkpoints,
@@ -125,11 +131,13 @@ class Committer:
         )
         crash_points.reach(CrashPoint.COMMITTED)
         if self.stored is not None:
-            self.stored.store(self.settings.run.folder / CHECKPOINTS / folder_name(state.step))
+            self.stored.store(root / folder_name(state.step))
             crash_points.reach(CrashPoint.COPIED)
         self.record_writer.mark_committed(state, data)
         crash_points.reach(CrashPoint.POINTED)
         if self.stored is not None:
+            self.stored.mark_named(root / folder_name(state.step), data)
+            self.stored.remove_local(self.lease.confirm)
             self.stored.prune(self.lease.epoch)
         self._acknowledge(trained, evaluated)
         took_s = time.monotonic() - started

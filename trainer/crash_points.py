@@ -5,7 +5,7 @@
 comparison.
 
     one of several optimizer steps ▸ [updated] ▸ …
-    step ▸ copy in memory [captured] ▸ each shard [shard_written] ▸ [written] ▸ commit ▸ [committed] ▸ copy ▸ [copied] ▸ point ▸ [pointed] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
+    step ▸ copy in memory [captured] ▸ each shard [shard_written] ▸ [written] ▸ commit ▸ [committed] ▸ copy ▸ [copied] ▸ point ▸ [pointed] ▸ each file [removing] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
          ▸ each object [object_stored] ▸ [shards_stored] ▸ manifest ▸ [manifest_stored] ▸ head ▸ [head_moved] ▸ announce ▸ [announced]
 """
 
@@ -29,6 +29,8 @@ class CrashPoint(StrEnum):
     COMMITTED = "committed"  # the rename ▸ the copy in the object store, or the checkpoint key in NATS
     COPIED = "copied"  # the copy of the checkpoint in the object store ▸ the checkpoint key in NATS
     POINTED = "pointed"  # the checkpoint key ▸ the first acknowledgement
+    REMOVING = "removing"  # one file of a checkpoint that the object store has is removed from the disk ▸ its next
+    FETCHED = "fetched"  # one file of a checkpoint is fetched from the object store ▸ its next, or the load
     ACKNOWLEDGING = "acknowledging"  # half of the acknowledgements ▸ the others
     ACKNOWLEDGED = "acknowledged"  # the last acknowledgement ▸ the next step
     OBJECT_STORED = "object_stored"  # one of a rank's objects of a version ▸ its next, or the answer to rank 0

@@ -97,6 +97,12 @@ class OptimizerSettings(Section):
         description="Copy each checkpoint to the object store before its groups are acknowledged, so that a trainer on another "
         "machine resumes the run without this folder. The store keeps as many as keep_checkpoints.",
     )
+    local_checkpoints: bool = Field(
+        default=True,
+        description="Keep the files of checkpoints in the run's folder too. False, with store_checkpoints: once the object store has "
+        "all files of a checkpoint, each read back, and NATS names it, only its state.json stays on disk, so that at most the "
+        "checkpoint that is being written or resumed takes space there.",
+    )
     resume: bool = Field(default=True, description="Resume from the newest checkpoint of this run id, if there is one.")
     resume_older_step: int | None = Field(
         default=None,
@@ -236,6 +242,15 @@ class OptimizerSettings(Section):
         """Return what every rank requires of the manifests that it reads: its own key's signature; None without a key."""
         key = self.signing_key()
         return None if key is None else key.trusted
+
+    @model_validator(mode="after")
+    def _keeps_checkpoints(self) -> OptimizerSettings:
+        if not self.local_checkpoints and not self.store_checkpoints:
+            raise ValueError(
+                "trainer.local_checkpoints = false needs trainer.store_checkpoints = true: without it no checkpoint would be kept "
+                "anywhere; set that, or leave trainer.local_checkpoints out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _divides_the_ranks(self) -> OptimizerSettings:

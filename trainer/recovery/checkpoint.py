@@ -30,7 +30,7 @@ from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
 from penstock.trainer.recovery import durable_folders
-from penstock.trainer.recovery.checkpoint_files import hash_files
+from penstock.trainer.recovery.checkpoint_files import hash_files, missing_files
 
 
 def commit(
@@ -88,10 +88,13 @@ def commit(
 def has_weights_of(root: Path, state: CheckpointState) -> bool:
     """Return True if the checkpoint before ``state`` holds the same weights: only its ``state.json`` will be replaced.
 
+    One whose files are in the object store alone is written anew, so that what NATS does not name yet is whole on the disk.
     Raises LeaseLost for a checkpoint of a newer epoch.
     """
     folder = root / folder_name(state.step)
-    return folder.exists() and _is_ours(read_state(folder), state, folder)
+    if not folder.exists():
+        return False
+    return _is_ours(found := read_state(folder), state, folder) and not missing_files(folder, found)
 
 
 def partial_of(root: Path, state: CheckpointState) -> Path:

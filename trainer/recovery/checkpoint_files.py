@@ -2,6 +2,9 @@
 
 A flipped byte of the optimizer's moments changes no digest of weights, and PyTorch does not check the checksums of the
 archives it reads; those archives may also contain pickled code. So a file is read only if its bytes are the committed ones.
+
+With ``trainer.local_checkpoints`` off a committed checkpoint may be here without its files: the object store has them
+(`stored_checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -50,6 +53,22 @@ def verify_files(folder: Path, state: CheckpointState) -> None:
             "Restore the folder from a copy, or remove it and set trainer.resume_older_step to the step of the checkpoint "
             "before it, and make the later steps again"
         )
+
+
+def path_of(folder: Path, state: CheckpointState, path: str) -> Path:
+    """Return where a file of a checkpoint is; raises CheckpointError for one that its state names outside of the folder."""
+    inside = folder.resolve()
+    if not (found := (inside / path).resolve()).is_relative_to(inside) or path not in state.files:
+        raise CheckpointError(
+            f"{folder / STATE_FILE} names the file {path[:200]!r}, which is not in that folder: it was altered, or a folder in it "
+            "is a link; restore the folder from a copy"
+        )
+    return found
+
+
+def missing_files(folder: Path, state: CheckpointState) -> list[str]:
+    """Return the files of a checkpoint that are not in its folder, by relative path."""
+    return sorted(path for path in state.files if not (folder / path).is_file())
 
 
 def _files(folder: Path) -> list[str]:

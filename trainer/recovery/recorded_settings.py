@@ -19,7 +19,7 @@ _CONNECTIONS = ("nats", "s3")  # addresses of servers may change between a run a
 _WITHOUT_EFFECT = frozenset(
     f"trainer.{key}"
     for key in (
-        "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "store_checkpoints", "signing_key_file", "keep_versions", "collect_deadline_s",
+        "kill_at", "lease_s", "rank_deadline_s", "resume", "checkpoint_every", "checkpoint_every_s", "keep_checkpoints", "store_checkpoints", "local_checkpoints", "signing_key_file", "keep_versions", "collect_deadline_s",
         "keep_best", "verify_export", "milestone_every", "keep_milestones",
         "max_mismatch", "mismatch_patience", "check_texts", "store_logprobs", "min_entropy", "peak_flops",
     )

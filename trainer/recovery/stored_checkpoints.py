@@ -7,19 +7,30 @@ disk remembers. ``state.json`` is stored last. A file that an earlier checkpoint
 The object store holds the checkpoints that the folder holds. A trainer removes objects of its own and older epochs only, and
 never relies on files that an older epoch stored but for the checkpoint it resumed: one that lost its lease and goes on
 removes nothing that its successor needs.
+
+Without ``trainer.local_checkpoints`` only ``state.json`` of a checkpoint stays in the folder:
+
+```
+folder, whole ──▶ each file sent ──▶ each read back ──▶ state.json stored ──▶ key in NATS ──▶ files removed here, one by one
+```
+
+Killed anywhere, a checkpoint is whole here or whole in the object store, and until the first file is removed both. What is
+missing here is fetched again before it is loaded, whatever part of the files that is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
 
 from penstock.protocol import blob_keys
-from penstock.protocol.errors import BlobError
+from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
 from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.record.checkpoint_state import (
     PARTIAL,
@@ -31,39 +42,51 @@ from penstock.protocol.record.checkpoint_state import (
 )
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.transport.blobs import Blobs
+from penstock.trainer import crash_points
+from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.recovery import durable_folders
+from penstock.trainer.recovery.checkpoint_files import missing_files, path_of
 
 log = structlog.get_logger("trainer.recovery.stored_checkpoints")
 
 _THREADS = 4  # files sent or fetched at the same time
+_READ_BACK_BYTES = 8 * 1024 * 1024  # of one request
 
 
 class StoredCheckpoints:
     """The checkpoints of one run in the object store."""
 
-    def __init__(self, blobs: Blobs, run_id: str, *, root: Path, metrics: Path) -> None:
-        """Prepare; ``root`` is the folder of the run's checkpoints, ``metrics`` its ``metrics.jsonl``."""
+    def __init__(self, blobs: Blobs, run_id: str, *, root: Path, metrics: Path, keeps_local: bool = True) -> None:
+        """Prepare; ``root`` is the folder of the run's checkpoints, ``metrics`` its ``metrics.jsonl``.
+
+        ``keeps_local``: the files stay in the folder after they are stored.
+        """
         self._blobs = blobs
         self._run_id = run_id
         self._root = root
         self._metrics = metrics
+        self._keeps_local = keeps_local
+        self._read_keys = set[str]()  # objects that this session has read whole
+        self._named: list[tuple[Path, bytes]] = []  # folders whose files may be removed, with their state.json
 
     def store(self, folder: Path) -> None:
         """Copy one committed checkpoint, its ``state.json`` last.
 
+        Where the files will not stay in the folder, each one is read back from the object store before.
+
         Raises:
-            CheckpointError: A file is not the one that ``state.json`` names.
+            CheckpointError: A file is not the one that ``state.json`` names, or the object store has altered it.
             BlobError: The object store refused it, or gave no answer.
         """
         data = (folder / STATE_FILE).read_bytes()
         state, state_sha256 = read_state(folder), hashlib.sha256(data).hexdigest()
         stored = self._listed()
-        if (last := blob_keys.checkpoint_state(self._run_id, state.epoch, state_sha256)) in stored:
-            return
+        last = blob_keys.checkpoint_state(self._run_id, state.epoch, state_sha256)
         paths = {blob_keys.checkpoint_file(self._run_id, state.epoch, sha): path for path, sha in state.files.items()}
 
         def send(key: str) -> None:
+            self._read_keys.discard(key)
             found = self._blobs.put_file(key, folder / paths[key]).sha256
             if found != (expected := state.files[paths[key]]):
                 self._blobs.delete([key])
@@ -72,13 +95,44 @@ class StoredCheckpoints:
                     "The checkpoint before it is unchanged in the object store; start the trainer again"
                 )
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(send, [key for key in paths if key not in stored]))
+        if last not in stored:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(send, [key for key in paths if key not in stored]))
+        if not self._keeps_local:
+            self._read_back({key: folder / path for key, path in paths.items()}, last)
+        if last in stored:
+            return
         with self._metrics.open("rb") as file:
             metrics = file.read(state.metrics_bytes)
         sha256 = hashlib.sha256(metrics).hexdigest()
         self._blobs.put(blob_keys.checkpoint_metrics(self._run_id, state.epoch, state_sha256, sha256), metrics)
         self._blobs.put(last, data)
+
+    def mark_named(self, folder: Path, state_json: bytes) -> None:
+        """Take note that `store` has copied a checkpoint and NATS names it: its files here are no longer needed."""
+        if not self._keeps_local:
+            self._named.append((folder, state_json))
+
+    def remove_local(self, confirm: Callable[[], None]) -> None:
+        """Remove the files of named checkpoints from the disk, each but its ``state.json``.
+
+        No rank may be reading them. ``confirm`` raises LeaseLost when another trainer holds the run, and may read them.
+        """
+        while self._named:
+            confirm()
+            folder, state_json = self._named.pop()
+            if not (folder / STATE_FILE).is_file() or (folder / STATE_FILE).read_bytes() != state_json:
+                continue  # removed or replaced meanwhile
+            state = read_state(folder)
+            for path in state.files:
+                path_of(folder, state, path).unlink(missing_ok=True)
+                crash_points.reach(CrashPoint.REMOVING)
+            for parent, _, names in os.walk(folder, topdown=False):
+                for name in names:
+                    if name.endswith(PARTIAL):  # of an interrupted fetch
+                        (Path(parent) / name).unlink()
+                if Path(parent) != folder and not any(Path(parent).iterdir()):
+                    Path(parent).rmdir()
 
     def prune(self, epoch: int) -> None:
         """Remove the objects of the present and older epochs that no checkpoint in the folder names."""
@@ -124,22 +178,47 @@ class StoredCheckpoints:
             BlobRef(key=last, size_bytes=sizes[last], sha256=wanted.state_sha256), partial / STATE_FILE
         )
         state = read_state(partial)
-
-        def receive(path: str) -> None:
-            key = blob_keys.checkpoint_file(self._run_id, state.epoch, state.files[path])
-            if key not in sizes:
-                raise BlobError(
-                    f"{key} is missing in the object store: the stored checkpoint of step {state.step} is not whole"
-                )
-            (partial / path).parent.mkdir(parents=True, exist_ok=True)
-            self._blobs.get_file(BlobRef(key=key, size_bytes=sizes[key], sha256=state.files[path]), partial / path)
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(receive, state.files))
+        self._read_keys |= _receive(self._blobs, partial, state, state.files, sizes)
         self._fetch_metrics(state, last.removesuffix(STATE_FILE) + "metrics.", sizes)
         durable_folders.sync_tree(partial)
         durable_folders.commit(partial, final)
         return True
+
+    def complete(self, folder: Path, state: CheckpointState) -> None:
+        """Fetch the files of a checkpoint that are not in its folder, if the object store has a copy of it.
+
+        ``state`` is the one that NATS names, or a person asked for. Raises BlobError for an object that is missing, altered or
+        not to be had, OSError when the disk is full.
+        """
+        missing = missing_files(folder, state)
+        if missing and _state_key(folder, state) in self._listed():
+            log.info("fetching files of the checkpoint", step=state.step, folder=str(folder), num_files=len(missing))
+            self._read_keys |= _receive(self._blobs, folder, state, missing, self._listed())
+
+    def _read_back(self, files: dict[str, Path], last: str) -> None:
+        """Compare objects with the files they are copies of; one that differs is removed, and ``last`` with it."""
+        sizes = self._listed()
+
+        def read(key: str) -> None:
+            size = files[key].stat().st_size
+            ref = BlobRef(key=key, size_bytes=size, sha256=hashlib.sha256().hexdigest())  # each part has its own
+            try:
+                if (found := sizes.get(key)) != size:
+                    raise BlobCorrupt(f"{key}: {found} bytes, expected {size}")
+                with files[key].open("rb") as file:
+                    for offset in range(0, size, _READ_BACK_BYTES):
+                        part = file.read(_READ_BACK_BYTES)
+                        self._blobs.get_range(ref, offset, len(part), hashlib.sha256(part).hexdigest())
+            except (BlobCorrupt, BlobMissing) as err:
+                self._blobs.delete([last, key])
+                raise CheckpointError(
+                    f"the object store does not return what it was sent: {err}. {files[key].parent} is whole, and the checkpoint "
+                    "before it is unchanged in the object store; see to the store, and start the trainer again"
+                ) from err
+            self._read_keys.add(key)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(read, sorted(files.keys() - self._read_keys)))
 
     def _fetch_metrics(self, state: CheckpointState, prefix: str, sizes: dict[str, int]) -> None:
         """Write the metrics up to the checkpoint, unless the folder has them."""
@@ -154,3 +233,53 @@ class StoredCheckpoints:
 
     def _epoch_of(self, key: str) -> int:
         return int(key.removeprefix(blob_keys.checkpoints_prefix(self._run_id)).split("/", 1)[0].removeprefix("e"))
+
+
+def complete_copy(blobs: Blobs, folder: Path, state: CheckpointState, scratch: Path) -> Path:
+    """Return a folder with all files of a checkpoint: its own, or a copy in ``scratch`` of what the object store has.
+
+    The folder of the checkpoint is not changed; it is returned as it is where the object store has no copy of it either. Raises
+    BlobError for an object that is missing, altered or not to be had.
+    """
+    if not missing_files(folder, state):
+        return folder
+    sizes = {stat.key: stat.size_bytes for stat in blobs.list(blob_keys.checkpoints_prefix(state.run_id))}
+    if _state_key(folder, state) not in sizes:
+        return folder
+    copy = scratch / folder.name
+    copy.mkdir()
+    shutil.copyfile(folder / STATE_FILE, copy / STATE_FILE)
+    _receive(blobs, copy, state, state.files, sizes)
+    return copy
+
+
+def _state_key(folder: Path, state: CheckpointState) -> str:
+    """Return the key of a checkpoint's ``state.json``, which is stored last: with it the copy is whole."""
+    sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
+    return blob_keys.checkpoint_state(state.run_id, state.epoch, sha256)
+
+
+def _receive(
+    blobs: Blobs, folder: Path, state: CheckpointState, paths: Iterable[str], sizes: dict[str, int]
+) -> set[str]:
+    """Fetch files of a checkpoint into its folder, each verified and on the disk before it gets its name; return their keys."""
+
+    def receive(path: str) -> str:
+        final = path_of(folder, state, path)
+        key = blob_keys.checkpoint_file(state.run_id, state.epoch, state.files[path])
+        if key not in sizes:
+            raise BlobError(
+                f"{key} is missing in the object store: the stored checkpoint of step {state.step} is not whole; restore the "
+                "object, or remove the checkpoint's folder below run.dir and set trainer.resume_older_step to the step of the one "
+                "before it"
+            )
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial = final.with_name(f"{final.name}.fetched{PARTIAL}")
+        blobs.get_file(BlobRef(key=key, size_bytes=sizes[key], sha256=state.files[path]), partial)
+        durable_folders.sync(partial)
+        partial.replace(final)
+        crash_points.reach(CrashPoint.FETCHED)
+        return key
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return set(pool.map(receive, paths))

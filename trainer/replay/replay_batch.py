@@ -46,6 +46,7 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings
+from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.replay.batch_verdict import BatchVerdict, group_figures
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
 
@@ -235,8 +236,9 @@ class BatchReplay:
                         f"{folder} is a checkpoint of run {state.run_id}, not of run {self._batch.run_id}: its weights are others; remove it "
                         "from this run's folder"
                     )
-                verify_files(folder, state)
-                return _Weights(f"the checkpoint {folder.name}", checkpoint=(folder, state))
+                whole = complete_copy(store, folder, state, scratch)
+                verify_files(whole, state)
+                return _Weights(f"the checkpoint {folder.name}", checkpoint=(whole, state))
         if self._steps_before == 0:
             return _Weights("the initial model")
         if self._settings.algorithm.has_critic:

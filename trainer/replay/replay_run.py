@@ -17,7 +17,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
+from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.replay.replay_findings import (
     config_findings,
     drift,
@@ -113,14 +114,15 @@ class Replay:
             self._folder / "config.json", self._read[self._record.sessions[-1].config.key][1]
         )
         verdict.drift += drift(self._wanted.run_files, self._read[self._record.sessions[-1].config.key][1])
-        start = self._choose_start()
-        items = self._items(start)
-        missing = missing_packs([item for item in items if isinstance(item, RecordedStep)], self._blobs)
-        verdict.findings += missing
-        if not missing:
+        with tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch:
+            start = self._choose_start(Path(scratch))
+            items = self._items(start)
+            missing = missing_packs([item for item in items if isinstance(item, RecordedStep)], self._blobs)
+            verdict.findings += missing
             started, cpu = time.monotonic(), time.process_time()
-            with tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch:
+            if not missing:
                 self._compare(start, items, Path(scratch), on_version)
+        if not missing:
             if (keys := self._wanted.trusted_keys) is not None:
                 verdict.num_signed, problems = signed_versions(
                     self._record.run_id, self._replayed_roots, self._blobs, keys
@@ -133,8 +135,11 @@ class Replay:
             self._ranks.broadcast(None)
         return verdict
 
-    def _choose_start(self) -> _Start:
-        """Return the newest checkpoint at or before the first wanted version, else the initial model."""
+    def _choose_start(self, scratch: Path) -> _Start:
+        """Return the newest checkpoint at or before the first wanted version, else the initial model.
+
+        What only the object store has of the checkpoint is fetched into ``scratch``.
+        """
         first = self._record.sessions[0]
         start = _Start(first.version, 0, None, {}, first.weights_digest, "", False, "the initial model")
         chapters = {chapter.number: chapter for chapter in self._record.chapters}
@@ -150,7 +155,10 @@ class Replay:
                 raise CheckpointError(
                     f"{start.folder / STATE_FILE}: weights_dtype is {start.dtype[:40]!r}, expected a dtype of torch; restore the file"
                 )
-            verify_files(start.folder, dict(stored)[start.folder])
+            state = dict(stored)[start.folder]
+            whole = complete_copy(self._blobs, start.folder, state, scratch)
+            verify_files(whole, state)
+            start = replace(start, folder=whole)
         self.verdict.began_with, self.verdict.began_from = start.version, start.description
         return start
 

@@ -85,7 +85,10 @@ class Trainer:
                 abandoned=(), settled=lambda: list(self.held), acknowledge=self.acknowledged.extend
             ),
             "lease": SimpleNamespace(epoch=1, confirm=lambda: self.confirm()),  # noqa: PLW0108  a test replaces it
-            "stored": SimpleNamespace(store=lambda folder: self.store(folder), prune=nothing),  # noqa: PLW0108  likewise
+            "stored": SimpleNamespace(
+                store=lambda folder: self.store(folder),  # noqa: PLW0108  likewise
+                mark_named=nothing, remove_local=nothing, prune=nothing,
+            ),
             "events": SimpleNamespace(sync=lambda: 0),
         }  # fmt: skip
         self.committer = Committer(

@@ -42,6 +42,12 @@ SECOND = {
 }  # fmt: skip
 
 
+# Passed only where checkpoints are in the object store; a fetch also needs one whose files are not all on the disk.
+STORED_ALONE = ("trainer.store_checkpoints=true", "trainer.local_checkpoints=false")
+OF_A_CHECKPOINT = list(CrashPoint)[1 : list(CrashPoint).index(CrashPoint.ACKNOWLEDGED) + 1]
+STORED = dict.fromkeys((CrashPoint.COPIED, CrashPoint.REMOVING, CrashPoint.FETCHED), STORED_ALONE)
+
+
 @dataclass
 class Scene:
     """Small runs on real servers; the one called undisturbed is not killed."""
@@ -149,7 +155,7 @@ def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, 
     sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
     with scene.producer(run_id):
         for point in CrashPoint:
-            more = ("algorithm.minibatches=2",) if point is CrashPoint.UPDATED else ()
+            more = ("algorithm.minibatches=2",) if point is CrashPoint.UPDATED else STORED.get(point, ())
             sessions.append(start(run_file, *sparse, *more, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
             sessions[-1].wait(expected=-9)
             proof = scene.audit(run_id)
@@ -196,6 +202,53 @@ def test_a_trainer_without_the_folder_resumes_from_the_object_store(
     assert_whole(scene, run_id)
     metrics = (scene.checkpoints(run_id).parent / "metrics.jsonl").read_text().splitlines()
     assert [line["step"] for line in map(json.loads, metrics) if line["kind"] == "step"] == list(range(1, STEPS + 1))
+    delete_run(scene.bus, run_id)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param((f"{CrashPoint.REMOVING}:2", f"{CrashPoint.FETCHED}:1"), id="removing, fetching"),
+        pytest.param(
+            tuple(f"{point}:1" for point in OF_A_CHECKPOINT),
+            id="every point of a checkpoint",
+            marks=[pytest.mark.chaos, pytest.mark.timeout(900)],
+        ),
+    ],
+)
+def test_checkpoints_in_the_object_store_alone_lose_nothing_and_fill_no_disk(
+    scene: Scene, run_id: str, sessions: list[Command], points: tuple[str, ...]
+) -> None:
+    """Killed at each point: the accounting closes, and at most one checkpoint has files on the disk; in the end none has.
+
+    A replay of the last versions fetches the checkpoint that it begins with, and makes the same weights.
+    """
+    run_file, folder = scene.run_file(run_id), scene.checkpoints(run_id)
+
+    def on_the_disk() -> set[str]:
+        return {
+            path.relative_to(folder).parts[0]
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != STATE_FILE
+        }
+
+    with scene.producer(run_id):
+        for point in points:
+            sessions.append(start(run_file, *STORED_ALONE, f"trainer.kill_at={point}"))
+            sessions[-1].wait(expected=-9)
+            assert len(on_the_disk()) <= 1, point
+            if folder.is_dir() and committed(folder):
+                assert (proof := scene.audit(run_id)).closes, (point, proof.breaches)
+        sessions.append(start(run_file, *STORED_ALONE))
+        sessions[-1].wait()
+    assert_whole(scene, run_id)
+    assert on_the_disk() == set()
+    newest = scene.state(run_id)
+    sessions.append(Command(run_file.parent, "replay", run_id, str(run_file), "--json", "--from", str(newest.version)))
+    replayed = json.loads(sessions[-1].wait().splitlines()[-1])
+    assert replayed["holds"], replayed
+    assert replayed["began_from"] == f"the checkpoint {folder_name(newest.step)}"
+    assert on_the_disk() == set()
     delete_run(scene.bus, run_id)
 
 

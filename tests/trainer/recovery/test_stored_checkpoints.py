@@ -27,14 +27,20 @@ METRICS = b'{"step":1}\n{"step":2, "after": "the checkpoint"}\n'
 class Machine:
     """A trainer's folder on one machine, and the object store that it shares with others."""
 
-    def __init__(self, folder: Path, blobs: Blobs, run_id: str) -> None:
+    def __init__(self, folder: Path, blobs: Blobs, run_id: str, *, keeps_local: bool = True) -> None:
         self.root, self.run_id = folder / "checkpoints", run_id
-        self.root.mkdir(parents=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         self.metrics = folder / "metrics.jsonl"
-        self.stored = StoredCheckpoints(blobs, run_id, root=self.root, metrics=self.metrics)
+        self.stored = StoredCheckpoints(blobs, run_id, root=self.root, metrics=self.metrics, keeps_local=keeps_local)
 
     def commit(self, step: int, *, chapter: int, epoch: int = 1, keep: int = 1, files: dict[str, bytes]) -> bytes:
         """Commit a checkpoint and copy it; return the key that NATS would hold."""
+        known = self.write(step, chapter=chapter, epoch=epoch, keep=keep, files=files)
+        self.copy(step, epoch=epoch)
+        return known
+
+    def write(self, step: int, *, chapter: int, epoch: int = 1, keep: int = 1, files: dict[str, bytes]) -> bytes:
+        """Commit a checkpoint in the folder alone; return the key that NATS would hold."""
         self.metrics.write_bytes(METRICS)
 
         def write(folder: Path) -> None:
@@ -44,9 +50,15 @@ class Machine:
 
         made = state(step, self.run_id, epoch=epoch, chapter=chapter, weights="abcdef"[step % 6])
         data = checkpoint.commit(self.root, made, write, keep=keep)
-        self.stored.store(self.root / f"step{step:08d}")
-        self.stored.prune(epoch)
         return key(made, data)
+
+    def copy(self, step: int, *, epoch: int = 1) -> None:
+        """Do what follows a commit, as the trainer does: copy it, have NATS name it, remove what is no longer needed."""
+        folder = self.root / f"step{step:08d}"
+        self.stored.store(folder)
+        self.stored.mark_named(folder, (folder / STATE_FILE).read_bytes())
+        self.stored.remove_local(lambda: None)
+        self.stored.prune(epoch)
 
     def newest(self) -> tuple[Path, CheckpointState]:
         found = checkpoint.newest(self.root, self.run_id)
