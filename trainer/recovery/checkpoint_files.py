@@ -55,10 +55,10 @@ def verify_files(folder: Path, state: CheckpointState) -> None:
         )
 
 
-def path_of(folder: Path, state: CheckpointState, path: str) -> Path:
+def path_of(folder: Path, path: str) -> Path:
     """Return where a file of a checkpoint is; raises CheckpointError for one that its state names outside of the folder."""
     inside = folder.resolve()
-    if not (found := (inside / path).resolve()).is_relative_to(inside) or path not in state.files:
+    if not (found := (inside / path).resolve()).is_relative_to(inside):
         raise CheckpointError(
             f"{folder / STATE_FILE} names the file {path[:200]!r}, which is not in that folder: it was altered, or a folder in it "
             "is a link; restore the folder from a copy"

@@ -125,7 +125,7 @@ class StoredCheckpoints:
                 continue  # removed or replaced meanwhile
             state = read_state(folder)
             for path in state.files:
-                path_of(folder, state, path).unlink(missing_ok=True)
+                path_of(folder, path).unlink(missing_ok=True)
                 crash_points.reach(CrashPoint.REMOVING)
             for parent, _, names in os.walk(folder, topdown=False):
                 for name in names:
@@ -265,7 +265,7 @@ def _receive(
     """Fetch files of a checkpoint into its folder, each verified and on the disk before it gets its name; return their keys."""
 
     def receive(path: str) -> str:
-        final = path_of(folder, state, path)
+        final = path_of(folder, path)
         key = blob_keys.checkpoint_file(state.run_id, state.epoch, state.files[path])
         if key not in sizes:
             raise BlobError(
