@@ -31,10 +31,12 @@ class Guess {
     if (!Number.isInteger(this.highest) || this.highest < 1) throw new Problem(422, "row_refused", "highest must be 1 or more");
     const digest = createHash("sha256").update(seed).digest();
     this.number = 1 + (digest.readUInt32BE(0) % this.highest);
+    this.nearest = Infinity;
   }
 
   start() {
-    return { messages: [{ role: "user", content: `Guess my number, from 1 to ${this.highest}.` }], version: VERSION };
+    const content = `Guess my number, from 1 to ${this.highest}.`;
+    return { messages: [{ role: "user", content }], version: VERSION, scores: true };
   }
 
   step(message) {
@@ -42,7 +44,13 @@ class Guess {
     if (!/^\d+$/.test(text)) return say("Write a number and nothing else.");
     const guess = Number(text);
     if (guess === this.number) return { done: true, reward: 1.0, parts: { success: 1.0 } };
+    this.nearest = Math.min(this.nearest, Math.abs(guess - this.number));
     return say(guess < this.number ? "higher" : "lower");
+  }
+
+  /** What the last step gets besides, where the run's max_turns ended the episode: a near guess is worth something. */
+  score() {
+    return { reward: this.nearest === 1 ? 0.25 : 0.0 };
   }
 }
 
@@ -83,9 +91,20 @@ function step(id, body, text) {
     if (held.stepBody !== text) throw new Problem(409, "step_refused", `step ${body.step} was another answer`);
     return held.stepped; // the answer was lost: the world does not move a second time
   }
-  if (body.step !== held.step + 1 || held.stepped?.done) throw new Problem(409, "step_refused", `step ${body.step} is out of order`);
+  if (body.step !== held.step + 1 || held.stepped?.done || held.scored) throw new Problem(409, "step_refused", `step ${body.step} is out of order`);
   Object.assign(held, { step: body.step, stepBody: text, stepped: held.game.step(body.message ?? {}) });
   return held.stepped;
+}
+
+function score(id, body) {
+  const held = episodes.get(id);
+  if (held === undefined) throw new Problem(404, "unknown_episode", "no such episode is played here");
+  held.used = Date.now();
+  if (body.step !== held.step || held.stepped === null || held.stepped.done) {
+    throw new Problem(409, "step_refused", "the episode is over, or its last step is another one");
+  }
+  held.scored ??= held.game.score();
+  return held.scored;
 }
 
 /** Standard Webhooks: v1,base64(HMAC-SHA256(key, "id.timestamp.body")); the id binds the call to its episode and step. */
@@ -129,9 +148,11 @@ async function answer(request) {
   } catch {
     throw new Problem(400, "bad_request", "the body is not JSON");
   }
-  checkSignature(request.headers, id === undefined ? `${body.id}.start` : `${id}.${body.step}`, text);
+  const call = id === undefined ? `${body.id}.start` : action === "score" ? `${id}.score` : `${id}.${body.step}`;
+  checkSignature(request.headers, call, text);
   if (id === undefined) return start(body, text);
   if (action === "step") return step(id, body, text);
+  if (action === "score") return score(id, body);
   throw new Problem(404, "bad_request", "no such route");
 }
 

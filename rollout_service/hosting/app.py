@@ -18,6 +18,8 @@ from penstock.rollout_service.environments.over_http.wire import (
     EpisodeId,
     Problem,
     ProblemCode,
+    Score,
+    Scored,
     Start,
     Started,
     Step,
@@ -65,7 +67,7 @@ def build(episodes: Episodes, *, secrets: Sequence[str] = ()) -> FastAPI:
             options=episodes.environment.options.model_json_schema(),
         )
 
-    @app.post("/episodes", responses=_PROBLEMS)
+    @app.post("/episodes", responses=_PROBLEMS, response_model_exclude_unset=True)
     async def start(body: Start) -> Started:
         """Start an episode; sent again with the same id and body, it gets the same answer."""
         return await episodes.start(body)
@@ -74,6 +76,11 @@ def build(episodes: Episodes, *, secrets: Sequence[str] = ()) -> FastAPI:
     async def step(id: PathId, body: Step) -> Stepped:
         """Reply to the policy's answer; sent again with the same number and body, it gets the same reply and moves nothing."""
         return await episodes.step(id, body)
+
+    @app.post("/episodes/{id}/score", responses=_PROBLEMS)
+    async def score(id: PathId, body: Score) -> Scored:
+        """Say what the last step gets where a limit of the run ended the episode; called if `Started` has `scores`."""
+        return await episodes.score(id, body)
 
     @app.delete("/episodes/{id}", status_code=204)
     async def end(id: PathId) -> Response:
@@ -135,6 +142,8 @@ async def _check_call_id(given: str, request: _BoundedRequest) -> None:
         body = await request.json()
         fields = body if isinstance(body, dict) else {}
         expected = f"{fields.get('id')}.start" if path_id is None else f"{path_id}.{fields.get('step')}"
+        if request.url.path.endswith("/score"):
+            expected = f"{path_id}.score"
     if given != expected:
         raise Refused(
             401, "unauthorized", f"the signature is of the call {given[:80]!r}, and this is {expected[:80]!r}"

@@ -15,9 +15,23 @@ from typing import Any, TypeVar
 import structlog
 from pydantic import ValidationError
 
-from penstock.rollout_service.environments.call_play import EnvironmentFailed, call, checked_messages, checked_reply
+from penstock.rollout_service.environments.call_play import (
+    EnvironmentFailed,
+    call,
+    checked_messages,
+    checked_reply,
+    checked_score,
+)
 from penstock.rollout_service.environments.over_http import wire
-from penstock.rollout_service.environments.over_http.wire import ProblemCode, Start, Started, Step, Stepped
+from penstock.rollout_service.environments.over_http.wire import (
+    ProblemCode,
+    Score,
+    Scored,
+    Start,
+    Started,
+    Step,
+    Stepped,
+)
 from penstock.rollout_service.environments.play import Play, Row
 from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.proxy.request_errors import RequestRefused
@@ -53,12 +67,13 @@ class _Held:
     step: int = 0  # the last one that was received
     step_digest: bytes = b""
     stepping: asyncio.Task[Stepped] | None = None
+    scoring: asyncio.Task[Scored] | None = None
     is_over: bool = False
 
     @property
     def is_busy(self) -> bool:
         """True while a method of the play runs."""
-        return not self.starting.done() or (self.stepping is not None and not self.stepping.done())
+        return not all(task is None or task.done() for task in (self.starting, self.stepping, self.scoring))
 
 
 class Episodes:
@@ -130,16 +145,14 @@ class Episodes:
         try:
             messages = checked_messages(first, is_first=True)
             written = [wire.written(one) for one in messages]
-            return Started(messages=written, tools=list(play.tools), version=play.version or self.version)
+            scores = {"scores": True} if type(play).score is not Play.score else {}  # absent: as in `write_reply`
+            return Started(messages=written, tools=list(play.tools), version=play.version or self.version, **scores)
         except (EnvironmentFailed, ValidationError) as err:
             raise Refused(500, "environment_failed", f"start(): {err}") from None
 
     async def step(self, episode_id: str, body: Step) -> Stepped:
         """Return the reply to an answer; the same for the same step. Raises Refused."""
-        held = self._held.get(episode_id)
-        if held is None or not held.starting.done():
-            raise Refused(404, "unknown_episode", f"no episode {episode_id} is played here; start another one")
-        held.used, digest = time.monotonic(), _digest(body)
+        held, digest = self._started(episode_id), _digest(body)
         if body.step == held.step and held.stepping is not None:
             if digest != held.step_digest:
                 raise Refused(409, "step_refused", f"step {body.step} was another answer")
@@ -170,6 +183,36 @@ class Episodes:
         held.used = time.monotonic()
         return stepped
 
+    async def score(self, episode_id: str, body: Score) -> Scored:
+        """Return what the last step gets where the run ends the episode after it; the same each time. Raises Refused."""
+        held = self._started(episode_id)
+        if held.scoring is None:
+            if body.step != held.step or held.is_busy or held.is_over:
+                state = "the episode is over" if held.is_over else f"the last step is {held.step}"
+                raise Refused(409, "step_refused", f"the score after step {body.step} is out of order: {state}")
+            held.is_over = True
+            held.scoring = _task(self._score(held, episode_id))
+        elif body.step != held.step:
+            raise Refused(409, "step_refused", f"the score was asked after step {held.step}, not {body.step}")
+        return await _result_of(held.scoring)
+
+    async def _score(self, held: _Held, episode_id: str) -> Scored:
+        assert held.play is not None
+        returned = await self._call(held.play.score, episode_id)
+        try:
+            return Scored(reward=checked_score(returned))
+        except (EnvironmentFailed, ValidationError) as err:
+            raise Refused(500, "environment_failed", f"score(): {err}") from None
+        finally:
+            held.used = time.monotonic()
+
+    def _started(self, episode_id: str) -> _Held:
+        held = self._held.get(episode_id)
+        if held is None or not held.starting.done():
+            raise Refused(404, "unknown_episode", f"no episode {episode_id} is played here; start another one")
+        held.used = time.monotonic()
+        return held
+
     async def _call(self, function: Callable[[], Any], episode: str) -> Any:
         try:
             return await call(function, self._reply_deadline_s, self._executor)
@@ -182,7 +225,7 @@ class Episodes:
         held = self._held.pop(episode_id, None)
         if held is None:
             return
-        for task in (held.starting, held.stepping):
+        for task in (held.starting, held.stepping, held.scoring):
             if task is not None and not task.done():
                 task.cancel()
         if held.play is not None:

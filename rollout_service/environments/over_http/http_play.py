@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.protocol.errors import PenstockError
 from penstock.rollout_service.environments.over_http.client import (
@@ -20,6 +21,8 @@ from penstock.rollout_service.environments.over_http.client import (
 from penstock.rollout_service.environments.over_http.servers import Server, Servers
 from penstock.rollout_service.environments.over_http.wire import (
     Object,
+    Score,
+    Scored,
     Start,
     Started,
     Step,
@@ -32,6 +35,8 @@ from penstock.rollout_service.environments.over_http.wire import (
 from penstock.rollout_service.environments.play import Play, Reply, Row
 from penstock.rollout_service.proxy.messages import Message
 from penstock.rollout_service.proxy.request_errors import RequestRefused
+
+Answer = TypeVar("Answer", Stepped, Scored)
 
 _END_S = 5.0
 
@@ -77,6 +82,7 @@ class HttpPlay(Play):
         self._client, self._server, self._id = client, server, episode_id
         self._first, self._limits = first, limits
         self._steps = 0
+        self.scores = False  # True: the server says what the last step gets where a limit of the run ended the episode
 
     def start(self) -> Sequence[Message]:
         """Return the messages that the server started with."""
@@ -86,17 +92,28 @@ class HttpPlay(Play):
         """Return the server's reply; the same step is sent until it is answered. Raises PenstockError."""
         self._steps += 1
         body = Step(step=self._steps, message=written(answer))
-        url, call_id = f"{self._server.url}/episodes/{self._id}/step", f"{self._id}.{self._steps}"
+        url = f"{self._server.url}/episodes/{self._id}/step"
+        stepped = await self._call(url, f"{self._id}.{self._steps}", body, Stepped)
         try:
-            stepped = await self._client.call_until_answered(
-                url, call_id, body, Stepped, self._limits.reply_s, lambda: self._server.is_leased
-            )
             return read_reply(stepped)
+        except RequestRefused as err:
+            raise AnswerUnfit(f"{url} answers messages that are none: {err}") from None
+
+    async def score(self) -> float:
+        """Return the server's score, which is asked until it is answered; 0 where it has none. Raises PenstockError."""
+        if not self.scores:
+            return 0.0
+        url = f"{self._server.url}/episodes/{self._id}/score"
+        return (await self._call(url, f"{self._id}.score", Score(step=self._steps), Scored)).reward
+
+    async def _call(self, url: str, call_id: str, body: Step | Score, expected: type[Answer]) -> Answer:
+        try:
+            return await self._client.call_until_answered(
+                url, call_id, body, expected, self._limits.reply_s, lambda: self._server.is_leased
+            )
         except ServerUnreachable:
             self._server.failed(time.monotonic())
             raise
-        except RequestRefused as err:
-            raise AnswerUnfit(f"{url} answers messages that are none: {err}") from None
 
     async def close(self) -> None:
         """End the episode at its server, which otherwise ends it by itself later. Raises PenstockError."""
@@ -203,5 +220,5 @@ def _read_play(
     except RequestRefused as err:
         raise AnswerUnfit(f"{server.url} starts with messages or tools that are none: {err}") from None
     play = HttpPlay(client, server, episode_id, request.messages, limits)
-    play.tools, play.version = request.tools, started.version
+    play.tools, play.version, play.scores = request.tools, started.version, started.scores
     return play

@@ -5,9 +5,10 @@
 | ``GET /environment``          |           | `About`    |                                            |
 | ``POST /episodes``            | `Start`   | `Started`  | the same id: the same answer               |
 | ``POST /episodes/ID/step``    | `Step`    | `Stepped`  | the same step: the same answer; nothing moves twice |
+| ``POST /episodes/ID/score``   | `Score`   | `Scored`   | the same answer                            |
 | ``DELETE /episodes/ID``       |           | 204        | 204                                        |
 
-Any other answer is a `Problem`. Messages and tools are those of the chat completions API.
+A score is asked of servers whose `Started` says ``scores``, where a limit of the run ended the episode. Any other answer is a `Problem`. Messages and tools are those of the chat completions API.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ class Started(_Body):
     messages: list[Object] = Field(min_length=1, max_length=256, description="The last one is of the role user.")
     tools: list[Object] = Field(default_factory=list, max_length=128, description="What the policy may call.")
     version: str = Field("", max_length=100, description="Version of the rules; stored with the episode.")
+    scores: bool = Field(
+        False, description="True: `/score` is called where a limit of the run ended the episode before a last reply."
+    )
 
 
 class Step(_Body):
@@ -116,6 +120,18 @@ class Stepped(_Body):
     done: bool = False
     state: str = Field("", max_length=256, description="Equal where the policy chooses in the same situation.")
     truncated: bool = Field(False, description="With `done`: a limit of the environment ended it, not its rules.")
+
+
+class Score(_Body):
+    """A limit of the run ended the episode: no step follows."""
+
+    step: int = Field(ge=1, description="The last step that was answered.")
+
+
+class Scored(_Body):
+    """What the last step gets besides its reward."""
+
+    reward: Number
 
 
 class Problem(_Body):

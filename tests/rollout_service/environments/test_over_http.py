@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.json_server import JsonServer
-from tests.rollout_service.environments.test_turn_environment import Script, once, task_of
+from tests.rollout_service.environments.test_turn_environment import Scored, Script, once, task_of
 from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -137,6 +138,54 @@ async def test_a_step_whose_answer_is_lost_moves_the_world_once(model: Path) -> 
     assert script.closed == [3]
 
 
+async def test_a_score_is_added_where_a_limit_of_the_run_ended_the_episode(model: Path) -> None:
+    """As in the worker, once although an answer is lost, and not after a last reply; without one the server is not asked."""
+    asked: list[bytes] = []
+
+    def lose(request: bytes) -> bool:
+        if is_score := b"/score" in request.partition(b"\r\n")[0]:
+            asked.append(request)
+        return is_score and len(asked) == 1
+
+    async def ended(script: Script) -> tuple[Any, list[float]]:
+        async with served(script, secrets=(SECRET,)) as (url, episodes), LosesAnswers(url, lose).forwarding() as there:
+            own = over_http(model, there, max_turns=2, attempts=1, options={"secret_file": str(model / "secret")})
+            (episode,) = await play(model, own, ["a", "b"])
+            assert episodes.running == 0
+        return episode, [turn.reward for turn in episode.rows[0].turns]
+
+    (model / "secret").write_text(SECRET)
+    scored = Scored(lambda: 0.5, lambda: say("on", 0.25))
+    episode, rewards = await ended(scored)
+    assert (episode.status, episode.reward, rewards) == ("truncated", 1.0, [0.25, 0.75])
+    assert (len(asked), scored.asked) == (2, 1)
+    episode, rewards = await ended(Scored(lambda: 0.5, lambda: say("on", 0.25), lambda: done(1.0)))
+    assert (episode.status, rewards) == ("done", [0.25, 1.0])
+    episode, rewards = await ended(Script(lambda: say("on", 0.25)))
+    assert (episode.status, rewards) == ("truncated", [0.25, 0.25])
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        pytest.param(lambda: 1 / 0, "environment_failed: ZeroDivisionError", id="raises"),
+        pytest.param(
+            lambda: float("nan"), "environment_failed: score\\(\\): score\\(\\) returns a finite number", id="nan"
+        ),
+        pytest.param(lambda: 1e300, "environment_failed: score\\(\\): .*less than or equal", id="huge"),
+    ],
+)
+async def test_a_score_that_fails_is_no_reward(model: Path, score: Callable[[], float], said: str) -> None:
+    """The episode is begun again, and after its attempts the group is refused with the reason."""
+    script = Scored(score, lambda: say("on", 0.25))
+    async with served(script) as (url, _):
+        found = await play(model, over_http(model, url, max_turns=1, attempts=2), ["a", "a"])
+    assert isinstance(found, TaskRefused)
+    assert re.search(said, str(found), re.DOTALL)
+    assert len(script.seeds) == 2
+
+
 async def test_a_full_server_is_waited_for(model: Path) -> None:
     """Episodes beyond its capacity wait, and are all played; the wait is not part of their time."""
     most = [0]
@@ -230,6 +279,9 @@ HOSTILE = {
     "empty": ("step", b"{}", "at least one Message"),
     "html": ("step", b"<html>", "what is no Stepped: it is not JSON"),
     "list": ("step", b"[]", "Stepped: the body: Input should be a valid dictionary"),
+    "score": ("score", b'{"reward": 1e999}', "Scored: reward: Input should be a finite number"),
+    "scores": ("score", b'{"reward": 1, "parts": {}}', "Scored: parts: Extra inputs are not permitted"),
+    "no score": ("score", b"{}", "Scored: reward: Field required"),
     "start": ("start", b'{"messages": []}', "Started: messages: List should have at least 1 item"),
     "tools": ("start", b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "shell"}]}', "tools"),
     "answers": ("start", b'{"messages": [{"role": "user", "content": 3}]}', "messages[0].content"),
@@ -244,9 +296,11 @@ class Hostile(JsonServer):
         super().__init__()
 
     def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
-        where = "start" if path == "/episodes" else "step"
+        where = "start" if path == "/episodes" else path.rpartition("/")[2]
         if method == "POST" and where == self.where:
             return self.status, self.body
+        if self.where == "score":
+            return 200, {**STARTED, "scores": True} if where == "start" else {"messages": STARTED["messages"]}
         return 200, STARTED if where == "start" else {"done": True, "reward": 1.0}
 
 
@@ -256,7 +310,9 @@ async def test_an_answer_that_is_none_is_refused_with_the_reason(model: Path, ca
     where, body, said = HOSTILE[case]
     server = Hostile(where, body)
     try:
-        own = over_http(model, server.url, attempts=1, options={"max_reply_bytes": 8192} if case == "long" else {})
+        own = over_http(
+            model, server.url, attempts=1, max_turns=1, options={"max_reply_bytes": 8192} if case == "long" else {}
+        )
         found = await play(model, own, ["a"])
     finally:
         await asyncio.to_thread(server.close)

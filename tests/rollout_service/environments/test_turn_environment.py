@@ -121,6 +121,26 @@ class ScriptPlay(Play):
         self.owner.closed.append(self.at)
 
 
+class Scored(Script):
+    """As `Script`, with a score for an episode that the run ends; counts how often it is asked."""
+
+    def __init__(self, score: Callable[[], float], *steps: Callable[[], Any]) -> None:
+        super().__init__(*steps)
+        self.score, self.asked = score, 0
+
+    def play(self, seed: int, row: Row, options: Any) -> Play:
+        self.seeds.append(seed)
+        return ScoredPlay(self, row)
+
+
+class ScoredPlay(ScriptPlay):
+    owner: Scored
+
+    def score(self) -> float:
+        self.owner.asked += 1
+        return self.owner.score()
+
+
 def fails() -> Reply:
     raise OSError("the world is gone")
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.rollout_service.environments.test_over_http import SECRET, served
-from tests.rollout_service.environments.test_turn_environment import Script
+from tests.rollout_service.environments.test_turn_environment import Scored, Script
 
 from penstock.protocol.config.run_file import load
 from penstock.protocol.endpoints import signature
@@ -63,6 +63,36 @@ async def test_a_step_is_taken_once_and_in_order() -> None:
         gone = await http.post(f"/episodes/{ID}/step", json=step(2))
         assert (gone.status_code, gone.json()["code"], episodes.running) == (404, "unknown_episode", 0)
     assert script.closed == [2]
+
+
+async def test_a_score_is_made_once_and_ends_the_steps() -> None:
+    """After the last step that was answered; asked again it is the same, and a start says whether there is one."""
+    script = Scored(lambda: 0.5, lambda: say("on"), lambda: done(1.0))
+    async with served(script) as (url, _), httpx.AsyncClient(base_url=url) as http:
+
+        async def asked(after: int) -> tuple[int, Any]:
+            answer = await http.post(f"/episodes/{ID}/score", json={"step": after})
+            return answer.status_code, answer.json().get("message", answer.json())
+
+        assert (await asked(1))[0] == 404
+        assert (await http.post("/episodes", json=START)).json()["scores"] is True
+        assert await asked(1) == (409, "the score after step 1 is out of order: the last step is 0")
+        assert (await asked(0))[0] == 400
+        first = (await http.post(f"/episodes/{ID}/step", json=step(1))).json()
+        assert await asked(2) == (409, "the score after step 2 is out of order: the last step is 1")
+        assert await asyncio.gather(asked(1), asked(1), asked(1)) == [(200, {"reward": 0.5})] * 3
+        assert await asked(2) == (409, "the score was asked after step 1, not 2")
+        assert (await http.post(f"/episodes/{ID}/step", json=step(1))).json() == first
+        refused = await http.post(f"/episodes/{ID}/step", json=step(2))
+        assert (refused.status_code, "the episode is over" in refused.json()["message"]) == (409, True)
+        assert script.asked == 1
+        await http.delete(f"/episodes/{ID}")
+        await http.post("/episodes", json=START)
+        for number in (1, 2):
+            await http.post(f"/episodes/{ID}/step", json=step(number))
+        assert await asked(2) == (409, "the score after step 2 is out of order: the episode is over")
+    async with served(Script(lambda: done(1.0))) as (url, _), httpx.AsyncClient(base_url=url) as http:
+        assert set((await http.post("/episodes", json=START)).json()) == {"messages", "tools", "version"}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +210,11 @@ async def test_a_signature_opens_its_own_call_only() -> None:
         assert (await http.get("/environment", headers=signed(f"{ID}.end"))).status_code == 401
         assert episodes.running == 1
         assert (await http.post(url_of, content=moved, headers=signed(f"{ID}.1", moved))).status_code == 200
+        ended, url_of = b'{"step": 1}', f"/episodes/{ID}/score"
+        for call_id in (f"{ID}.1", f"{ID}.end", f"{ID[::-1]}.score"):
+            refused = await http.post(url_of, content=ended, headers=signed(call_id, ended))
+            assert refused.status_code == 401
+        assert (await http.post(url_of, content=ended, headers=signed(f"{ID}.score", ended))).status_code == 409
         assert (await http.delete(f"/episodes/{ID}", headers=signed(f"{ID}.end"))).status_code == 204
 
 
@@ -187,8 +222,11 @@ async def test_the_api_is_described() -> None:
     """For servers in other languages: the bodies of both directions, and the problems."""
     async with served(CALCULATOR) as (url, _), httpx.AsyncClient(base_url=url) as http:
         document = (await http.get("/openapi.json")).json()
-    assert set(document["paths"]) == {"/environment", "/episodes", "/episodes/{id}/step", "/episodes/{id}"}
-    assert {"About", "Start", "Started", "Step", "Stepped", "Problem"} <= set(document["components"]["schemas"])
+    of_one = {f"/episodes/{{id}}{action}" for action in ("", "/step", "/score")}
+    assert set(document["paths"]) == {"/environment", "/episodes", *of_one}
+    assert {"About", "Start", "Started", "Step", "Stepped", "Score", "Scored", "Problem"} <= set(
+        document["components"]["schemas"]
+    )
     assert "503" in document["paths"]["/episodes"]["post"]["responses"]
 
 
@@ -396,6 +434,11 @@ def test_the_example_in_node_is_played_and_drains(tmp_path: Path, capsys: pytest
         assert try_environment.main([*common, "--secret-file", str(tmp_path / "key")]) == 0
         drawn, scripted = json.loads(capsys.readouterr().out)["policies"]
         assert (drawn["ends"]["failed"], scripted["ends"]["done"], scripted["parts"]) == (0, 3, {"success": 1.0})
+        (tmp_path / "script").write_text("2\n")
+        near = ["--max-turns", "1", "--secret-file", str(tmp_path / "key")]
+        assert try_environment.main([*common, *near]) == 0
+        scripted = json.loads(capsys.readouterr().out)["policies"][1]
+        assert (scripted["ends"]["truncated"], scripted["reward"]["mean"]) == (3, 0.25)
         assert try_environment.main(common) == 1
         assert "401: unauthorized" in capsys.readouterr().out
         with httpx.Client(base_url=url) as http:
