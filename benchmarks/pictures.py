@@ -33,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def main() -> int:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument(
@@ -66,7 +66,7 @@ def _run(folder: Path, given: argparse.Namespace) -> int:
     _penstock(folder, "train", "run.toml", "--local", "--workers", "1", "--serve", "colours.py", *given.set)
     metrics = folder / "runs/pictures/metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    found = [{"step": one["step"], "accuracy": one["accuracy"]} for one in lines if one["kind"] == "eval"]
+    found = [{"step": one["step"], "reward": one["reward_mean"]} for one in lines if one["kind"] == "eval"]
     mismatch = max(one["mismatch"]["max_abs"] for one in lines if one["kind"] == "step" and "mismatch" in one)
     for one in found:
         print(json.dumps(one))
@@ -75,7 +75,7 @@ def _run(folder: Path, given: argparse.Namespace) -> int:
     verdict = json.loads(_penstock(folder, "replay", "pictures", where, "--json").splitlines()[-1])
     closed = {"breaches": audit["breaches"], "difference": verdict["difference"], "steps": verdict["num_steps"]}
     print(json.dumps({**closed, "mismatch": mismatch}))
-    return int(found[-1]["accuracy"] < 0.9 or bool(audit["breaches"]) or verdict["difference"] is not None)
+    return int(found[-1]["reward"] < 0.9 or bool(audit["breaches"]) or verdict["difference"] is not None)
 
 
 def _write_rows(folder: Path, name: str, count: int, random: np.random.Generator) -> None:
