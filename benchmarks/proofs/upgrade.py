@@ -11,15 +11,20 @@ weights that the record says, those that the old trainer made included. Prints a
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import venv
 from collections.abc import Callable
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from penstock.console.tools.removal import running_services
 from penstock.deploy import quickstart_task
@@ -165,7 +170,7 @@ def main() -> int:
 
 
 def _old_interpreter(revision: str, base: Path) -> Path:
-    """Return a Python that imports penstock from a checkout of the revision and all else from this one's packages."""
+    """Return a Python that imports penstock from a checkout of the revision, all else from this one's packages or, where these lack it, installed."""
     subprocess.run(["git", "worktree", "add", "--detach", str(base / "old"), revision], cwd=_ROOT, check=True)
     venv.create(base / "python", symlinks=True)
     [packages] = (base / "python" / "lib").glob("python3*/site-packages")
@@ -176,8 +181,25 @@ def _old_interpreter(revision: str, base: Path) -> Path:
         [python, "-P", "-c", "import penstock; print(penstock.__file__)"], check=True, capture_output=True, text=True
     ).stdout.strip()
     if not Path(found).is_relative_to(base / "old"):
-        raise RuntimeError(f"{python} imports penstock from {found}, not from {base / 'old'}")
+        raise RuntimeError(f"{python} imports penstock from {found}, not from {base / 'old'}; unset PYTHONPATH")
+    if missing := _missing(base / "old"):
+        print(f"installing what the revision needs and this tree does not: {', '.join(missing)}", flush=True)
+        install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, "-c", base / "old" / "constraints.txt", *missing], check=True)
     return python
+
+
+def _missing(tree: Path) -> list[str]:
+    """Return the requirements of a tree, those of its services included, that are not installed here."""
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    extras = ("trainer", "rollout", "reward", "local")
+    wanted = [
+        *project["dependencies"],
+        *(one for extra in extras for one in project["optional-dependencies"].get(extra, ())),
+    ]
+    installed = {canonicalize_name(one.name) for one in importlib.metadata.distributions()}
+    names = (canonicalize_name(Requirement(one).name) for one in wanted)
+    return sorted(set(names) - installed - {"penstock"})
 
 
 def _replace_in_turn(proof: Proof) -> None:
