@@ -58,6 +58,9 @@ class _Page(http.server.BaseHTTPRequestHandler):
         """Answer /api/health."""
         body = json.dumps(problems()).encode()
         self.send_response(200 if body == b"[]" else 503)
+        self.send_header(
+            "Content-Length", str(len(body))
+        )  # without it wget takes the end of the connection for an error, and asks again
         self.end_headers()
         self.wfile.write(body)
 
