@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.trainer import process_memory
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.build_objective import build_objective
@@ -58,6 +59,7 @@ ENVIRONMENT = {  # freed memory goes back to the kernel at once, so that the res
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
 }
+process_memory.keep_few_compiled_products(ENVIRONMENT)  # as `python -m penstock.trainer` does
 _DEADLINE_S = 900.0  # of one configuration
 LOAD = "load"
 PASSES = "forward and backward"
@@ -169,6 +171,7 @@ CONFIGURATIONS = {
     "experts-wide": replace(EXPERTS, layers=2, hidden=512, heads=8, intermediate=768, experts=8, top_k=4),
     "experts-checkpointing": replace(EXPERTS, layers=8, top_k=4, checkpointing=True),
     "experts-bfloat16": replace(EXPERTS, dtype="bfloat16", layers=6),
+    "experts-many-bfloat16": replace(EXPERTS, dtype="bfloat16", layers=3, intermediate=128, experts=32, top_k=8),
     "experts-stage-3-2-ranks": replace(EXPERTS, zero_stage=3, groups=4, **ON_2_RANKS),
     "short": SHORT,
     "short-offload": replace(SHORT, offload="optimizer"),

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     internal_errors.install("trainer")
     process_memory.use_huge_pages(os.environ)
+    process_memory.keep_few_compiled_products(os.environ)
     if arguments[:1] == ["--prepare"]:
         import_module("penstock.trainer.prepare").import_everything()
         if not sys.stdin.readline():  # whoever started this process has exited

@@ -13,8 +13,10 @@ from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.memory_plan.plan_inputs import PlanInputs
 
 _COPIES = 2  # of the weights: the newest published one, which the next patch is made against, and the one on its way
-# What libraries hold on a CPU besides tensors, measured: half of it is code that oneDNN compiles for each shape of a product.
+# What libraries hold on a CPU besides tensors, measured: half of it is code that oneDNN compiles for each shape of a product. Experts have
+# as many shapes in the smallest model as the trainer keeps code of (`process_memory`), which is measured as part of the libraries.
 _FLOAT32_KERNELS, _BFLOAT16_KERNELS, _BFLOAT16_KERNELS_OF_ADAPTERS = 10_000_000, 35_000_000, 55_000_000
+_KERNELS_OF_EXPERTS = 10_000_000
 COPY = "copy of the weights"
 LAST_RANK = f"{LOSS} on the last rank"  # which samples the most of shared tokens, and copies no weights where there are few buckets
 _HELD_COPIES = "copies of the weights"
@@ -128,6 +130,8 @@ class MemoryPlan:
         method = self.inputs.method
         if method.dtype == "float32":
             return _FLOAT32_KERNELS
+        if self.inputs.shape.mixture is not None:
+            return _KERNELS_OF_EXPERTS
         return _BFLOAT16_KERNELS_OF_ADAPTERS if method.lora_rank else _BFLOAT16_KERNELS
 
     @property
