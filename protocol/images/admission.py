@@ -45,10 +45,12 @@ def admit(data: bytes) -> AdmittedImage:
     """
     with _open(data) as image:
         _load(image)
-        is_upright = _orientation(image) == 1  # a PNG may have it behind its pixels
+        orientation = _orientation(image)  # a PNG may have it behind its pixels
+        is_upright = orientation == 1
         if is_upright and image.mode in _SAME_EVERYWHERE and "transparency" not in image.info:
             return AdmittedImage(data, hashlib.sha256(data).hexdigest(), image.width, image.height)
-        found = _on_white(image if is_upright else _upright(image))
+        found = _on_white(image if is_upright else _upright(image, orientation))
+        found.info = {}  # no orientation is written with the upright pixels
         sink = io.BytesIO()
         found.save(sink, "PNG", optimize=False)
     stored = sink.getvalue()
@@ -142,13 +144,23 @@ def _orientation(image: Any) -> int:
         found = image.getexif().get(_ORIENTATION, 1)
     except Exception as err:  # noqa: BLE001  EXIF from outside
         raise ImageRefused(f"the EXIF data of an image are not readable ({_one_line(err)}); remove them") from None
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return next((number for number in range(1, 9) if number == found), 1)  # it may be written as a fraction
 
 
-def _upright(image: Any) -> Any:
-    from PIL import ImageOps  # noqa: PLC0415
-
-    return ImageOps.exif_transpose(image)
+def _upright(image: Any, orientation: int) -> Any:
+    """Return an image turned as its orientation says; the other EXIF data, which may be broken, are not read."""
+    turn = _pillow().Transpose
+    return image.transpose(
+        {
+            2: turn.FLIP_LEFT_RIGHT,
+            3: turn.ROTATE_180,
+            4: turn.FLIP_TOP_BOTTOM,
+            5: turn.TRANSPOSE,
+            6: turn.ROTATE_270,
+            7: turn.TRANSVERSE,
+            8: turn.ROTATE_90,
+        }[orientation]
+    )
 
 
 def _on_white(image: Any) -> Any:

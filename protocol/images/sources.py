@@ -7,7 +7,6 @@ process should not call. So images come as bytes, as base64, or as files beside 
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ IMAGE_TYPES = (
 _KEYS = ("image", "image_url", "source", "base64", "bytes", "path", "url")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+_MAX_PATH = 4096  # characters
 _SHOWN = 80  # characters of a source in an error
 
 
@@ -92,8 +92,12 @@ def _of_mapping(source: Mapping[str, Any], folder: Path | None) -> bytes:
         if isinstance(text := source.get(key), str):
             return _of_base64(text)
     for key in ("bytes", "url", "path"):
-        if source.get(key) is not None:
-            return image_bytes(source[key], folder)
+        if (value := source.get(key)) is not None:
+            if isinstance(value, Mapping):  # as deep as a sender likes
+                raise ImageRefused(
+                    f"an image is given as an object in an object, expected bytes, base64 or a path as {key}"
+                )
+            return image_bytes(value, folder)
     raise ImageRefused(
         f"an image is given as an object with {sorted(map(str, source))[:8]}, expected bytes, base64, url or path"
     )
@@ -104,16 +108,30 @@ def _of_base64(text: str) -> bytes:
         raise ImageRefused(f"{len(text)} characters of base64, an image may have {MAX_IMAGE_BYTES} bytes")
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as err:
+    except ValueError as err:  # binascii.Error is one; characters beyond ASCII raise another
         raise ImageRefused(f"an image is not valid base64 ({err}): {text[:_SHOWN]!r}") from None
 
 
 def _of_file(name: str, folder: Path) -> bytes:
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ImageRefused(f"{name}: not below {folder}; move the image there, and name it relative to the data file")
-    if not path.is_file():
-        raise ImageRefused(f"{path}: no such file")
-    if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
-        raise ImageRefused(f"{path}: {size} bytes, an image may have {MAX_IMAGE_BYTES}")
-    return path.read_bytes()
+    if len(name) > _MAX_PATH:
+        raise ImageRefused(
+            f"an image is given as a text of {len(name)} characters, longer than a path: {name[:_SHOWN]!r}; write base64 as a data URL, or "
+            'as "base64"'
+        )
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise ImageRefused(
+                f"{name}: not below {folder}; move the image there, and name it relative to the data file"
+            )
+        if not path.is_file():
+            raise ImageRefused(f"{path}: no such file")
+        if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
+            raise ImageRefused(f"{path}: {size} bytes, an image may have {MAX_IMAGE_BYTES}")
+        return path.read_bytes()
+    except (OSError, ValueError) as err:  # a name that is none, such as one too long, or a file that may not be read
+        reason = err.strerror if isinstance(err, OSError) else err
+        raise ImageRefused(
+            f"{name[:_SHOWN]!r}: not readable as a file below {folder} ({reason}); where it is base64 and no path, write a data URL, "
+            'or "base64" beside it'
+        ) from None

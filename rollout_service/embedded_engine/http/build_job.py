@@ -71,6 +71,7 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
     ):
         prompt, found = given, None
         if model.image_processor is not None:
+            _check_prompt(given, model)  # while a number below 0 is the sender's
             prompt, found = with_images(given, shown, places, model.image_processor)
         _check_prompt(prompt, model)
         start = _input_logprob_start(body, prompt)

@@ -9,7 +9,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from tests.pictures import picture, picture_bytes
 
 from penstock.protocol.errors import ImageRefused
@@ -40,6 +40,40 @@ def test_a_rotated_photograph_is_stored_upright() -> None:
     expected = np.rot90(np.array(picture()), k=-1)
     np.testing.assert_array_equal(admission.pixels(found.data), expected)
     assert admission.admit(found.data).data == found.data  # nothing of it is left to convert
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_every_orientation_is_turned_as_other_readers_turn_it(kind: str, orientation: int) -> None:
+    """The eight of EXIF; what is stored says none."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = picture_bytes(kind=kind, exif=exif)
+    with Image.open(io.BytesIO(data)) as given:
+        expected = np.array(ImageOps.exif_transpose(given))
+    found = admission.admit(data)
+    np.testing.assert_array_equal(admission.pixels(found.data), expected)
+    with Image.open(io.BytesIO(found.data)) as stored:
+        assert 0x0112 not in stored.getexif()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (10, struct.pack("<ii", -1, 3)),  # a fraction below 0, where one of no sign is expected
+        (1, b"\7\0\0\0"),
+        (12, struct.pack("<d", 1e300)),
+    ],
+)
+def test_a_rotated_photograph_with_odd_exif_is_admitted(kind: int, value: bytes) -> None:
+    """What a camera wrote beside the orientation is not read: values that Pillow cannot write again ended the process."""
+    entries = struct.pack("<HHII", 0x0112, 3, 1, 6) + struct.pack("<HHI", 0x011A, kind, 1)
+    entries += value if len(value) == 4 else struct.pack("<I", 38)
+    tiff = b"II*\0" + struct.pack("<IH", 8, 2) + entries + struct.pack("<I", 0) + value
+    plain = picture_bytes(kind="JPEG")
+    marker = b"\xff\xe1" + struct.pack(">H", 8 + len(tiff)) + b"Exif\0\0" + tiff
+    found = admission.admit(plain[:2] + marker + plain[2:])
+    np.testing.assert_array_equal(admission.pixels(found.data), np.rot90(admission.pixels(plain), k=-1))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "I;16", "CMYK"])

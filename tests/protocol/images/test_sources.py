@@ -16,6 +16,10 @@ DATA = picture_bytes()
 TEXT = base64.b64encode(DATA).decode()
 
 
+def _nested(depth: int) -> dict[str, Any]:
+    return {"url": _nested(depth - 1)} if depth else {}
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -50,6 +54,14 @@ def test_every_form_gives_the_same_bytes(source: Any, tmp_path: Path) -> None:
         ("data:image/png;base64,@@", "not valid base64"),
         ({"base64": "A" * 30_000_000}, "characters of base64"),
         ({"file_id": "file-1"}, r"\['file_id'\], expected bytes"),
+        ({"base64": "é"}, "not valid base64"),
+        ("data:image/png;base64,é", "not valid base64"),
+        ("A" * 300, "File name too long.*where it is base64"),  # transformers takes it without the head of a data URL
+        ("/9j/" + "A" * 5000, "longer than a path.*write base64 as a data URL"),
+        ("a\0b.png", "not readable as a file"),
+        ("\ud800.png", "not readable as a file"),
+        ({"url": {"url": {"url": "a"}}}, "an object in an object"),
+        (_nested(600), "an object in an object"),
         (17, "given as int"),
         ("", "given as str"),
     ],

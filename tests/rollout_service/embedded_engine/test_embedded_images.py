@@ -250,6 +250,7 @@ def test_what_cannot_be_read_is_refused_by_name(engine: EngineUnderTest, referen
         ([[as_text(SMALL)]], "texts for a prompt"),
     ):
         assert message in str(sample(engine, ids, images, expect=400)), images
+    assert "input_ids holds -1" in str(sample(engine, [5, -1, 6], None, expect=400))
     assert "each of 2 prompts" in str(sample(engine, [ids, ids], as_text(SMALL), expect=400))
     assert engine.get("/model_info")["has_image_understanding"]
     sample(engine, ids, as_text(SMALL))
