@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.trainer.data.messages import chat_in_text, text_of, unread_keys
+from penstock.trainer.data.messages import chat_in_text, texts_of, unread_keys
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.data.row_formats import PROMPT_COLUMN, KnownFormat, PromptRow, TurnRow, answer_column, reads
 from penstock.trainer.data.row_images import COLUMN, images_of
@@ -98,9 +98,10 @@ class FileNotes:
         self.answers_unused += isinstance(read, PromptRow) and read.unused_answer
         if text is not None and not read.is_plain:
             chat = read.chat if isinstance(read, PromptRow) else read.chat[:-1]
-            self.left_out.update(
-                {m["role"] for m in chat if m["role"] != "assistant" and text_of(m["content"]).strip() not in text}
-            )
+            said = [
+                (m["role"], one.strip()) for m in chat if m["role"] != "assistant" for one in texts_of(m["content"])
+            ]
+            self.left_out.update({role for role, one in said if one not in text})
 
     def add_text(self, text: str, tokenizer: ChatTokenizer) -> None:
         """Count the characters of a prompt that its tokens do not have; only texts with new characters are looked at."""

@@ -39,9 +39,14 @@ def read_chat(
 
 def text_of(content: Any) -> str:
     """Return the text of a message's content: of a list of parts, that of all its texts."""
+    return "".join(texts_of(content))
+
+
+def texts_of(content: Any) -> list[str]:
+    """Return the texts of a message's content: images may be between them."""
     if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def unread_keys(value: Any) -> set[str]:

@@ -20,6 +20,7 @@ from typing import Any
 from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
 from penstock.trainer.data.row_files import Row
 from penstock.trainer.data.row_formats import TurnRow
+from penstock.trainer.data.unread_columns import refuse_media
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
@@ -50,6 +51,7 @@ def holds_pair(row: Row) -> bool:
 
 def pair_row(row: Row, data: DataSettings) -> PairRow:
     """Read a renamed row as a preference; raises MalformedData naming the column."""
+    refuse_media(row)
     if "completion" in row and not {"chosen", "rejected"} & row.keys():
         return _labelled(row, data)
     for name in ("chosen", "rejected"):

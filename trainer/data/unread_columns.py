@@ -37,6 +37,11 @@ def refuse_unread(row: Row, *, reads_self_play: bool = False, reads_images: bool
             'compares, such as a judge with mode = "pairwise" (`penstock reward serve-judge`), or data.ignore = ["self_play"] to score '
             "such rows as all others"
         )
+    refuse_media(row, reads_images=reads_images)
+
+
+def refuse_media(row: Row, *, reads_images: bool = False) -> None:
+    """Raise MalformedData naming a column of pictures, films or sounds that is not read, and the setting that leaves it out."""
     if found := [name for name in _MEDIA if _is_given(row.get(name)) and not (reads_images and name == COLUMN)]:
         reads = 'images in the column "images" (data.map.images)' if reads_images else "text alone"
         raise MalformedData(

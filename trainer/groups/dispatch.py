@@ -90,7 +90,7 @@ class Dispatch:
         self._issued: dict[GroupKey, _Issued] = {}  # outstanding groups that this session issued
         self._issued_for: dict[PolicyVersion, deque[GroupKey]] = {}  # those by version, but some that are not late
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
-        sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
+        sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0), prompt)) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
             rollout,
             prompt_tokens=prompts.num_tokens / len(prompts),
@@ -200,14 +200,17 @@ class Dispatch:
         earlier = self._settings_before(key) if was_issued_before(key, self.order, self.issued_before) else None
         if earlier is None:  # its line was removed, since the group was closed
             earlier = tuple(dict.fromkeys(each.train for each in self.issued_before.all_settings()))
-        return TaskPromise.of(self._task(key, PolicyVersion(0)), earlier)
+        return TaskPromise.of(self._task(key, PolicyVersion(0), self._prompts[key.prompt]), earlier)
 
     def _issue(self, keys: Sequence[GroupKey], version: PolicyVersion) -> TaskPack:
-        tasks = [self._task(key, version) for key in keys]
+        prompts = [
+            self._prompts[key.prompt] for key in keys
+        ]  # with images these are too large to be kept for a second reading
+        tasks = [self._task(key, version, prompt) for key, prompt in zip(keys, prompts, strict=True)]
         promises = [_Issued(version, self._own_promise(key, task)) for key, task in zip(keys, tasks, strict=True)]
         self._issued.update(zip(keys, promises, strict=True))
         self._issued_for.setdefault(version, deque()).extend(keys)
-        return pack_tasks(tasks, (image for key in keys for image in self._prompts[key.prompt].image_files))
+        return pack_tasks(tasks, (image for prompt in prompts for image in prompt.image_files))
 
     def _forget(self, trainer_version: PolicyVersion) -> None:
         """Forget the promises of closed groups, and which groups were issued for versions that are too old by now."""
@@ -227,8 +230,7 @@ class Dispatch:
         position = None if key.attempt else self.order.position_of(key.place)
         return self.issued_before.settings_of(str(key), position)
 
-    def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
-        prompt = self._prompts[key.prompt]
+    def _task(self, key: GroupKey, version: PolicyVersion, prompt: Prompt) -> Task:
         task = make_task(
             prompt,
             str(key),

@@ -92,6 +92,14 @@ def test_all_forms_are_read_as_the_same_pair(form: str) -> None:
         ({"prompt": QUESTION, "completion": GOOD, "label": "good"}, "column label: expected true"),
         ({"prompt": QUESTION, "completion": "", "label": True}, "column completion: expected an answer"),
         ({"prompt": QUESTION, "completion": GOOD, "label": True, "rejected": BAD}, "column chosen: missing"),
+        (
+            {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
+            "column images: what is read is text alone",
+        ),
+        (
+            {"prompt": QUESTION, "completion": GOOD, "label": True, "video": "a.mp4"},
+            "column video: what is read is text alone",
+        ),
     ],
 )
 def test_other_rows_are_refused(row: dict[str, Any], expected: str) -> None:

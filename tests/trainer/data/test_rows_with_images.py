@@ -210,6 +210,15 @@ def test_the_images_of_an_instruction_stay_before_its_input(folder: Path, proces
         assert [one.data for one in found.image_files] == ([TWO] if image in shown else [])
 
 
+def test_texts_around_an_image_are_not_said_to_be_left_out(folder: Path, processor: ImageProcessor) -> None:
+    """The template writes the image between them; a text that it does not write is said."""
+    path = folder / "rows.jsonl"
+    path.write_text(
+        json.dumps(parts({"type": "text", "text": "What is"}, FILE, {"type": "text", "text": "this?"})) + "\n"
+    )
+    assert not [hint for hint in opened(path, processor).notes[0].hints() if "leaves out" in hint]
+
+
 def test_another_picture_in_the_same_file_is_another_data_set(folder: Path, processor: ImageProcessor) -> None:
     """A run that goes on counts prompts of the data with which it began; within a run the row is refused by its line."""
     own, path = folder / "pictures/own.png", folder / "rows.jsonl"

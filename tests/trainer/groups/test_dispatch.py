@@ -503,6 +503,22 @@ class _Prompts(list[Prompt]):
     num_tokens = 100
 
 
+def test_a_prompt_is_read_once_for_its_task() -> None:
+    """With its images, which the message needs too: to read and decode them again would double the work of issuing."""
+    read: list[int] = []
+
+    class Prompts(_Prompts):
+        def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
+            read.append(index)
+            return super().__getitem__(index)
+
+    prompts = Prompts([replace(prompt(text=f"sort {n}"), index=n) for n in range(12)])
+    dispatch = Dispatch(prompts, order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
+    read.clear()
+    issued = [task.group_id for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks]
+    assert sorted(read) == sorted(GroupKey.parse(group_id).prompt for group_id in issued)
+
+
 def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
     """Of a task of this session all is known; of an earlier one's its prompt and reward, and the settings if recorded."""
     prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
