@@ -40,7 +40,7 @@ run = { id = "observed" }
 model.path = "model"
 data = { train = "data/train.jsonl", eval = "data/eval.jsonl" }
 reward = { name = "strict" }
-rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
+rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10, max_staleness = 0 }
 trainer = { steps = 100000, lr = 1e-4, checkpoint_every_s = 20 }
 eval.every = 20
 worker.engine = "flawed.py:kind"

@@ -103,7 +103,7 @@ _TRAINER = (
         ("penstock_trainer_zero_signal_groups_ratio", "gauge", "0 to 1", "", "Share of the groups whose rewards are all equal."),
         ("penstock_trainer_completion_tokens_mean", "gauge", "tokens", "", "Mean length of the completions of the newest step."),
         ("penstock_trainer_staleness_versions_mean", "gauge", "versions", "", "Mean age of the sampled tokens of the newest step."),
-        ("penstock_trainer_engine_mismatch_nats", "gauge", "nats per token", "", "Mean absolute difference of log-probabilities of engine and trainer on tokens of the same version."),
+        ("penstock_trainer_engine_mismatch_nats", "gauge", "nats per token", "", "Mean absolute difference of log-probabilities of engine and trainer on tokens of the same version, in the last step that had some."),
         ("penstock_eval_reward_mean", "gauge", "reward", "", "Mean reward of the newest evaluation."),
         ("penstock_eval_accuracy_ratio", "gauge", "0 to 1", "", "Share of correct completions in the newest evaluation."),
         ("penstock_eval_version", "gauge", "version", "", "The version that the newest evaluation measured."),

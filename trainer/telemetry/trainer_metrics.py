@@ -73,6 +73,7 @@ class TrainerMetrics:
         self._checkpoint_at: float | None = None
         self._tokens_trained = 0
         self._updates_left_out = 0
+        self._mismatch: float | None = None  # of the last step that could be compared
         self._published: dict[str, tuple[int, int]] = {}  # kind -> versions, bytes
         self._seconds = {phase: Histogram(METRICS[_STEP_SECONDS].buckets) for phase in _PHASES}
         self._staleness = Histogram(METRICS[_STALENESS].buckets)
@@ -121,6 +122,8 @@ class TrainerMetrics:
         self._seconds["train"].observe(data["step_s"])
         self._tokens_trained += data["tokens_trained"]
         self._updates_left_out += data.get("updates_left_out", 0)
+        if (mismatch := data.get("mismatch")) is not None:  # a step without tokens of its own version says nothing new
+            self._mismatch = mismatch["mean_abs"]
         for age, tokens in data["staleness_tokens"].items():
             self._staleness.observe(float(age), tokens)
 
@@ -140,8 +143,8 @@ class TrainerMetrics:
         for against, key in _KL.items():
             if step.get(key) is not None:
                 samples.add("penstock_trainer_kl_nats", step[key], against=against)
-        if (mismatch := step.get("mismatch")) is not None:
-            samples.add("penstock_trainer_engine_mismatch_nats", mismatch["mean_abs"])
+        if self._mismatch is not None:
+            samples.add("penstock_trainer_engine_mismatch_nats", self._mismatch)
         for part, mean in step.get("reward_parts", {}).items():
             samples.add("penstock_trainer_reward_part_mean", mean, part=part)
         for environment, played in step.get("environments", {}).items():

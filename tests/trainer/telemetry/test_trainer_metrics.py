@@ -17,6 +17,7 @@ from penstock.protocol.activity import Activity
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.metrics.gpu import GpuSampler
+from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.protocol.metrics.table import METRICS
 from penstock.protocol.transport.bus import Bus
@@ -156,3 +157,15 @@ def test_a_port_in_use_stops_the_start() -> None:
         second = trainer_metrics.serving(MetricsSettings(trainer_port=port), "b", lambda: 0.0)
         with pytest.raises(ConfigError, match=r"metrics\.trainer_port"):
             second.__enter__()
+
+
+def test_a_step_that_could_not_be_compared_leaves_the_last_comparison() -> None:
+    """Else an alert on a difference would end with the first step whose tokens are all of older versions."""
+    metrics = trainer_metrics.TrainerMetrics(lambda: 1000.0)
+    found = []
+    for mismatch in (None, {"tokens": 40, "mean_abs": 0.08}, None):
+        metrics.observe("step", {**STEP, "groups": GROUPS, "mismatch": mismatch})
+        samples = Samples("trainer", LabelValues())
+        metrics.collect(samples)
+        found.append(list(samples.numbers.get("penstock_trainer_engine_mismatch_nats", {}).values()))
+    assert found == [[], [0.08], [0.08]]
