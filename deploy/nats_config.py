@@ -50,13 +50,13 @@ max_payload: 1MB                  # streams take less: facts 64 KB, dead letters
 jetstream {{
   store_dir: {store}
   sync_interval: always           # the default syncs an acknowledged message to disk up to two minutes later
-  max_file_store: 100GB           # the default is 75 % of the disk space that is free at the start
+  max_file_store: {max_file_store}GB           # change max_file below with it; the default is 75 % of the disk space that is free at the start
   max_memory_store: 256MB
 }}
 
 accounts {{
   PENSTOCK {{
-    jetstream: enabled
+    jetstream {{ max_file: {max_file}GB }}     # of all servers together: the services see how full it is, and an alert says so
     users: [
       # creates and deletes streams, consumers and buckets: penstock bootstrap
       {{ user: admin, password: $ADMIN_PASSWORD }}
@@ -116,6 +116,7 @@ _MANY_ANSWERS = {
     "$JS.API.DIRECT.GET.>": "15s",
 }
 _MAX_CONNECTIONS = {"rollout": 10_000, "reward": 1_000, "environment": 1_000, "trainer": 1_000, "viewer": 500}
+_MAX_FILE_GB, _SERVERS = 100, 3  # of one server; of a cluster
 _MAX_SUBSCRIPTIONS = 1_000  # of one connection; a service has fewer than a hundred
 
 
@@ -155,6 +156,8 @@ def nats_config(
         passwords=passwords,
         store=store,
         tls=_TLS.format(folder=tls) if tls else "",
+        max_file_store=_MAX_FILE_GB,
+        max_file=_MAX_FILE_GB * (_SERVERS if is_cluster else 1),
     )
     cluster = _CLUSTER.format(routes=routes, tls=_ROUTE_TLS.format(folder=tls) if tls else "") if is_cluster else ""
     return header + "".join(_account(role, found) for role, found in by_role.items()) + _FOOTER + cluster

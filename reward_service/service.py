@@ -15,6 +15,7 @@ from penstock.protocol.activity import Activity
 from penstock.protocol.endpoints import own_servers
 from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.metrics.certificates import certificate_ends
 from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
 from penstock.protocol.transport import http_tls
@@ -132,6 +133,7 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
                 num_held=lambda: inbox.num_held,
                 heartbeat=lambda: heartbeat.newest,
                 spans=traces.counts,
+                certificates=certificate_ends(settings.nats, settings.s3),
             ),
             access=section.access(),
             hosts=(section.host,),

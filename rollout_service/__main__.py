@@ -19,6 +19,7 @@ from penstock.protocol.endpoints import own_servers
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Split, TaskIssued
 from penstock.protocol.logs import configure
+from penstock.protocol.metrics.certificates import certificate_ends
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs
@@ -100,7 +101,13 @@ async def _serve(settings: RolloutSettings) -> None:
             worker = await _wire(settings, bus, blobs, mirror, engine, stop, traces, gpus)
             folders = {"worker.cache_dir": settings.cache_dir}
             with worker_metrics.serving(
-                settings.metrics, run_id, worker_id, worker.heartbeat, traces.counts, folders=folders
+                settings.metrics,
+                run_id,
+                worker_id,
+                worker.heartbeat,
+                traces.counts,
+                folders=folders,
+                certificates=certificate_ends(settings.nats, settings.s3),
             ):
                 gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time
                 await loop.run(worker, stop)

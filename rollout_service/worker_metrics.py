@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.metrics.exporter import NO_FOLDERS, Exporter
+from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
 from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.settings import MetricsSettings
@@ -62,10 +62,12 @@ def serving(
     heartbeat: HeartbeatWriter,
     spans: Callable[[], Mapping[str, int]] = dict,
     folders: Mapping[str, Path] = NO_FOLDERS,
+    certificates: Mapping[str, float] = NO_CERTIFICATES,
 ) -> Iterator[None]:
     """Serve the worker's metrics in the block if a port is set; raises ConfigError when it cannot be listened on.
 
-    ``spans`` returns the spans of traces so far by outcome; ``folders`` are those whose disk may fill, by setting.
+    ``spans`` returns the spans of traces so far by outcome; ``folders`` are those whose disk may fill, by setting;
+    ``certificates`` the ends of those that it uses.
     """
     if settings.rollout_port is None:
         yield
@@ -78,6 +80,7 @@ def serving(
         collect=lambda samples: collect(heartbeat.newest, samples),
         spans=spans,
         folders=folders,
+        certificates=certificates,
     )
     with MetricsServer(settings.host, settings.rollout_port, exporter.page, key="rollout_port") as server:
         heartbeat.metrics_url = server.url

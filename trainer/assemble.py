@@ -26,6 +26,7 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import KeptVersion
 from penstock.protocol.images.processor import read_processor
+from penstock.protocol.metrics.certificates import certificate_ends
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record import run_lock
@@ -150,7 +151,14 @@ def _hold_lease(
                 state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
             ) as held,
             # after the lease: a second trainer is refused as one, not for the port of the first
-            trainer_metrics.serving(settings.metrics, settings.run.id, _EVENT_CLOCK, traces.counts, folders) as metrics,
+            trainer_metrics.serving(
+                settings.metrics,
+                settings.run.id,
+                _EVENT_CLOCK,
+                traces.counts,
+                folders,
+                certificate_ends(settings.nats, settings.s3),
+            ) as metrics,
         ):
             session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop, metrics)
             with run_lock.hold(settings.run.folder):

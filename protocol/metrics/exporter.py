@@ -13,9 +13,11 @@ from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics import gpu
 from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import Service
+from penstock.protocol.transport import store_errors
 
 Collect = Callable[[Samples], None]
 NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
+NO_CERTIFICATES: Mapping[str, float] = MappingProxyType({})
 
 
 class Exporter:
@@ -31,11 +33,13 @@ class Exporter:
         collect: Collect,
         spans: Callable[[], Mapping[str, int]] = dict,
         folders: Mapping[str, Path] = NO_FOLDERS,
+        certificates: Mapping[str, float] = NO_CERTIFICATES,
     ) -> None:
         """All functions must return at once: the newest heartbeat, the service's own samples, spans of traces by outcome.
 
         ``folders`` are those whose disk may fill, by the setting that names them. They are read in the thread that answers
         the scrape: a network disk that hangs delays only the page, and Prometheus reports the service as not reached.
+        ``certificates`` are the ends of those that it uses, by what names their file (`certificate_ends`).
         """
         self._service: Service = service
         self._who = {"role": service, "worker": service_id}
@@ -44,6 +48,7 @@ class Exporter:
         self._collect = collect
         self._spans = spans
         self._folders = folders
+        self._certificates = certificates
         self._values = LabelValues()
 
     def samples(self) -> Samples:
@@ -60,6 +65,10 @@ class Exporter:
             gpu.add_samples(beat.figures, samples, **self._who)
         for outcome, number in self._spans().items():
             samples.add("penstock_trace_spans_total", number, outcome=outcome)
+        for (store, reason), number in store_errors.counts().items():
+            samples.add("penstock_store_errors_total", number, store=store, reason=reason)
+        for file, ends in self._certificates.items():
+            samples.add("penstock_certificate_expiry_timestamp_seconds", ends, file=file, **self._who)
         for setting, folder in self._folders.items():
             with contextlib.suppress(OSError):  # not created yet
                 samples.add("penstock_disk_free_ratio", free_ratio(folder), folder=setting, **self._who)

@@ -55,6 +55,8 @@ _COMMON = _rows(
     ("penstock_idle_seconds_total", "counter", "s", "role worker", "Time in which the service waited for another one."),
     ("penstock_cpu_seconds_total", "counter", "s", "role worker", "CPU time of the service; of a worker, its engine included."),
     ("penstock_groups_total", "counter", "groups", "outcome reason", "Groups by what happened to them; reason is empty where there is only one."),
+    ("penstock_store_errors_total", "counter", "answers", "store reason", "Answers of NATS (store nats) and of the object store (s3) that were errors of the store: full (no space in the store, its account or a bucket), error (any other of the object store). Each repeated request counts; a full work queue does not."),
+    ("penstock_certificate_expiry_timestamp_seconds", "gauge", "Unix time", "role worker file", "When a certificate ends that the service has read at its start, by the setting or variable that names its file: its own server's, or that of the authority it trusts; of several in a file the server's first, the authorities' last one to end."),
     ("penstock_trace_spans_total", "counter", "spans", "outcome", "Spans of OpenTelemetry: exported, failed (the collector did not take them), dropped (the queue was full)."),
 )  # fmt: skip
 _VERSIONED = _rows(
@@ -109,6 +111,8 @@ _TRAINER = (
         ("penstock_eval_version", "gauge", "version", "", "The version that the newest evaluation measured."),
         ("penstock_weights_published_total", "counter", "versions", "kind", "Versions announced in this session: patch, anchor (a full snapshot) or adapter."),
         ("penstock_weights_published_bytes_total", "counter", "bytes", "kind", "Bytes that were uploaded for them."),
+        ("penstock_nats_store_used_bytes", "gauge", "bytes", "", "What all streams of the account hold on disk, of all runs; in a cluster on all servers together."),
+        ("penstock_nats_store_limit_bytes", "gauge", "bytes", "", "What the account may hold (max_file of the account in nats.conf); absent without such a limit."),
         ("penstock_queue_pending", "gauge", "messages", "stream consumer", "Messages of a JetStream consumer that no reader has received."),
         ("penstock_queue_ack_pending", "gauge", "messages", "stream consumer", "Messages that readers hold and have not acknowledged."),
         ("penstock_queue_redelivered", "gauge", "messages", "stream consumer", "Of these, messages that were delivered more than once."),

@@ -31,7 +31,7 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.snapshots import Snapshot
-from penstock.protocol.transport.stream_admin import ConsumerState, StreamState
+from penstock.protocol.transport.stream_admin import ConsumerState, StoreState, StreamState
 from penstock.protocol.transport.tail import Tail
 
 F = TypeVar("F", bound=Fact)
@@ -165,6 +165,10 @@ class Bus:
     def consumer_state(self, spec: ConsumerSpec) -> Pending[ConsumerState]:
         """Return how many messages wait for a consumer and how many its readers hold; raises MissingStream."""
         return self._connection.call(stream_admin.consumer_state(self._connection, spec), f"state of {spec.durable}")
+
+    def store_state(self) -> Pending[StoreState]:
+        """Return how many bytes the streams of all runs hold, and how many the account may."""
+        return self._connection.call(stream_admin.store_state(self._connection), "state of the account")
 
     def reset_consumer(self, spec: ConsumerSpec) -> Pending[None]:
         """Have all unacknowledged messages of a consumer redelivered at once, after a restart of its reader."""

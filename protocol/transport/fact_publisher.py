@@ -12,6 +12,7 @@ import structlog
 from penstock.protocol import subjects
 from penstock.protocol.errors import MissingStream, StreamFull
 from penstock.protocol.facts import Fact, encode
+from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
 from penstock.protocol.transport.nats_errors import ERR_FULL, ERR_STORAGE_FULL, refusal
 
@@ -69,6 +70,7 @@ async def publish(
             if err.err_code == ERR_FULL:
                 await backlog.wait(f"stream is full: {err.description}", subjects.reader(subject))
             elif err.err_code in ERR_STORAGE_FULL:
+                store_errors.take_note("nats", "full")
                 await backlog.wait(f"{err.description}", f"storage of NATS at {connection.url}")
             else:
                 raise refusal(err, f"publication to {subject}", connection.url) from None

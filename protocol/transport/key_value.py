@@ -14,12 +14,14 @@ from nats.js.api import Header
 from nats.js.kv import KeyValue as NatsKeyValue
 
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
+from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
 from penstock.protocol.transport.nats_errors import (
     BOOTSTRAP,
     ERR_FULL,
     ERR_OTHER_REVISION,
+    ERR_STORAGE_FULL,
     ERR_SWAP_UNDER_WAY,
     refusal,
 )
@@ -126,6 +128,8 @@ class KeyValue:
                     ) from None
                 raise MissingStream(f"{what}: the bucket does not exist; {BOOTSTRAP}") from None
             except nats.js.errors.APIError as err:
+                if err.err_code == ERR_FULL or err.err_code in ERR_STORAGE_FULL:
+                    store_errors.take_note("nats", "full")
                 if err.err_code == ERR_FULL:
                     raise await self._full(what, err) from None
                 raise refusal(err, what, self._connection.url) from None

@@ -24,6 +24,7 @@ from minio.error import InvalidResponseError, S3Error, ServerError
 
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.clock_skew import clock_skew
 from penstock.protocol.transport.tls import handshake_problem
 
@@ -38,8 +39,15 @@ _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Aut
 _TRANSIENT = {"RequestTimeout", "SlowDown", "NoSuchUpload", "RequestTimeTooSkewed"}
 _CLOCK_SKEW_CODES = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"}
 _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
+_FULL, _FULL_STATUS = {"XMinioStorageFull", "InsufficientStorage"}, 507  # no space left, as MinIO and others say it
 _READS = ("get ", "stat ")  # how requests for one object begin
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
+
+
+def _count(status: int | None, code: str | None = None) -> None:
+    """Count an answer that said that the store failed; None is no answer."""
+    if status is not None:
+        store_errors.take_note("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
 
 
 class _XmlPool(urllib3.PoolManager):
@@ -142,6 +150,7 @@ class S3Requests:
                 apart = clock_skew(err.response.headers, datetime.now(UTC))
                 if (final := self._final(err, what, apart)) is not None:
                     raise final from None
+                _count(err.response.status, err.code)
                 problem = f"{err.code}: {apart or err.message}"
             except InvalidResponseError as err:
                 problem = str(err)
@@ -154,6 +163,7 @@ class S3Requests:
             except (ServerError, urllib3.exceptions.HTTPError, OSError) as err:
                 if refused := handshake_problem(err, self._settings.endpoint, "s3.ca_file"):
                     raise BlobStoreRefused(f"{what}: {refused}") from None
+                _count(getattr(err, "status_code", None))  # of a ServerError, an answer without XML
                 problem = f"{type(err).__name__}: {err}"
             if time.monotonic() + pause > deadline:
                 raise BlobStoreUnreachable(

@@ -46,6 +46,22 @@ class ConsumerState:
     num_redelivered: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """Bytes on disk of all streams of the account, and what they may be at most; ``limit`` is None without one."""
+
+    used: int
+    limit: int | None
+
+
+async def store_state(connection: Connection) -> StoreState:
+    """Return how full the account of this user is, of all runs and, in a cluster, on all servers together."""
+    info = await _ask(connection, connection.js.account_info, "JetStream's account")
+    # Limits by tier, as hosted NATS has them, are not summed up: no limit rather than a wrong one.
+    limit = info.limits.max_storage or 0
+    return StoreState(info.storage, limit if limit > 0 else None)
+
+
 async def stream_state(connection: Connection, stream: str) -> StreamState:
     """Return the state of a stream; raises MissingStream."""
     info = await _ask(connection, lambda: connection.js.stream_info(stream), f"stream {stream}")

@@ -61,6 +61,7 @@ class ApiContext:
     num_held: Callable[[], int]
     heartbeat: Callable[[], Heartbeat | None]
     spans: Callable[[], Mapping[str, int]]
+    certificates: Mapping[str, float]  # when each ends that is used, by what names its file
 
 
 def build(
@@ -138,6 +139,7 @@ def _metrics(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller])
         heartbeat=context.heartbeat,
         collect=collect,
         spans=context.spans,
+        certificates=context.certificates,
     )
 
     @app.get("/metrics", dependencies=[Depends(may_read)], response_class=Response)

@@ -65,6 +65,13 @@ def beat(bus: Bus, run: str, role: Any, service: str) -> None:
     live.put(streams.heartbeat_key(role, service), encode(fact)).wait()
 
 
+def test_the_trainer_sees_how_full_the_account_is(roles: NatsRoles) -> None:
+    """The generated configuration limits the account, so that an alert can say that it fills."""
+    state = roles.bus("trainer").store_state().wait()
+    assert state.limit is not None
+    assert 0 <= state.used < state.limit == 100 * 1024**3
+
+
 def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> None:
     """Task, generation, scoring, training, weights, heartbeats and events, each with its role's own user."""
     run = secured_run

@@ -55,4 +55,4 @@ def test_samples_are_the_counters_of_heartbeat_and_endpoints() -> None:
     expected = {name for name, metric in METRICS.items() if "reward" in metric.services}
     of_heartbeat = {name for name in expected if "role" in METRICS[name].labels} - {"penstock_service_info"}
     shown = {*samples.numbers, *samples.histograms, *samples.quantiles}
-    assert shown == expected - of_heartbeat - {"penstock_trace_spans_total"}
+    assert shown == expected - of_heartbeat - {"penstock_trace_spans_total"}, "no span; no certificate is in use"

@@ -34,6 +34,11 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
         folders={"worker.cache_dir": tmp_path, "not.yet": tmp_path / "none"},
     )
     samples = exporter.samples()
+    assert set(samples.numbers.pop("penstock_store_errors_total")) == {
+        ("nats", "full"),
+        ("s3", "full"),
+        ("s3", "error"),
+    }
     free = samples.numbers.pop("penstock_disk_free_ratio")
     assert set(free) == {("rollout", "w", "worker.cache_dir")}, "a folder that is not there yet is left out"
     assert 0.0 < free["rollout", "w", "worker.cache_dir"] <= 1.0
@@ -43,10 +48,13 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
     )
     assert samples.numbers["penstock_weights_version"] == {("rollout", "w"): 3.0}
     expected = {name for name, metric in METRICS.items() if "rollout" in metric.services}
-    assert set(samples.numbers) == expected - {"penstock_trace_spans_total", "penstock_disk_free_ratio"}
+    assert expected - set(samples.numbers) == {
+        "penstock_trace_spans_total", "penstock_disk_free_ratio", "penstock_store_errors_total",
+        "penstock_certificate_expiry_timestamp_seconds",
+    }  # fmt: skip
 
 
 def test_a_worker_without_heartbeat_shows_its_name_only() -> None:
-    """Before the first heartbeat there is nothing to show but the service."""
+    """Before the first heartbeat there is nothing to show but the service, and what stores answered."""
     exporter = Exporter("rollout", run_id="r", service_id="w", heartbeat=lambda: None, collect=lambda _samples: None)
-    assert set(exporter.samples().numbers) == {"penstock_service_info"}
+    assert set(exporter.samples().numbers) == {"penstock_service_info", "penstock_store_errors_total"}

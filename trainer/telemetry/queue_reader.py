@@ -1,4 +1,4 @@
-"""Reads how many messages wait in the run's queues, for Prometheus; a thread of its own, only where metrics are served."""
+"""Reads how many messages wait in the run's queues, and how full NATS's store is, for Prometheus; a thread of its own, only where metrics are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PERIOD_S = 5.0
 
 
 class QueueReader:
-    """Asks JetStream for the state of the run's consumers every few seconds; use as a context manager."""
+    """Asks JetStream for the state of the run's consumers and of the account every few seconds; use as a context manager."""
 
     def __init__(self, bus: Bus, run_id: str, metrics: TrainerMetrics) -> None:
         """Prepare to write into ``metrics``."""
@@ -38,7 +38,8 @@ class QueueReader:
         self._thread.join(10.0)
 
     def read(self) -> None:
-        """Read all queues once."""
+        """Read all queues, and the account, once."""
+        store = self._bus.store_state()
         states = {spec: self._bus.consumer_state(spec) for spec in self._specs}
         found = {(spec.stream, spec.durable): pending.wait() for spec, pending in states.items()}
         self._metrics.queues = {
@@ -49,12 +50,13 @@ class QueueReader:
             }
             for names, state in found.items()
         }
+        self._metrics.nats_store = store.wait()
 
     def _work(self) -> None:
         while not self._stop.is_set():
             try:
                 self.read()
             except BusError as err:
-                self._metrics.queues = {}  # no figures rather than old ones
+                self._metrics.queues, self._metrics.nats_store = {}, None  # no figures rather than old ones
                 log.debug("queues not read", error=str(err))
             self._stop.wait(PERIOD_S)

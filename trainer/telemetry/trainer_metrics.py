@@ -10,12 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.metrics.exporter import NO_FOLDERS, Exporter
+from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
 from penstock.protocol.metrics.histogram import Histogram
 from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.protocol.metrics.table import METRICS
+from penstock.protocol.transport.stream_admin import StoreState
 from penstock.trainer.learner.health.layer_groups import ALL
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID
 
@@ -78,6 +79,7 @@ class TrainerMetrics:
         self._seconds = {phase: Histogram(METRICS[_STEP_SECONDS].buckets) for phase in _PHASES}
         self._staleness = Histogram(METRICS[_STALENESS].buckets)
         self.queues: Mapping[tuple[str, str], Mapping[str, int]] = {}  # (stream, consumer) -> counts; set as a whole
+        self.nats_store: StoreState | None = None
         self.heartbeat: Callable[[], Heartbeat | None] = lambda: None
         self.url: str | None = None  # where they are served
 
@@ -115,6 +117,10 @@ class TrainerMetrics:
         for (stream, consumer), counts in self.queues.items():
             for count, number in counts.items():
                 samples.add(f"penstock_queue_{count}", number, stream=stream, consumer=consumer)
+        if (store := self.nats_store) is not None:
+            samples.add("penstock_nats_store_used_bytes", store.used)
+            if store.limit is not None:
+                samples.add("penstock_nats_store_limit_bytes", store.limit)
 
     def _observe_step(self, data: Mapping[str, Any]) -> None:
         self._step, self._step_at = dict(data), self._clock()
@@ -186,10 +192,12 @@ def serving(
     clock: Callable[[], float],
     spans: Callable[[], Mapping[str, int]] = dict,
     folders: Mapping[str, Path] = NO_FOLDERS,
+    certificates: Mapping[str, float] = NO_CERTIFICATES,
 ) -> Iterator[TrainerMetrics]:
     """Serve the trainer's metrics in the block if a port is set; raises ConfigError when it cannot be listened on.
 
-    ``spans`` returns the spans of traces so far by outcome; ``folders`` are those whose disk may fill, by setting.
+    ``spans`` returns the spans of traces so far by outcome; ``folders`` are those whose disk may fill, by setting;
+    ``certificates`` the ends of those that it uses.
     """
     metrics = TrainerMetrics(clock)
     if settings.trainer_port is None:
@@ -203,6 +211,7 @@ def serving(
         collect=metrics.collect,
         spans=spans,
         folders=folders,
+        certificates=certificates,
     )
     with MetricsServer(settings.host, settings.trainer_port, exporter.page, key="trainer_port") as server:
         metrics.url = server.url

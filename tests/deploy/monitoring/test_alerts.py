@@ -87,6 +87,19 @@ CASES: dict[str, tuple[Series, Series]] = {
     "PenstockDiskFills": (
         {f'penstock_disk_free_ratio{{folder="worker.cache_dir", {WHO}}}': "0.09x130"}, {f'penstock_disk_free_ratio{{folder="worker.cache_dir", {WHO}}}': "0.2x130"},
     ),
+    "PenstockNatsStoreFills": (
+        {"penstock_nats_store_used_bytes": "90x130", "penstock_nats_store_limit_bytes": "100x130"}, {"penstock_nats_store_used_bytes": "80x130", "penstock_nats_store_limit_bytes": "100x130"},
+    ),
+    "PenstockStoreFull": (
+        {f'penstock_store_errors_total{{store="s3", reason="full", {TARGET}}}': "0x127 3x3"},
+        {f'penstock_store_errors_total{{store="s3", reason="full", {TARGET}}}': "3x130", f'penstock_store_errors_total{{store="s3", reason="error", {TARGET}}}': "0+1x130"},
+    ),
+    "PenstockObjectStoreFails": (
+        {f'penstock_store_errors_total{{store="s3", reason="error", {TARGET}}}': "0+9x130"}, {f'penstock_store_errors_total{{store="s3", reason="error", {TARGET}}}': "0+1x130"},
+    ),
+    "PenstockCertificateEnds": (  # the clock begins at 0: fourteen days are 1,209,600 s
+        {f'penstock_certificate_expiry_timestamp_seconds{{file="nats.ca_file", {WHO}}}': "1200000x130"}, {f'penstock_certificate_expiry_timestamp_seconds{{file="nats.ca_file", {WHO}}}': "1300000x130"},
+    ),
     "PenstockTracesLost": ({'penstock_trace_spans_total{outcome="dropped"}': "0+3x130"}, {'penstock_trace_spans_total{outcome="exported"}': "0+3x130"}),
 }  # fmt: skip
 

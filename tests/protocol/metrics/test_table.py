@@ -12,6 +12,8 @@ from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import MAX_LABEL_LENGTH, MAX_VALUES, METRICS, OPEN_LABELS, OTHER
 
 FIXED_LABELS = {
+    "store",
+    "file",
     "role",
     "worker",
     "run",

@@ -21,6 +21,7 @@ from penstock.deploy.processes.servers import HOST, S3Server
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from penstock.protocol.facts import BlobRef
+from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.blobs import Blobs
 
 
@@ -320,11 +321,19 @@ def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
         yield proxy
 
 
-@pytest.mark.parametrize("refusal", [(507, "InsufficientStorage"), (403, "RequestTimeTooSkewed")])
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        ((507, "InsufficientStorage"), "full"),
+        ((500, "XMinioStorageFull"), "full"),
+        ((403, "RequestTimeTooSkewed"), "error"),
+    ],
+)
 def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
-    refusing: RefusingS3, run_id: str, refusal: tuple[int, str]
+    refusing: RefusingS3, run_id: str, refusal: tuple[int, str], reason: store_errors.Reason
 ) -> None:
-    """The write is retried until there is space or the clock is right; reads work meanwhile."""
+    """The write is retried until there is space or the clock is right, and counted; reads work meanwhile."""
+    counted = dict(store_errors.counts())
     blobs = Blobs(refusing.settings, deadline_s=30.0)
     before = blobs.put(f"runs/{run_id}/before", b"here")
     refusing.refusal = refusal
@@ -336,6 +345,9 @@ def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
     refusing.refusal = None
     writing.join(20.0)
     assert blobs.exists(f"runs/{run_id}/x")
+    more = {cause: number - counted[cause] for cause, number in store_errors.counts().items()}
+    assert more.pop(("s3", reason)) >= 1
+    assert not any(more.values())
 
 
 def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> None:

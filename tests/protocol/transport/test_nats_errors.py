@@ -13,6 +13,7 @@ from tests import servers
 from penstock.deploy.processes.servers import NatsServer
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, PenstockError, StorageFull
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
+from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.nats_errors import refusal
 
@@ -40,8 +41,10 @@ def test_a_full_bucket_is_an_error_with_its_size_and_loses_nothing(bus: Bus, run
             bucket.put(key, b"x" * 200).wait()
             written.append(key)
 
+    before = store_errors.counts()["nats", "full"]
     with pytest.raises(StorageFull) as refused:
         fill()
+    assert store_errors.counts()["nats", "full"] == before + 1
     text = str(refused.value)
     for part in (name, f"k{len(written)}", "maximum bytes exceeded", "of its 2000 bytes", "--max-bytes", f"KV_{name}"):
         assert part in text

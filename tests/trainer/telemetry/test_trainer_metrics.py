@@ -140,7 +140,10 @@ def test_a_scrape_shows_the_events_and_the_heartbeat(bus: Bus, run_streams: str,
     assert found['penstock_gpu_utilisation_ratio{role="trainer",statistic="max",worker="trainer"}'] == 0.9
     expected = {name for name, metric in METRICS.items() if "trainer" in metric.services}
     shown = {re.sub(r"(_bucket|_sum|_count)?(\{.*)?$", "", line) for line in found}
-    assert shown == expected - {"penstock_trace_spans_total", "penstock_disk_free_ratio"}, "no span, no folder given"
+    assert found["penstock_nats_store_used_bytes"] > 0
+    absent = {"penstock_trace_spans_total", "penstock_disk_free_ratio", "penstock_nats_store_limit_bytes"}
+    absent |= {"penstock_certificate_expiry_timestamp_seconds"}
+    assert shown == expected - absent, "no span, folder or certificate given, and an account without a limit"
 
 
 def test_no_port_is_opened_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
