@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.deadline import ends_within
 from tests.servers import require, wait_for
 
 from penstock.console.evaluation import stored_results
@@ -144,7 +145,7 @@ def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
     assert found.version == 3
     with pytest.raises(ConfigError, match=r"config\.json: its settings cannot be read"):
         target.recorded_settings(found, with_reward=True)
-    with pytest.raises(ConfigError, match="run one has no version 4; stored: 3"):
+    with pytest.raises(ConfigError, match="run one has no version 4; stored: 3"), ends_within(30):
         target.find("one@4", runs, {})
     monkeypatch.setattr(target.launch, "module", lambda *_: [sys.executable, "-c", "exit('penstock: no NATS')"])
     with pytest.raises(ConfigError, match=r"^no NATS$"):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.deadline import ends_within
 
 from penstock.console import connections
 from penstock.console.live import watched_totals
@@ -47,13 +48,10 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return home
 
 
-@pytest.mark.timeout(20)
-def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(
-    folder: Path,
-) -> None:
+def test_what_stands_in_place_of_a_file_is_neither_followed_nor_waited_for(folder: Path) -> None:
     """Every reader of a run's folder reports a file that cannot be read, at once."""
     for name in FILES:
-        with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"):
+        with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"), ends_within(20):
             read_regular(folder / name)
     with pytest.raises(OSError, match=r"(?i)symbolic link|regular|directory"):
         read_state(folder)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.deadline import ends_within
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -102,7 +103,7 @@ def test_a_hostile_data_file_is_refused(
     monkeypatch.setattr(row_files, "_SMALL_BYTES", 1024**2)
     monkeypatch.setattr(row_files, "_MAX_PARQUET_ROWS", 100)
     write(tmp_path / name)
-    with pytest.raises(MalformedData, match=expected):
+    with pytest.raises(MalformedData, match=expected), ends_within(30):
         PromptSet.open([tmp_path / name], data=DataSettings(), reward=RewardSettings(name="r"), tokenizer=tokenizer)
 
 

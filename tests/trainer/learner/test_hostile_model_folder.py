@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.deadline import ends_within
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
@@ -161,7 +162,7 @@ def _not_a_number(folder: Path) -> None:
 def test_a_hostile_model_folder_is_refused(model: Path, change: Change, expected: str) -> None:
     """The error names folder or file; nothing of the folder was executed."""
     change(model)
-    with pytest.raises(UnsupportedModel, match=expected):
+    with pytest.raises(UnsupportedModel, match=expected), ends_within(30):
         load_language_model(model, HOW, ParallelDims(Ranks.__new__(Ranks)))
     assert not (model.parent / "mark").exists()
 
