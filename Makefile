@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle bench-trainer bench-memory
 .PHONY: compose-test cluster-test
 .PHONY: fuzz-agents bench-agents test-trackers proof-runs-api screenshots bench-page observe proof-observe proof-slurm proof-nodes
-.PHONY: bench-checkpoints test-environments test-images bench-page-overhead proof-page proof-upgrade
+.PHONY: bench-checkpoints test-environments test-images test-experts bench-page-overhead proof-page proof-upgrade
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -70,6 +70,9 @@ test-environments: .venv-environments/.installed  ## play environments with the 
 
 test-images: $(STAMP)  ## train a tiny Qwen2.5-VL on rows with images through every service, audit and replay it (a minute)
 	PENSTOCK_TEST_IMAGES=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_images.py
+
+test-experts: $(STAMP)  ## train a tiny mixture of experts on episodes with router replay through every service, audit and replay it (a minute)
+	PENSTOCK_TEST_EXPERTS=1 $(BIN)/python -m pytest --timeout 900 tests/system/test_train_routed_episodes.py
 
 sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate environment (0.3 GB to download)
 
