@@ -37,7 +37,7 @@ async def test_a_body_that_does_not_fit_beside_the_others_is_answered_503() -> N
         first = asyncio.create_task(client.post("/", content=b"a" * 60))
         await asyncio.wait_for(started.wait(), 10)
         for content in (b"b" * 41, in_parts(b"b" * 20, b"b" * 21), in_parts(b"b" * 40, b"b", b"b" * 10)):
-            refused = await client.post("/", content=content)
+            refused = await asyncio.wait_for(client.post("/", content=content), 30)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert "reward_service.max_requests_bytes" in refused.json()["detail"]
         assert (await client.post("/", content=in_parts(b"c" * 40, b"c" * 30))).status_code in {413, 503}

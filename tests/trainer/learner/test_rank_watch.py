@@ -25,7 +25,7 @@ def test_the_other_rank_ends_when_one_is_suspended(tmp_path: Path, hung: int) ->
         pid = ranks.processes[hung].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        ranks.processes[1 - hung].join(120.0)
+        ranks.processes[1 - hung].join(60.0)
         assert ranks.processes[1 - hung].exitcode == HUNG, ranks.err
         assert ranks.processes[hung].is_alive()
     finally:
