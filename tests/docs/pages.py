@@ -10,7 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-READMES = tuple(sorted(path for path in ROOT.glob("*/**/README.md") if not {"src", "build", ".venv"} & set(path.parts)))
+_ELSEWHERE = ("src", "build", ".venv")  # with .venv-sglang and others that make targets install
+READMES = tuple(
+    sorted(path for path in ROOT.glob("*/**/README.md") if not path.relative_to(ROOT).parts[0].startswith(_ELSEWHERE))
+)
 
 _FENCE = re.compile(r"^(`{3,})(\{?[\w-]*\}?)[^\n]*\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- (run|not run|file)(?:: ([^>]*?))? -->")
