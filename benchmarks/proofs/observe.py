@@ -46,10 +46,11 @@ eval.every = 20
 worker.engine = "flawed.py:kind"
 """
 _REWARD = """
+import random
 from pathlib import Path
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if Path(FOLDER, "endpoint-fails").exists():
+    if Path(FOLDER, "endpoint-fails").exists() and random.random() < 0.2:  # of most groups one, so that some are scored
         raise RuntimeError("no score, for the proof")
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 8
 """

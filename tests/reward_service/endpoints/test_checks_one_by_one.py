@@ -66,7 +66,14 @@ async def test_the_token_is_checked_before_anything_of_the_body(headers: dict[st
         cast(
             "api.ApiContext",
             SimpleNamespace(
-                registry=None, client=None, reward_registry=None, run_id="r", replica="a", heartbeat=None, spans=None
+                registry=None,
+                client=None,
+                reward_registry=None,
+                run_id="r",
+                replica="a",
+                heartbeat=None,
+                spans=None,
+                certificates=None,
             ),
         ),
         access=Access([("a", Role.ADMIN, "right-0123456789abcdef")]),
