@@ -3,7 +3,7 @@
     python -m benchmarks.proofs.observe [FOLDER]        # as root: the run is in a file system of its own, which is filled
 
 Seven faults, one after the other: a worker, the reward service and an endpoint that hang, an endpoint whose answers cannot be
-scored, a version that an engine does not take, log-probabilities that are not the trainer's, and a disk that fills. The alerts
+scored, a version that an engine does not take, a disk that fills, and, in a run of its own that waits for every version, log-probabilities that are not the trainer's. The alerts
 are those of `rules.yml` with a fifth of their times; that their whole times hold is what promtool tests
 (`tests/deploy/monitoring/test_alerts.py`). Prints a line for each step of the proof with its figures; exit code 1 when one does
 not hold.
@@ -40,17 +40,16 @@ run = { id = "observed" }
 model.path = "model"
 data = { train = "data/train.jsonl", eval = "data/eval.jsonl" }
 reward = { name = "strict" }
-rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10, max_staleness = 0 }
+rollout = { groups_per_step = 4, group_size = 4, max_new_tokens = 10 }
 trainer = { steps = 100000, lr = 1e-4, checkpoint_every_s = 20 }
 eval.every = 20
 worker.engine = "flawed.py:kind"
 """
 _REWARD = """
-import random
 from pathlib import Path
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    if Path(FOLDER, "endpoint-fails").exists() and random.random() < 0.2:  # of most groups one, so that some are scored
+    if Path(FOLDER, "endpoint-fails").exists():
         raise RuntimeError("no score, for the proof")
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 8
 """
@@ -129,7 +128,10 @@ def main() -> int:
         rules(tuple(replace(one, expr=faster(one.expr), wait=faster(one.wait)) for one in ALERTS))
     )
     with _disk(base / "runs"):
-        return _with_prometheus(base)
+        failed = _observe(base, "observed", [], _prove)
+        failed += _observe(base, "compared", ["rollout.max_staleness=0"], _prove_mismatch)
+    print(f"{failed} steps of the proof do not hold; {base}")
+    return int(failed > 0)
 
 
 def faster(text: str) -> str:
@@ -148,28 +150,29 @@ def _disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _with_prometheus(base: Path) -> int:
-    prometheus = Prometheus(base / "prometheus", rules=base / "rules.yml")
+def _observe(base: Path, run_id: str, settings: list[str], prove: Callable[[Proof, LocalRun], None]) -> int:
+    """Start a run and a Prometheus that reads it; return how many steps of its proof do not hold."""
+    settings = ["run.toml", *METRICS_ON, f"run.id={run_id}", *settings]
+    prometheus = Prometheus(base / f"prometheus-{run_id}", rules=base / "rules.yml")
     prometheus.start()
     proof = Proof(prometheus.url)
     writer = None
     try:
-        with LocalRun(["run.toml", *METRICS_ON], num_workers=2, reward_files=[base / "strict.py"]) as run:
+        with LocalRun(settings, num_workers=2, reward_files=[base / "strict.py"]) as run:
             run.start_services()
-            writer = target_writer(["run.toml"], run.folder, prometheus.targets)
+            writer = target_writer(settings, run.folder, prometheus.targets)
             assert writer is not None
             writer.start()
             run.start_trainer()
-            _prove(proof, run)
+            prove(proof, run)
     finally:
         if writer is not None:
             writer.stop()
         prometheus.stop()
-    print(f"{proof.num_failed} steps of the proof do not hold; {base}")
-    return int(proof.num_failed > 0)
+    return proof.num_failed
 
 
-def _prove(proof: Proof, run: LocalRun) -> None:
+def _warm_up(proof: Proof) -> None:
     def done() -> bool:
         steps = proof.query("penstock_trainer_steps_total")
         evaluated = proof.query("penstock_eval_version")
@@ -178,6 +181,18 @@ def _prove(proof: Proof, run: LocalRun) -> None:
 
     proof.wait(f"{_STEPS} steps, an evaluation and a checkpoint", done, _WARM_S)
     proof.wait("Prometheus reads four services", lambda: len(proof.query("up == 1")) == 4, 30)
+
+
+def _prove_mismatch(proof: Proof, _: LocalRun) -> None:
+    """In a run that waits for every version: all its tokens can be compared."""
+    _warm_up(proof)
+    flag = Path.cwd() / "log-probabilities-differ"
+    proof.check("no difference before", not proof.query("penstock_trainer_engine_mismatch_nats > 0.001"))
+    _until_it_fires(proof, flag.name, {"PenstockEngineMismatch"}, flag.touch, flag.unlink)
+
+
+def _prove(proof: Proof, run: LocalRun) -> None:
+    _warm_up(proof)
     num_queries, num_series, empty, idle = 0, 0, [], []
     for board in DASHBOARDS:
         for panel in board.panels():
@@ -201,7 +216,6 @@ def _prove(proof: Proof, run: LocalRun) -> None:
     for flag, expected in (
         ("endpoint-fails", {"PenstockEndpointErrors"}),
         ("version-not-taken", {"PenstockWorkerOnOldWeights"}),
-        ("log-probabilities-differ", {"PenstockEngineMismatch"}),
     ):
         _until_it_fires(proof, flag, expected, (base / flag).touch, (base / flag).unlink)
     fill = base / "runs" / "fill"
