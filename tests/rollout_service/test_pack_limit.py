@@ -115,7 +115,7 @@ async def _run(packs_in_flight: int, engine: _Engine, until: Callable[[PackLoops
     of_engine: Any = given
     loops = PackLoops(tasks, of_engine, engine.work, packs_in_flight)
     running = asyncio.ensure_future(loops.run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not until(loops):  # noqa: ASYNC110  counters, no event
             await asyncio.sleep(0.005)
         source.stopped = True

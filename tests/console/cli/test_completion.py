@@ -29,7 +29,7 @@ CASES = {
     "penstock watch ": {"first", "second"},
     "penstock runs show fi": {"first"},
     "penstock weights exp": {"export"},
-    "penstock settings trainer.l": {"trainer.lr", "trainer.lease_s"},
+    "penstock settings trainer.l": {"trainer.lr", "trainer.lease_s", "trainer.local_checkpoints"},
     "penstock settings crit": {"critic", *(f"critic.{name}" for name in CRITIC)},
     "/opt/bin/penstock config ": {"import", "show"},
 }  # fmt: skip

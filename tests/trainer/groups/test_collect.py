@@ -536,11 +536,16 @@ def test_untrue_dead_letters_end_no_run_while_groups_arrive(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
     """Letters name every group that is issued: no more than twice the bound is issued, and each group that arrives is trained."""
-    held: list[Delivery[TaskIssued]] = []  # a worker is at them: they are not acknowledged
+    held: dict[
+        str, Delivery[TaskIssued]
+    ] = {}  # a worker is at them: they are not acknowledged, and may be delivered again
+
+    def receive(timeout_s: float) -> None:
+        held.update({one.fact.pack_id: one for one in manual._inbox.fetch(8, timeout_s).wait()})
 
     def receives(num_packs: int) -> Callable[[], bool]:
         def is_received() -> bool:
-            held.extend(manual._inbox.fetch(8, 0.05).wait())
+            receive(0.05)
             return len(held) >= num_packs
 
         return is_received
@@ -549,12 +554,12 @@ def test_untrue_dead_letters_end_no_run_while_groups_arrive(
         session.issuer.advance(V0, 100)
         for number in range(8):  # the issue stops when more than 8 groups are dead
             wait_for(receives(number + 1), "another task pack")
-            dead_letter(connections, held[number].fact, f"forged{number}")
+            dead_letter(connections, list(held.values())[number].fact, f"forged{number}")
         wait_for(lambda: session.counters.dropped_groups["dead"] == 16, "the forged letters")
         assert session.collector.collect(V0, stop_after(1.2)) == []  # four times as long as empty queues would take
-        held.extend(manual._inbox.fetch(8, 0.2).wait())
+        receive(0.2)
         assert len(held) == 8
-        for delivery in held:
+        for delivery in held.values():
             manual.answer(delivery.fact)
             delivery.ack().wait()
         assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
