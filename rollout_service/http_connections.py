@@ -11,7 +11,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -41,6 +41,7 @@ class Answer:
     status: int
     headers: Mapping[str, str]
     body: bytes
+    cookies: Mapping[str, str] = field(default_factory=dict)  # that it sets, as they are sent back; none is kept here
 
 
 class HttpConnections:
@@ -93,7 +94,8 @@ class HttpConnections:
             async with self._connections().request(
                 method, url, data=body, headers=given, allow_redirects=False
             ) as response:
-                return Answer(response.status, response.headers, await self._read(response, url))
+                cookies = {name: one.coded_value for name, one in response.cookies.items()}
+                return Answer(response.status, response.headers, await self._read(response, url), cookies)
         except aiohttp.ServerTimeoutError as err:  # to connect
             raise ConnectionFailed(f"{url}: {err}") from None
         except aiohttp.ClientError as err:

@@ -16,12 +16,12 @@ from typing import Any, Protocol, Self, TypeVar
 import structlog
 
 from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
-from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import http_tls
 from penstock.rollout_service.environments import program_process
 from penstock.rollout_service.environments.adapters.mcp_servers import transports
 from penstock.rollout_service.environments.adapters.mcp_servers.connection import McpConnection
 from penstock.rollout_service.environments.adapters.mcp_servers.options import McpServer
+from penstock.rollout_service.environments.server_token import read_token
 
 log = structlog.get_logger("rollout.mcp")
 
@@ -56,7 +56,11 @@ class Reached:
     def of(cls, options: SessionOptions, own: Sequence[OwnServer]) -> Self:
         """Read the tokens; ``own`` are the run's servers. Raises ConfigError without the library, or for a file that cannot be read."""
         transports.library()
-        tokens = {name: _token(name, one.token_file) for name, one in options.servers.items() if one.token_file}
+        tokens = {
+            name: read_token(one.token_file, f"options.servers.{name}.token_file")
+            for name, one in options.servers.items()
+            if one.token_file
+        }
         policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
         return cls(policy, http_tls.trust_own_authority(ssl.create_default_context()), tokens)
 
@@ -137,16 +141,3 @@ def _connection(name: str, server: McpServer, seed: int, options: SessionOptions
     return McpConnection(
         name, transport, mode=server.protocol, call_deadline_s=options.call_deadline_s, known=known.text
     )
-
-
-def _token(name: str, file: Path) -> str:
-    """Return the token of a file; raises ConfigError, which never shows it."""
-    try:
-        token = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(
-            f"options.servers.{name}.token_file {file}: not readable as ASCII ({type(err).__name__})"
-        ) from None
-    if not token or not token.isprintable() or " " in token:
-        raise ConfigError(f"options.servers.{name}.token_file {file}: expected one token without spaces")
-    return token

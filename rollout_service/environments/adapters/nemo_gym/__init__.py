@@ -1,0 +1,1 @@
+"""Environments of NeMo-Gym resources servers (docs/environments_of_others.md)."""
