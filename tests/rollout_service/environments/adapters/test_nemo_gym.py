@@ -139,7 +139,7 @@ def test_what_goes_wrong_in_a_call_is_text_for_the_policy(tool_model: Path, serv
 
 
 async def test_arguments_that_are_no_object_are_not_sent() -> None:
-    options = NemoGymOptions(url="http://127.0.0.1:9")
+    options = NemoGymOptions.model_validate({"url": "http://127.0.0.1:9"})
     sessions = session.Sessions(options, ())
     played = nemo_gym.NemoGymPlay(1, Row((), None, row(), ""), options, sessions)
     given = ("[1]", "{", '{"count": NaN}', '{"count": 1, "count": 2}', '"\ud800"')
