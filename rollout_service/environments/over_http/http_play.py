@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from penstock.rollout_service.environments.over_http.client import (
     ServerRefused,
     ServerUnreachable,
 )
+from penstock.rollout_service.environments.over_http.places import take_place
 from penstock.rollout_service.environments.over_http.servers import Server, Servers
 from penstock.rollout_service.environments.over_http.wire import (
     Object,
@@ -135,7 +135,7 @@ async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wan
     """Start an episode at a server that has a place, and wait for one; raises NotStarted, or RowRefused."""
     ends, last = time.monotonic() + limits.place_s, ""
     while True:
-        server = await _place(servers, ends)
+        server = await take_place(servers, ends)
         if server is None:
             raise NotStarted(
                 f"no server had a place within {limits.place_s:g} s (place_deadline_s): {servers.why_none(last)}"
@@ -159,21 +159,6 @@ async def start_episode(client: EnvironmentClient, servers: Servers, wanted: Wan
             else:  # of a gateway, before servers that are being replaced
                 server.failed(time.monotonic())
             last = str(err)
-
-
-async def _place(servers: Servers, ends: float) -> Server | None:
-    """Return a server, of which a place is taken; None if there is none by the time ``ends``."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(ends - time.monotonic()), servers.turn:
-            while True:
-                now = time.monotonic()
-                server = servers.choose(now)
-                if server is not None:
-                    server.running += 1
-                    return server
-                wait_s = max(servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
-                await asyncio.sleep(wait_s)
-    return None
 
 
 async def _start_at(server: Server, client: EnvironmentClient, wanted: Wanted, limits: Limits) -> HttpPlay:

@@ -1,4 +1,4 @@
-"""When certificates end: read from their files without a library, and shown for each that a process uses."""
+"""When certificates end: read from their files, and shown for each that a process uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from penstock.deploy.certificates import write_certificates
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.metrics.certificates import certificate_ends, ends_of, not_after
+from penstock.protocol.metrics.certificates import certificate_ends, ends_of
 from penstock.protocol.metrics.exporter import Exporter
 
 
@@ -55,8 +55,6 @@ def test_files_without_a_certificate_are_left_out(tmp_path: Path) -> None:
         (tmp_path / f"{number}.pem").write_bytes(text)
         assert ends_of(tmp_path / f"{number}.pem") == []
     assert ends_of(None) == []
-    with pytest.raises(ValueError, match="where a certificate's part is expected"):
-        not_after(b"\x30\x03\x02\x01\x01")
 
 
 def test_a_service_shows_those_that_it_uses(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
 from penstock.protocol.errors import PenstockError
 from penstock.rollout_service.environments.adapters.nemo_gym.options import NemoGymOptions
 from penstock.rollout_service.environments.over_http.client import PASSING
+from penstock.rollout_service.environments.over_http.places import take_place
 from penstock.rollout_service.environments.over_http.servers import Server, Servers
 from penstock.rollout_service.environments.server_token import read_token
 from penstock.rollout_service.http_connections import Answer, ConnectionFailed, HttpConnections
@@ -181,17 +181,7 @@ class Sessions:
     async def open(self, row: Mapping[str, Any], seed: int) -> GymSession:
         """Return a session that a server has begun; waits for one that takes it. Raises GymFailed."""
         ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
-        while True:
-            now = time.monotonic()
-            server = self._servers.choose(now)
-            if server is None:
-                wait_s = max(self._servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
-                if now + wait_s > ends:
-                    raise GymFailed(
-                        f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}"
-                    )
-                await asyncio.sleep(wait_s)
-                continue
+        while (server := await take_place(self._servers, ends)) is not None:
             try:
                 return await self._open_at(server, row, seed)
             except _Busy as err:
@@ -199,10 +189,10 @@ class Sessions:
                 last = str(err)
             except ConnectionFailed as err:
                 last = str(err)
+        raise GymFailed(f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}")
 
     async def _open_at(self, server: Server, row: Mapping[str, Any], seed: int) -> GymSession:
         session = GymSession(self._connections, server, seed, self._options.call_deadline_s)
-        server.running += 1
         try:
             await session.begin(row)
         except BaseException as err:

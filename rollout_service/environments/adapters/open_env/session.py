@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from penstock.protocol.endpoints import strict_json
 from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
 from penstock.protocol.errors import PenstockError
 from penstock.rollout_service.environments.adapters.open_env.options import OpenEnvOptions
+from penstock.rollout_service.environments.over_http.places import take_place
 from penstock.rollout_service.environments.over_http.servers import Server, Servers
 from penstock.rollout_service.http_connections import ConnectionFailed, HttpConnections
 
@@ -98,17 +98,7 @@ class Sessions:
     async def open(self, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
         """Return a session and the answer to its reset; waits for a free one. Raises OpenEnvFailed."""
         ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
-        while True:
-            now = time.monotonic()
-            server = self._servers.choose(now)
-            if server is None:
-                wait_s = max(self._servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
-                if now + wait_s > ends:
-                    raise OpenEnvFailed(
-                        f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}"
-                    )
-                await asyncio.sleep(wait_s)
-                continue
+        while (server := await take_place(self._servers, ends)) is not None:
             try:
                 return await self._open_at(server, reset)
             except _Full as err:
@@ -117,15 +107,20 @@ class Sessions:
             except ConnectionFailed as err:
                 server.failed(time.monotonic())
                 last = str(err)
+        raise OpenEnvFailed(
+            f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}"
+        )
 
     async def _open_at(self, server: Server, reset: Mapping[str, Any]) -> tuple[OpenEnvSession, dict[str, Any]]:
         url = f"{server.url}/ws"
         try:
             async with asyncio.timeout(_OPEN_S):
                 socket = await self._connections.websocket(url, max_message_bytes=self._options.max_message_bytes)
-        except TimeoutError:
-            raise ConnectionFailed(f"{url}: no session was opened within {_OPEN_S:g} s") from None
-        server.running += 1
+        except BaseException as err:
+            server.running -= 1  # of the place that was taken; later the session gives it back
+            if isinstance(err, TimeoutError):
+                raise ConnectionFailed(f"{url}: no session was opened within {_OPEN_S:g} s") from None
+            raise
         session = OpenEnvSession(socket, server)
         try:
             first = await session.ask("reset", reset)
