@@ -16,6 +16,7 @@ PenstockError
     ├── PolicyCollapsed       the policy samples with less entropy than trainer.min_entropy
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
     ├── ExportFailed          the exported model cannot be loaded, or computes something else than the trained one
+    ├── NoAttentionKernel     no exact attention without [T, T] matrices works for the model's heads on this device
     ├── NotEstimated          the memory of a run cannot be estimated from settings and config.json
     └── UnknownReward         the run file names a reward that no service offers
 ```
@@ -88,6 +89,10 @@ class ExportFailed(TrainerError):
 
 class UnknownReward(TrainerError):
     """The run file names a reward that no reward service offers."""
+
+
+class NoAttentionKernel(TrainerError):
+    """No exact attention without [T, T] matrices works for the model's heads on this device; the text has each one's reason."""
 
 
 class NotEstimated(TrainerError):

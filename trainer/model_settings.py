@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,16 @@ from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.trainer.lora_settings import LoraSettings
+
+_GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, AMD, and WSL
+_HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def default_dtype() -> Literal["float32", "bfloat16"]:
+    """Return bfloat16 where this process sees a GPU, else float32; looks for device files, and loads no driver."""
+    if any(os.environ.get(name, "all").strip() in ("", "-1") for name in _HIDES_GPUS):
+        return "float32"
+    return "bfloat16" if any(Path(file).exists() for file in _GPU_FILES) else "float32"
 
 
 class ModelSettings(Section):
@@ -19,8 +30,9 @@ class ModelSettings(Section):
         "converted to such a folder beside it; or the id OWNER/NAME of one on the Hugging Face hub, OWNER/NAME@REVISION.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Of forward and backward; float32 agrees with the embedded engine, bfloat16 suits GPUs.",
+        default_factory=default_dtype,
+        description="Of forward and backward. Without it bfloat16 where the trainer sees a GPU, and float32, with which the embedded "
+        "engine agrees, where it does not. In float32 a GPU has neither tensor cores nor flash attention.",
     )
     gradient_checkpointing: bool = Field(
         default=False,

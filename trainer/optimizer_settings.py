@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
+from penstock.trainer.attention_choice import Attention
 from penstock.trainer.fine_tuning_settings import Beta, Schedule
 from penstock.trainer.parallel_layout import ParallelLayout
 
@@ -63,6 +64,14 @@ class OptimizerSettings(Section):
         ge=1,
         description="Ranks that have a part of every linear layer each (AutoTP of DeepSpeed): for models of llama, qwen2 and qwen3 that "
         "ZeRO 3 alone does not fit or gathers too often. Divides trainer.num_ranks, attention heads and key heads; not with adapters.",
+    )
+    attention: Attention = Field(
+        default="auto",
+        description="What computes the attention of packed rows. auto: the first of the others that works for the model's heads on this "
+        "device and agrees with the definition, except dense. flash-3, flash-4: FlashAttention where it is installed; flash: torch's kernels for CUDA, in "
+        "bfloat16; cpu-flash: torch's kernel for the CPU; sdpa: torch's scaled_dot_product_attention, one node of the prompts' tree at a "
+        "time; flex: torch's flex_attention, compiled for the GPU; dense: the definition, whose memory grows with the square of "
+        "trainer.micro_batch_tokens.",
     )
     router_replay: bool = Field(
         default=False,

@@ -125,7 +125,7 @@ class Training:
 
     def begin(self) -> None:
         """Publish the weights that the session starts from, evaluate them if due, and start issuing tasks."""
-        self._set_state("starting", total_steps=self.settings.trainer.steps)
+        self._set_state("starting", total_steps=self.settings.trainer.steps, attention=self.rank_group.policy.attention)
         parent = self.resumed.version if self.resumed else None
         self.version, is_new = self.submitter.submit_first(self.resumed)
         for after, until in self.resumed.abandoned if self.resumed is not None else ():

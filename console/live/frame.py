@@ -22,6 +22,7 @@ from penstock.console.live.frame_layout import FULL, Layout, Wanted, fit
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
 from penstock.console.printable import printable
 from penstock.console.report import learning
+from penstock.console.report.run_summary import attention_text
 
 _MAX_WIDTH = 110
 _WIDE = 88  # columns inside the border from which on the histogram stands beside the curve
@@ -185,6 +186,7 @@ def _details(s: Snapshot, *, is_wide: bool) -> list[RenderableType]:
         ("off-policy", off_policy),
         ("reward of", learning.reward_parts(s.learning)),
         ("engine gap", engine),
+        ("attention", attention_text(s.attention)),
     ]
     return [_line(Text.assemble((f"{name:<11}", "dim"), printable(text))) for name, text in rows if text]
 

@@ -128,6 +128,7 @@ class Snapshot:
     num_incidents: int  # of the whole run
     disconnected_s: float  # since the connection to NATS was lost; 0.0 while connected
     finished: bool
+    attention: str = ""  # what computes it in the trainer
     pauses: tuple[tuple[float, float], ...] = ()  # between sessions: when each ended, and its length in seconds
     evaluated_at: dict[int, float] = field(default_factory=dict)  # by step, of the primary split
 

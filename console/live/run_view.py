@@ -67,6 +67,7 @@ class RunView:
         self._num_incidents = 0
         self.queues = QueueDepths()
         self.state = "waiting for the services"
+        self.attention = ""  # what computes it in the trainer
         self.disconnected_s = 0.0
         self.finished = False
         self._fleet = Fleet()
@@ -264,6 +265,7 @@ class RunView:
             num_incidents=self._num_incidents,
             disconnected_s=self.disconnected_s,
             finished=self.finished,
+            attention=self.attention,
             pauses=tuple(self._pauses),
             evaluated_at={e.step: e.at for e in self._primary_evals()},
         )
@@ -279,6 +281,7 @@ class RunView:
         return RunSummary(
             run_id=self.run_id,
             steps=points[-1].step if points else 0,
+            attention=self.attention,
             accuracy_before=primary[0].accuracy if primary else None,
             accuracy_after=primary[-1].accuracy if primary else None,
             eval_reward_before=primary[0].reward if primary else None,
@@ -402,6 +405,8 @@ class RunView:
             self.state = text
         if fields.total_steps:
             self.total_steps = fields.total_steps
+        if fields.attention:
+            self.attention = fields.attention
         if fields.finished:
             self.finished = True
             self._fleet.close_window()

@@ -81,6 +81,7 @@ class StateFields(EventFields):
     text: _Text = ""
     state: _Text = ""
     total_steps: _Count = 0
+    attention: _Text = ""  # of the trainer: what computes it
     finished: bool | None = None
 
 

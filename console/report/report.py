@@ -13,7 +13,7 @@ from penstock.console.durations import clock
 from penstock.console.report import curves, drop_reasons, learning
 from penstock.console.report.curves import Curves
 from penstock.console.report.measures import HeldOut
-from penstock.console.report.run_summary import RunSummary
+from penstock.console.report.run_summary import RunSummary, attention_text
 from penstock.protocol.record.regular_file import read_regular
 
 _WIDTH, _HEIGHT = 60, 8
@@ -125,6 +125,8 @@ def _totals(s: RunSummary) -> Iterator[tuple[str, ...]]:
     if s.wall_s > 0:
         yield "tokens trained per second", f"{s.tokens_trained / s.wall_s:,.0f}"
     yield "versions published", str(s.versions_published)
+    if s.attention:
+        yield "attention of the trainer", attention_text(s.attention)
     if s.weights.raw_bytes:
         share = s.weights.sent_bytes / s.weights.raw_bytes
         yield (

@@ -91,11 +91,26 @@ class Overlap(_Frozen):
     )
 
 
+_SLOW_ATTENTION = {  # those whose cost a run should show
+    "dense": "dense: memory and time grow with the square of the tokens (trainer.attention)",
+    "padded": "padded: rows are not packed, and prompts are not shared (docs/memory.md)",
+}
+
+
+def attention_text(name: str) -> str:
+    """Return the name of an attention backend, with what it costs if it is a slow one."""
+    return _SLOW_ATTENTION.get(name, name)
+
+
 class RunSummary(_Frozen):
     """All totals of a run; times in seconds, shares from 0 to 1."""
 
     run_id: str
     steps: int = Field(default=0, description="Optimizer steps taken.")
+    attention: str = Field(
+        default="",
+        description="What computes attention in the trainer: a backend of trainer.attention, or padded; empty: not reported.",
+    )
     accuracy_before: float | None = Field(
         default=None, description="Held-out accuracy of version 0; none: the reward does not say what is correct."
     )

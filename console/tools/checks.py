@@ -40,6 +40,7 @@ _ENGINES = {"vllm": "docs/vllm.md", "sglang": "docs/sglang.md"}  # those that a 
 _PORTS = {4222: "nats.url", 9000: "s3.endpoint", 8700: "reward_service.port"}
 _PROBE_S = 10.0  # a program that takes longer to print its version is a problem itself
 _SANDBOX_S = 60.0  # it starts up to two interpreters
+_ATTENTION_S = 300.0  # kernels may be compiled
 _REACH_S = 3.0  # for a server to answer
 
 
@@ -61,7 +62,9 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
     for program, purpose in _PROGRAMS.items():
         yield runnable(program, purpose)
     yield sandbox()
-    yield gpu()
+    found = gpu()
+    yield found
+    yield attention(has_gpu=shutil.which("nvidia-smi") is not None and found.level == "ok")
     yield from memory()
     yield disk(folder)
     yield loopback()
@@ -165,6 +168,30 @@ def gpu() -> Finding:
     if "+cpu" in (package_version("torch") or ""):
         return Finding("gpu", "warn", "; ".join(names), "this torch has no CUDA: install a CUDA build of torch")
     return Finding("gpu", "ok", "; ".join(names) or "none")
+
+
+def attention(has_gpu: bool) -> Finding:
+    """Check which kernels compute the trainer's attention here, in a process of its own: it loads torch."""
+    if package_version("torch") is None:
+        return Finding("attention", "ok", "no torch here, so nothing trains on this machine")
+    if not has_gpu:
+        return Finding("attention", "ok", "no GPU; the trainer uses torch's flash kernel for the CPU (cpu-flash)")
+    command = launch.module("penstock.trainer.learner.attention")
+    fix = "install the torch of constraints.txt in a build for this GPU; see docs/memory.md"
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ATTENTION_S, check=False)
+    except (OSError, subprocess.SubprocessError) as err:
+        return Finding("attention", "warn", f"the check did not finish: {err}", fix)
+    lines = answer.stdout.strip().splitlines()
+    backends = {line.rpartition(": ")[2] for line in lines}
+    if answer.returncode == 0 and lines:
+        slow = "sdpa" in backends or "flex" in backends
+        detail = lines[0].rpartition(": ")[2] if len(backends) == 1 else "; ".join(lines)
+        return Finding("attention", "warn" if slow else "ok", detail, fix if slow else "")
+    refused = [line for line in lines if ": none: " in line] or (answer.stderr.strip().splitlines() or ["no output"])[
+        -1:
+    ]
+    return Finding("attention", "fail", "; ".join(refused)[:1000], fix)
 
 
 def memory() -> Iterator[Finding]:

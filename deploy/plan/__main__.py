@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.deploy.plan.lengths import EnginePace, LengthMix
 from penstock.deploy.plan.outcome import Durations, Fleet
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_intermixed_args(arguments)
     try:
         files, overrides = split_arguments(given.run_file)
-        trainer = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
+        trainer = _trainer(files, overrides, on_gpu=given.gpu)
         worker = load(WorkerSettings, files=files, overrides=overrides, environ=os.environ).settings
         rollout = _with_packs(trainer.rollout)
         fleet = _fleet(given, worker)
@@ -89,6 +90,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         of_rank = f"memory of a rank: not estimated\n\n- {memory}\n" if isinstance(memory, str) else memory.text()
         sys.stdout.write(f"\n{of_rank}")
     return 0 if isinstance(memory, str) or memory.fits else _DOES_NOT_FIT
+
+
+def _trainer(files: Sequence[Path], overrides: Sequence[str], *, on_gpu: bool) -> TrainerSettings:
+    """Return the trainer's settings; where none says otherwise, model.dtype is what the trainer takes on a GPU. Raises ConfigError."""
+    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+    if not on_gpu or loaded.origins["model.dtype"] != "default":
+        return loaded.settings
+    return load(
+        TrainerSettings, files=files, overrides=[*overrides, "model.dtype=bfloat16"], environ=os.environ
+    ).settings
 
 
 def _memory(given: argparse.Namespace, trainer: TrainerSettings) -> RankMemory | str:

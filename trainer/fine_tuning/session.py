@@ -100,6 +100,7 @@ def optimisation(settings: TrainerSettings, section: FineTuningSettings, length:
         max_grad_norm=settings.trainer.max_grad_norm,
         zero_stage=settings.trainer.zero_stage,
         dtype=settings.model.dtype,
+        attention=settings.trainer.attention,
         gradient_checkpointing=settings.model.gradient_checkpointing,
         activation_offload=settings.model.activation_offload,
         offload=settings.trainer.offload,

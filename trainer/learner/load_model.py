@@ -14,7 +14,8 @@ from penstock.protocol.images.processor import read_processor
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter, expert_tensors, vision
 from penstock.trainer.learner.activation_offload import offload_activations
-from penstock.trainer.learner.attention.models import why_not_packed
+from penstock.trainer.learner.attention import backends
+from penstock.trainer.learner.attention.models import attention_of, why_not_packed
 from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.logprobs import CompletionScorer
@@ -42,6 +43,7 @@ def load_policy(
 
     Raises:
         UnsupportedModel: The folder is missing or holds no causal language model, or the adapters are others than ``how`` says.
+        NoAttentionKernel: No attention over packed rows works for the model's heads on this device.
         ConfigError: The dtype does not work with the ZeRO stage, the model not with the layout of the ranks, or it has no
             routers to replay.
     """
@@ -53,9 +55,10 @@ def load_policy(
     scorer = CompletionScorer(model, temperature, shares=TokenShares(dims.token_group))
     if how.router_replay:
         scorer.replay_routers()
-    warn_if_padded(scorer.padding_reason, dims)
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
-    return Policy(Trainable(scorer, how, dims, layers, model=model), scorer, dims, router_replay=how.router_replay)
+    trainable = Trainable(scorer, how, dims, layers, model=model)
+    attention = check_attention(model, scorer.padding_reason, trainable.device, dims)
+    return Policy(trainable, scorer, dims, attention=attention, router_replay=how.router_replay)
 
 
 def load_reference(
@@ -162,7 +165,8 @@ def _check_layout(loader: Any, folder: Path, dims: ParallelDims, **options: obje
 
 
 def prepare(model: Any, how: Optimisation) -> None:
-    """Set a loaded model up for training: no cache of keys and values, gradient checkpointing and its offload where they are set."""
+    """Set a loaded model up for training: attention, no cache of keys and values, gradient checkpointing and its offload."""
+    backends.use(how.attention)
     model.config.use_cache = False
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -179,7 +183,20 @@ def attach_adapters(model: Any, how: Optimisation, *, head: str | None = None) -
         model.enable_input_require_grads()
 
 
-def warn_if_padded(reason: str | None, dims: ParallelDims) -> None:
-    """Log, on the rank that writes files, why the rows of a model are padded."""
-    if reason is not None and dims.writes_files:
-        log.warning("rows are padded, and prompts are not shared: slower, and equal", reason=reason)
+def check_attention(model: Any, padding_reason: str | None, device: torch.device, dims: ParallelDims) -> str:
+    """Return the name of the attention that computes a model's rows, ``padded`` where transformers' own does; rank 0 logs it.
+
+    Raises:
+        NoAttentionKernel: None works for the model's heads on this device.
+    """
+    found = "padded" if padding_reason is not None else attention_of(model, device)
+    if not dims.writes_files:
+        return found
+    if padding_reason is not None:
+        log.warning("rows are padded, and prompts are not shared: slower, and equal", reason=padding_reason)
+    log.info("attention", backend=found, device=device.type)
+    if device.type == "cuda" and model.get_input_embeddings().weight.dtype == torch.float32:
+        log.warning(
+            "the model trains in float32 on a GPU: several times slower and twice the memory; set model.dtype = bfloat16"
+        )
+    return found

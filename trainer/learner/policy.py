@@ -71,9 +71,16 @@ class Policy:
     """A causal language model under DeepSpeed."""
 
     def __init__(
-        self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims, *, router_replay: bool = False
+        self,
+        trainable: Trainable,
+        scorer: CompletionScorer,
+        dims: ParallelDims,
+        *,
+        attention: str = "",
+        router_replay: bool = False,
     ) -> None:
         """Called by `load_policy`; with ``router_replay`` micro-batches bring the experts of their tokens."""
+        self.attention = attention  # what computes it: the name of a backend, or padded
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims

@@ -13,7 +13,7 @@ from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.health.flops import pass_cost
 from penstock.trainer.learner.health.layer_groups import layer_groups
-from penstock.trainer.learner.load_model import attach_adapters, from_folder, prepare, warn_if_padded
+from penstock.trainer.learner.load_model import attach_adapters, check_attention, from_folder, prepare
 from penstock.trainer.learner.loaded_model_check import check_loaded
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
@@ -90,7 +90,6 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
     prepare(model, how)
     attach_adapters(model, how, head=_HEAD)
     scorer = RewardScorer(model, TokenShares(dims.token_group))
-    warn_if_padded(scorer.padding_reason, dims)
     changed = {
         "architectures": [type(model).__name__],
         "num_labels": 1,
@@ -98,4 +97,6 @@ def load_reward_model(folder: Path, how: Optimisation, dims: ParallelDims) -> tu
         "label2id": {"LABEL_0": 0},
     }
     layers = layer_groups(name for name, parameter in scorer.named_parameters() if parameter.requires_grad)
-    return Policy(Trainable(scorer, how, dims, layers, model=model), cast(Any, scorer), dims), changed
+    trainable = Trainable(scorer, how, dims, layers, model=model)
+    attention = check_attention(model, scorer.padding_reason, trainable.device, dims)
+    return Policy(trainable, cast(Any, scorer), dims, attention=attention), changed

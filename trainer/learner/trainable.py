@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from penstock.trainer.attention_choice import Attention
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning_settings import Schedule
 from penstock.trainer.learner.adapter import Lora
@@ -55,6 +56,7 @@ class Optimisation:
     max_grad_norm: float
     zero_stage: int
     dtype: Literal["float32", "bfloat16"]
+    attention: Attention = "auto"  # over packed rows
     gradient_checkpointing: bool = False
     activation_offload: bool = False  # of what gradient checkpointing keeps
     offload: Literal["none", "optimizer", "parameters"] = "none"  # to host memory

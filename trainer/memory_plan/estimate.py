@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.trainer.attention_choice import matrix_bytes
 from penstock.trainer.memory_plan.method import FLOAT32, Method, Needs
 from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.memory_plan.zero_states import REDUCE_BUCKET, zero_states
@@ -107,6 +108,12 @@ def _activations(shape: ModelShape, method: Method, tokens: int) -> tuple[int, i
     """Return what the forward pass keeps of all layers, and what the backward pass of one layer adds."""
     kept, h, m = tokens * _kept_of_token(shape, method), shape.hidden, shape.intermediate
     temporary = tokens * method.width * max(3 * m, 2 * shape.query + 2 * h)
+    if (
+        method.dense_attention
+    ):  # the weights in float32 and, in another dtype, rounded; and scores and their gradients besides
+        matrix = matrix_bytes(shape.heads, tokens)
+        kept += matrix + (matrix * method.width // FLOAT32 if method.width != FLOAT32 else 0)
+        temporary += 2 * matrix
     more = num = 0
     if (mixture := shape.mixture) is not None:
         num = mixture.layers

@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.trainer.algorithm.balanced_bins import balanced, units_of
 from penstock.trainer.algorithm.packed_rows import Prefixes
+from penstock.trainer.attention_choice import Attention, expected_backend
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.memory_plan.estimate import Pass
 from penstock.trainer.memory_plan.method import BFLOAT16, FLOAT32, Method
@@ -33,6 +34,7 @@ class PlanInputs:
     method: Method
     batch: Batch
     budget_tokens: int  # of a micro-batch
+    attention: Attention = "auto"
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = "as-trained"
     publishes_adapter: bool = False
     reference: ModelShape | None = None  # a whole model besides the policy, from which a KL is measured
@@ -50,6 +52,11 @@ class PlanInputs:
     def rank_shape(self) -> ModelShape:
         """What one rank has of the policy, before ZeRO shards it."""
         return self.shape.of_rank(self.method.tensor_parallel)
+
+    def backend(self, *, on_gpu: bool) -> str | None:
+        """Return what will compute attention; None: the one that is set cannot run there."""
+        head, dtype = self.shape.head_dim, self.method.dtype
+        return expected_backend(self.attention, device="cuda" if on_gpu else "cpu", dtype=dtype, head_size=head)
 
     @property
     def row_tokens(self) -> int:
@@ -142,6 +149,7 @@ def plan_inputs(
             offload=settings.trainer.offload,
             lora_rank=lora.rank,
             lora_targets=tuple(lora.targets),
+            dense_attention=settings.trainer.attention == "dense",
             with_entropy=algorithm.entropy_coefficient > 0.0
             or (algorithm.distill_coefficient > 0.0 and algorithm.distill_form == "forward"),
         ),
@@ -152,6 +160,7 @@ def plan_inputs(
             -(-settings.rollout.groups_per_step // algorithm.minibatches),
         ),
         budget_tokens=settings.trainer.micro_batch_tokens,
+        attention=settings.trainer.attention,
         publish_dtype=settings.trainer.publish_dtype,
         publishes_adapter=settings.publishes_adapters,
         reference=(reference or shape) if copied else None,

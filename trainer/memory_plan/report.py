@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock.trainer.attention_choice import matrix_bytes
 from penstock.trainer.memory_plan.memory_plan import MemoryPlan, Phase
 from penstock.trainer.memory_plan.method import Needs
 from penstock.trainer.memory_plan.suggestions import Suggestion
@@ -33,6 +34,7 @@ def _lines(plan: MemoryPlan, limit: int | None, on_gpu: bool, found: Sequence[Su
         f"on each of {inputs.method.num_ranks} rank(s) {largest.count} micro-batch(es) of up to {largest.tokens:,} computed tokens, "
         f"{inputs.operations / 1e12:,.1f} TFLOP"
     )
+    yield f"attention: {_attention(plan, on_gpu)}"
     yield ""
     yield "held all the time"
     for name, value in plan.held.device.items():
@@ -70,6 +72,7 @@ def document(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequen
         "micro_batches": inputs.largest.count,
         "largest_micro_batch_tokens": inputs.largest.tokens,
         "operations": inputs.operations,
+        "attention": inputs.backend(on_gpu=on_gpu),
         "held": _needs(plan.held),
         "phases": {
             phase.name: {
@@ -85,6 +88,19 @@ def document(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequen
         "fits": None if limit is None else peak <= limit,
         "fits_with": [{"settings": list(one.settings), "peak": one.peak} for one in found],
     }
+
+
+def _attention(plan: MemoryPlan, on_gpu: bool) -> str:
+    inputs, where = plan.inputs, "a GPU" if on_gpu else "a CPU"
+    heads = f"{inputs.shape.heads} heads of {inputs.shape.head_dim} dimensions in {inputs.method.dtype} on {where}"
+    backend = inputs.backend(on_gpu=on_gpu)
+    if backend is None:
+        return f"trainer.attention = {inputs.attention} cannot be used for {heads}; set it to auto"
+    if inputs.method.dense_attention:
+        return (
+            f"{backend}, with matrices of {size(matrix_bytes(inputs.shape.heads, inputs.largest.tokens))}, for {heads}"
+        )
+    return f"{backend}, for {heads}; memory grows with the tokens, not with their square"
 
 
 def _needs(needs: Needs) -> dict[str, dict[str, int]]:

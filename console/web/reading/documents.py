@@ -63,6 +63,7 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
         "groups": view.group_counts().model_dump(mode="json"),
         "zero_signal_groups": snapshot.no_signal_share,
         "learning": snapshot.learning,
+        "attention": snapshot.attention[:MAX_TEXT],
         "bands": bands(view, snapshot),
         "diagnoses": [one.model_dump(mode="json") for one in snapshot.diagnoses],
         "incidents": [

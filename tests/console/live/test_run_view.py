@@ -9,6 +9,7 @@ from tests.console.record import recorded_run as recorded
 
 from penstock.console.live.run_snapshot import QueueDepths
 from penstock.console.live.run_view import RunView
+from penstock.console.report.run_summary import attention_text
 
 
 def test_a_whole_run_is_summarised():
@@ -340,3 +341,13 @@ def test_warnings_of_the_trainer_are_incidents(kind: str) -> None:
     view.fold_event(recorded.event(kind, recorded.START, text="evaluation lost: version 3: no weights"))
     (incident,) = view.snapshot(recorded.START).incidents
     assert (incident.text, incident.kind) == ("evaluation lost: version 3: no weights", "lost")
+
+
+def test_what_computes_attention_is_shown() -> None:
+    """As the trainer's first event says it; a slow one with what it costs."""
+    view = RunView("tiny")
+    view.fold_event(recorded.event("state", 1.0, text="starting", total_steps=20, attention="cpu-flash"))
+    assert view.snapshot(2.0).attention == view.summary().attention == "cpu-flash"
+    assert attention_text("cpu-flash") == "cpu-flash"
+    assert "square of the tokens" in attention_text("dense")
+    assert "not packed" in attention_text("padded")

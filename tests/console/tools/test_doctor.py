@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from tests.console.cli import test_command
 from tests.console.command import penstock
 from tests.servers import secret_file
 
+from penstock.console import launch
 from penstock.console.tools import checks
 from penstock.console.tools.versions import package_version
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.trainer.attention_choice import NAMES
 
 
 def findings(answer: str) -> dict[str, dict[str, str]]:
@@ -150,3 +153,46 @@ def test_a_port_in_use_is_reported_with_its_setting():
 def test_the_space_for_a_new_folder_is_that_of_its_parent(tmp_path: Path):
     """Space is measured where the folder will be created."""
     assert checks.disk(tmp_path / "a" / "b" / "runs").level in {"ok", "warn"}
+
+
+_SCRIPT = """#!/bin/sh
+echo ' 128 dimensions, 4 query heads a key head, bfloat16 on cuda: {name}'
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "level"),
+    [("flash", 0, "ok"), ("sdpa", 0, "warn"), ("none: no attention kernel works", 1, "fail")],
+)
+def test_the_attention_of_a_gpu_is_checked_and_a_slow_one_is_a_warning(
+    name: str, code: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process that loads torch; here one that answers as such a machine does."""
+    python = tmp_path / "python"
+    python.write_text(_SCRIPT.format(name=name, code=code))
+    python.chmod(0o755)
+    monkeypatch.setattr("penstock.console.tools.checks.sys.executable", str(python))
+    found = checks.attention(has_gpu=True)
+    assert (found.level, found.detail.partition(":")[0]) == (
+        level,
+        name if level != "fail" else found.detail.partition(":")[0],
+    )
+    assert bool(found.fix) == (level != "ok")
+
+
+def test_without_a_gpu_the_trainers_attention_is_the_kernel_for_the_cpu() -> None:
+    """No process is started for it."""
+    found = checks.attention(has_gpu=False)
+    assert (found.level, "cpu-flash" in found.detail) == ("ok", True)
+
+
+def test_the_module_behind_it_names_a_backend_for_every_head() -> None:
+    """On this machine, for each size and ratio that it lists."""
+    answer = subprocess.run(
+        launch.module("penstock.trainer.learner.attention"), capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.strip().splitlines()
+    assert len(lines) >= 8
+    assert all(line.rpartition(": ")[2] in NAMES for line in lines)

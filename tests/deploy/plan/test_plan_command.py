@@ -141,3 +141,25 @@ def test_a_limit_that_cannot_be_compared_is_refused(
     """With the flag or the setting, and exit code 2."""
     assert main([run_file, model, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_plan_says_what_computes_attention(
+    run_file: str, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU in bfloat16 unless the file says otherwise; matrices of the definition are counted where it is chosen."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where the plan is made decides nothing
+    _, on_cpu = _memory(capsys, run_file, model)
+    _, on_gpu = _memory(capsys, run_file, model, "--gpu")
+    _, wide = _memory(capsys, run_file, model, "--gpu", "model.dtype=float32")
+    assert [one["attention"] for one in (on_cpu, on_gpu, wide)] == ["cpu-flash", "flash", "sdpa"]
+    assert on_gpu["peak"] < wide["peak"]
+    _, dense = _memory(capsys, run_file, model, "--gpu", "trainer.attention=dense")
+    matrix = 4 * 16 * dense["largest_micro_batch_tokens"] ** 2
+    assert dense["attention"] == "dense"
+    assert dense["peak"] - on_gpu["peak"] > 2 * matrix
+    assert main([run_file, model, "--gpu"]) == 0
+    assert "attention: flash, for 16 heads of 128 dimensions in bfloat16 on a GPU" in capsys.readouterr().out
+    assert main([run_file, model, "--gpu", "trainer.attention=flash", "model.dtype=float32"]) == 0
+    assert (
+        "trainer.attention = flash cannot be used for 16 heads of 128 dimensions in float32" in capsys.readouterr().out
+    )

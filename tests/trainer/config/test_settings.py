@@ -16,11 +16,13 @@ from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.teacher_scores import TeacherRow
+from penstock.trainer import model_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.attention_choice import NAMES
 from penstock.trainer.settings import TrainerSettings
 
 PAIRS = ("algorithm.dpo_coefficient=1.0", "data.train=rows.jsonl")
@@ -376,3 +378,27 @@ def test_the_reference_of_an_earlier_record_is_parked() -> None:
     """Records of runs before `parked` say "cpu", which computed the same numbers where a CPU trained."""
     recorded = AlgorithmSettings.model_validate({"reference_device": "cpu", "kl_coefficient": 0.1}, context=RECORDED)
     assert recorded.reference_device == "parked"
+
+
+def test_the_dtype_follows_the_gpus_that_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bfloat16 where a device file of a GPU is there and not hidden; what a file says is kept."""
+    for name in model_settings._HIDES_GPUS:
+        monkeypatch.delenv(name, raising=False)
+    device = tmp_path / "nvidia0"
+    monkeypatch.setattr(model_settings, "_GPU_FILES", (str(device),))
+    assert settings().model.dtype == "float32"
+    device.touch()
+    assert settings().model.dtype == "bfloat16"
+    assert settings("model.dtype=float32").model.dtype == "float32"
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert settings().model.dtype == "float32"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert settings().model.dtype == "bfloat16"
+
+
+def test_an_attention_that_there_is_not_is_refused_with_the_names() -> None:
+    """Every backend can be named."""
+    with pytest.raises(ConfigError, match=r"trainer\.attention.*flash-3"):
+        settings("trainer.attention=flash2")
+    assert [settings(f"trainer.attention={name}").trainer.attention for name in NAMES] == list(NAMES)

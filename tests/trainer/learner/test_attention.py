@@ -14,10 +14,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.algorithm.packed_rows import Layout, pack
-from penstock.trainer.learner.attention import backends, cpu_flash, cuda_flash
+from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, NAMES, expected_backend, matrix_bytes
+from penstock.trainer.errors import NoAttentionKernel
+from penstock.trainer.learner.attention import backends, cpu_flash, cuda_flash, flex
 from penstock.trainer.learner.attention.cpu_flash import CpuFlash
 from penstock.trainer.learner.attention.cuda_flash import CudaFlash
-from penstock.trainer.learner.attention.reference import DenseMask
+from penstock.trainer.learner.attention.dense import DenseMask
+from penstock.trainer.learner.attention.flex import Flex
+from penstock.trainer.learner.attention.models import attention_of, head_sizes
+from penstock.trainer.learner.attention.sdpa import Sdpa
+from penstock.trainer.learner.logprobs import CompletionScorer
 
 
 def _given(layout: Layout, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -60,28 +66,32 @@ def _dense(query: Tensor, key: Tensor, bounds: tuple[Tensor, Tensor], is_causal:
     return scores.masked_fill(~allowed, float("-inf"))
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, q: Tensor, k: Tensor, *rest: Any, scale: float
-) -> tuple[Any, ...]:
-    """Torch's `_flash_attention_forward`, as it documents itself."""
-    scores = _dense(query, key, (q, k), rest[3], scale)
-    weights = scores.softmax(-1)
+def _varlen(query: Tensor, key: Tensor, value: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor]:
+    """Torch's `varlen_attn` with its log-sum-exp, as it documents itself, in float32 as the kernels compute."""
+    wide = [held.to(torch.promote_types(held.dtype, torch.float32)) for held in (query, key, value)]
+    scores = _dense(wide[0], wide[1], (part.query_bounds, part.key_bounds), part.is_causal, scale)
     groups = query.shape[1] // key.shape[1]
-    out = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(groups, 1))
-    return out, scores.logsumexp(-1), None, None, None
+    weights = scores.softmax(-1).to(query.dtype).to(wide[0].dtype)  # kernels round the probabilities
+    out = torch.einsum("hqk,khd->qhd", weights, wide[2].repeat_interleave(groups, 1))
+    return out.to(query.dtype), scores.logsumexp(-1)
 
 
 def _varlen_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, *rest: Any, scale: float
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, part: Any, scale: float
+) -> tuple[Tensor, ...]:
     """Torch's `_flash_attention_backward`: probabilities from the log-sum-exp that it is given."""
+    dtype = query.dtype
+    grad, query, key, value, out = (
+        held.to(torch.promote_types(held.dtype, torch.float32)) for held in (grad, query, key, value, out)
+    )
     groups = query.shape[1] // key.shape[1]
-    p = (_dense(query, key, (q, k), rest[3], scale) - lse.unsqueeze(-1)).exp()
+    p = (_dense(query, key, (part.query_bounds, part.key_bounds), part.is_causal, scale) - lse.unsqueeze(-1)).exp()
     wide_k, wide_v = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     ds = p * (torch.einsum("qhd,khd->hqk", grad, wide_v) - (grad * out).sum(-1).T.unsqueeze(-1))
+    ds, p = ds.to(dtype).to(grad.dtype), p.to(dtype).to(grad.dtype)
     found = (torch.einsum("hqk,qhd->khd", ds, query) * scale, torch.einsum("hqk,qhd->khd", p, grad))
     dk, dv = (held.unflatten(1, (key.shape[1], groups)).sum(2) for held in found)
-    return torch.einsum("hqk,khd->qhd", ds, wide_k) * scale, dk, dv
+    return tuple(held.to(dtype) for held in (torch.einsum("hqk,khd->qhd", ds, wide_k) * scale, dk, dv))
 
 
 @examples(20)
@@ -118,32 +128,197 @@ def test_bfloat16_parts_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) ->
         assert parts < 1.25 * one_call
 
 
+@examples(20)
+@given(drawn=trees())
+def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any) -> None:
+    """With a causal bias that is aligned to the lower right where a node continues others."""
+    layout = pack(*drawn).layout
+    given = _given(layout)
+    for some, true in zip(
+        _results(Sdpa().attend, given, layout), _results(DenseMask().attend, given, layout), strict=True
+    ):
+        torch.testing.assert_close(some, true, rtol=1e-4, atol=3e-6)
+
+
+@examples(20)
+@given(drawn=trees())
+def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: Any) -> None:
+    """Not compiled, and without gradients, which it does not offer on a CPU: its mask, and the tables of the mask's blocks."""
+    layout = pack(*drawn).layout
+    given = _given(layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "BLOCK", 8)
+        patch.setattr(flex, "_compiled", lambda: flex.flex_attention)
+        found = Flex().attend(*(held.detach() for held in given), layout, 0.6)
+        mixed, full = flex.block_tables(flex.subtree_ends(layout))
+        kept = flex.block_mask(layout, torch.device("cpu"))
+    torch.testing.assert_close(found, DenseMask().attend(*given, layout, 0.6), rtol=1e-4, atol=3e-6)
+    mask = layout.mask()
+    for q in range(len(full)):
+        for k in range(len(full)):
+            block = mask[q * 8 : q * 8 + 8, k * 8 : k * 8 + 8]
+            is_full = bool(block.all()) and q != k  # a block of one token is computed with its mask
+            assert (bool(full[q, k]), bool(mixed[q, k])) == (is_full, bool(block.any()) and not is_full)
+            assert int(full[q].sum()) == int(kept.full_kv_num_blocks[0, 0, q])  # type: ignore[index]
+            assert int(mixed[q].sum()) == int(kept.kv_num_blocks[0, 0, q])
+
+
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_exact_kernels_are_used_at_the_head_sizes_and_ratios_that_people_train(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3, Llama 3 and Mistral have heads of 128, Gemma of 256; up to 16 query heads share a key head."""
+    monkeypatch.setattr(cuda_flash, "_activate", lambda implementation: None)
+    monkeypatch.setattr(cuda_flash, "_kernel", _varlen)
+    monkeypatch.setattr(cuda_flash, "_kernel_backward", _varlen_backward)
+    query = torch.empty(1, 1, 1, size, dtype=dtype)
+    for ratio in (1, 7, 16) if size == 128 else (2,):
+        for backend in (CudaFlash(), CpuFlash(), Sdpa()):
+            if isinstance(backend, CpuFlash) and backend.supports(query, query):
+                continue
+            assert backends.why_not_exact(backend, query, query, ratio) is None, backend.name
+
+
 class _Wrong(CpuFlash):
-    name = "wrong"
+    """Rows attend to one another."""
+
+    name = "flash"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         whole = Layout((layout.nodes[0]._replace(end=layout.num_tokens, subtree_end=layout.num_tokens),), layout.depths)
-        return super().attend(query, key, value, whole, scale)  # rows attend to one another
+        return super().attend(query, key, value, whole, scale)
+
+
+class _Scaled(CpuFlash):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        return super().attend(query, key, value, layout, scale * 1.05)
+
+
+class _SwapsKeyHeads(CpuFlash):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        return super().attend(query, key.flip(1), value.flip(1), layout, scale)
+
+
+class _RoughGradient(CpuFlash):
+    """Gradients of queries go through float8, as in a kernel that keeps too few digits; values are exact."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        rough = query.clone()
+        rough.register_hook(lambda grad: grad.to(torch.float8_e4m3fn).to(grad.dtype))
+        return super().attend(rough, key, value, layout, scale)
 
 
 class _Broken(CpuFlash):
-    name = "broken"
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         raise RuntimeError("no kernel for this")
 
 
-@pytest.mark.parametrize(
-    ("backend", "chosen"), [(_Wrong(), "reference"), (_Broken(), "reference"), (CpuFlash(), "cpu-flash")]
-)
-def test_a_backend_that_fails_or_is_not_exact_is_not_used(
-    backend: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before its first use each is compared with the definition; where none agrees, the definition is used."""
-    monkeypatch.setattr(backends, "BACKENDS", (backend,))
-    monkeypatch.setattr(backends, "_chosen", {})
-    query = torch.zeros(1, 4, 2, 8)
-    assert backends.backend_for(query, query).name == chosen
+@pytest.mark.parametrize("size", [16, 64, 128, 256])
+@pytest.mark.parametrize("fault", [_Wrong, _Scaled, _SwapsKeyHeads, _RoughGradient, _Broken])
+def test_a_backend_that_fails_or_is_not_exact_is_refused_at_every_head_size(fault: type[CpuFlash], size: int) -> None:
+    """Wrong rows, a scale that is 5 % off, mixed-up key heads, rough gradients and kernels that fail."""
+    query = torch.empty(1, 1, 1, size, dtype=torch.bfloat16)
+    reason = backends.why_not_exact(fault(), query, query, 4)
+    assert reason is not None
+    assert ("no kernel for this" in reason) == (fault is _Broken)
+    assert backends.why_not_exact(CpuFlash(), query, query, 4) is None
+
+
+def test_the_comparison_reports_a_device_without_memory_as_such() -> None:
+    """A kernel is not blamed for a full device."""
+
+    class Full(CpuFlash):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    query = torch.empty(1, 1, 1, 16)
+    with pytest.raises(torch.OutOfMemoryError):
+        backends.why_not_exact(Full(), query, query, 1)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of the backends."""
+    monkeypatch.setattr(backends, "_choice", backends._Choice())
+
+
+def _heads(count: int, size: int = 128, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(1, count, 1, size, dtype=dtype)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_kernel_only_small_matrices_are_computed_by_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above 256 MB the error has each backend's reason, the size and the ways out."""
+    monkeypatch.setattr(backends, "BACKENDS", (_Wrong(), CudaFlash()))
+    query, key = _heads(32), _heads(8)
+    assert backends.choose(query, key, key, 1024).name == "dense"
+    assert matrix_bytes(32, 1024) <= MAX_MATRIX_BYTES < matrix_bytes(32, 16_384)
+    with pytest.raises(NoAttentionKernel) as refused:
+        backends.choose(query, key, key, 16_384)
+    for words in (
+        "32 heads of 128 dimensions in bfloat16 on cpu",
+        "flash: it is not exact",
+        "flash: it needs a GPU",
+        "34.4 GB",
+    ):
+        assert words in str(refused.value)
+    for words in ("16,384 tokens", "trainer.micro_batch_tokens", 'trainer.attention = "dense"'):
+        assert words in str(refused.value)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_backend_that_is_named_is_used_or_refused_and_nothing_takes_its_place() -> None:
+    """At any number of tokens, the definition included."""
+    query = _heads(32)
+    for name in ("cpu-flash", "sdpa", "dense"):
+        backends.use(name)
+        assert backends.choose(query, query, query, 10**6).name == name
+    for name in ("flash", "flash-3", "flash-4", "flex"):
+        backends.use(name)
+        with pytest.raises(NoAttentionKernel, match=f"trainer.attention = {name} cannot be used for 32 heads of 128"):
+            backends.choose(query, query, query, 16)
+    backends.use("auto")
+    assert backends.choose(query, query, query, 10**6).name == "cpu-flash"
+
+
+def test_every_backend_can_be_named_and_the_expected_one_is_one_of_them() -> None:
+    """`penstock plan` says without torch what the trainer will choose."""
+    assert {"auto", "dense", *(backend.name for backend in backends.BACKENDS)} == set(NAMES)
+    for size in (16, 64, 96, 128, 256):
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+            here = backends.choose(_heads(4, size, dtype), _heads(2, size, dtype), _heads(2, size, dtype), 10**5).name
+            assert expected_backend("auto", device="cpu", dtype=name, head_size=size) == here
+            on_gpu = "flash" if name == "bfloat16" else "sdpa"
+            assert expected_backend("auto", device="cuda", dtype=name, head_size=size) == on_gpu
+    assert expected_backend("auto", device="cuda", dtype="bfloat16", head_size=512) == "sdpa"
+    assert expected_backend("flash", device="cuda", dtype="float32", head_size=128) is None
+    assert expected_backend("flash", device="cpu", dtype="bfloat16", head_size=128) is None
+    assert expected_backend("dense", device="cuda", dtype="float32", head_size=512) == "dense"
+
+
+def test_the_kernels_for_cuda_take_the_arguments_that_they_are_given() -> None:
+    """On torch's meta device: shapes of results and gradients, with fewer key heads and different numbers of queries and keys."""
+    bounds = torch.tensor([0, 3, 10], dtype=torch.int32, device="meta")
+    query = torch.empty(10, 8, 128, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(14, 2, 128, dtype=torch.bfloat16, device="meta")
+    for is_causal in (True, False):
+        part = cuda_flash._Part(None, None, bounds, bounds, 7, 9, is_causal)
+        out, lse = cuda_flash._kernel(query, key, key, part, 0.1)
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (query.shape, query.dtype, (8, 10), torch.float32)
+        found = cuda_flash._kernel_backward(out, query, key, key, out, lse, part, 0.1)
+        assert [held.shape for held in found] == [query.shape, key.shape, key.shape]
+
+
+def test_head_sizes_are_read_from_the_configs_of_the_families() -> None:
+    """Given, derived from the width, and of multi-head latent attention."""
+    from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
+
+    qwen3 = Qwen3Config(hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    assert head_sizes(qwen3) == (16, 8, 128, 128)
+    assert head_sizes(LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)) == (32, 8, 128, 128)
+    latent = DeepseekV3Config(num_attention_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    assert head_sizes(latent) == (16, 16, 192, 128)
 
 
 def test_values_of_smaller_heads_than_queries_use_the_fast_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +334,12 @@ def test_values_of_smaller_heads_than_queries_use_the_fast_backend(monkeypatch: 
 
 
 def test_the_cpu_has_a_fast_backend_for_every_dtype_it_trains_in() -> None:
-    """Float32, float64 and bfloat16 use the flash kernel; other head sizes for values use the definition."""
+    """Float32, float64 and bfloat16 use the flash kernel; wider heads of values than of queries use torch's own function."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         query = torch.zeros(1, 4, 2, 16, dtype=dtype)
-        assert backends.backend_for(query, query).name == "cpu-flash"
-    assert backends.backend_for(query, torch.zeros(1, 4, 2, 8, dtype=dtype)).name == "reference"
+        assert backends.choose(query, query, query, 10**5).name == "cpu-flash"
+    wide = torch.zeros(1, 4, 2, 24, dtype=torch.bfloat16)
+    assert backends.choose(query, query, wide, 10**5).name == "sdpa"
 
 
 def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
@@ -176,9 +352,9 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square() -> None:
         assert (len(parts.spans), len(parts.links), kept) == (9, 1, [])
 
 
-def test_the_first_call_may_come_from_a_checkpointed_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("fresh")
+def test_the_first_call_may_come_from_a_checkpointed_layer() -> None:
     """The comparison with the definition, gradients included, does not make the layer compute again."""
-    monkeypatch.setattr(backends, "_chosen", {})
     layout = pack([np.arange(9, dtype=np.int32)], [4]).layout
     given, calls = _given(layout), []
 
@@ -190,4 +366,50 @@ def test_the_first_call_may_come_from_a_checkpointed_layer(monkeypatch: pytest.M
     assert len(calls) == 1
     out.sum().backward()
     assert len(calls) == 2
-    assert backends._chosen.popitem()[1].name == CpuFlash.name
+    (used,) = backends._choice.works.values()
+    assert used is not None
+    assert used.name == CpuFlash.name
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "kv_heads", "size"),
+    [
+        ("qwen3", 16, 8, 128),
+        ("qwen2", 14, 2, 64),
+        ("qwen2", 28, 4, 128),
+        ("llama", 32, 8, 128),
+        ("gemma", 8, 1, 256),
+        ("phi3", 32, 32, 96),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+@pytest.mark.usefixtures("fresh")
+def test_models_with_the_heads_that_people_train_are_computed_by_the_fast_kernel(
+    family: str, heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers in bfloat16 with checkpointing: the definition is used for the comparison at the start and never for a model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family, hidden_size=heads * size if family == "phi3" else 64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size, vocab_size=128, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert attention_of(model, torch.device("cpu")) == "cpu-flash"
+    scorer = CompletionScorer(model, 1.0)
+    assert scorer.padding_reason is None
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    monkeypatch.setattr(DenseMask, "attend", None)
+    prompt = np.arange(40, dtype=np.int32)
+    rows = [np.append(prompt, np.arange(20, dtype=np.int32) + n) for n in range(3)]
+    packed = pack(rows, [40] * 3)
+    ids = torch.from_numpy(packed.token_ids)
+    found = scorer(
+        ids[None],
+        torch.arange(40, 59),
+        ids[41:60],
+        position_ids=torch.from_numpy(packed.layout.depths)[None],
+        layout=packed.layout,
+    )
+    found.sum().backward()
+    assert bool(torch.isfinite(model.get_input_embeddings().weight.grad).all())

@@ -1,7 +1,8 @@
-"""The attention over packed rows: one function, with a backend chosen by device, dtype and head size.
+"""The attention over packed rows: one function, with a backend chosen by device, dtype and head sizes.
 
-A backend is compared with the reference on a small tree before its first use, gradients included: the kernels' names
-are private to torch. One that fails is not used.
+A backend is compared with the definition on a small tree before its first use, gradients included: some of the kernels have
+private names in torch, and others compile code for the GPU at hand. One that fails or is not exact is not used. Without any,
+the run stops with the reasons, unless a [T, T] matrix is small.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor
 
 from penstock.trainer.algorithm.packed_rows import Layout, pack
+from penstock.trainer.attention_choice import MAX_MATRIX_BYTES, Attention, matrix_bytes
+from penstock.trainer.errors import NoAttentionKernel
 from penstock.trainer.learner.attention.cpu_flash import CpuFlash
 from penstock.trainer.learner.attention.cuda_flash import CudaFlash
-from penstock.trainer.learner.attention.reference import DenseMask
+from penstock.trainer.learner.attention.dense import DenseMask
+from penstock.trainer.learner.attention.flex import Flex
+from penstock.trainer.learner.attention.sdpa import Sdpa
 
 log = structlog.get_logger("trainer.attention")
 
-_TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 1e-2}  # relative to the largest element; others: 1e-4
+# Norm of the error over the norm of the true value, in units of the dtype's epsilon. Correct kernels were measured for heads of
+# 16 to 256 dimensions and 1 to 16 query heads for each key head: at most 1.2, 0.5 and 5.
+_LIMITS = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 16.0}
+_LIMIT_OF_OTHERS = 64.0
+_COMPARED = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 
 class Backend(Protocol):
@@ -29,11 +38,11 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """Name, for logs and tests."""
+        """Its name in ``trainer.attention``, in reports and in logs."""
         ...
 
-    def supports(self, query: Tensor, value: Tensor) -> bool:
-        """Return True if it is made for tensors like these."""
+    def supports(self, query: Tensor, value: Tensor) -> str | None:
+        """Return why it is not made for tensors like these; None: it is."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
@@ -49,46 +58,141 @@ class Backend(Protocol):
         ...
 
 
-REFERENCE = DenseMask()
-BACKENDS: tuple[Backend, ...] = (CudaFlash(), CpuFlash())  # the first that works; else the reference
+DENSE = DenseMask()
+BACKENDS: tuple[Backend, ...] = (  # in the order in which they are tried
+    CudaFlash("flash-3", "FA3"),
+    CudaFlash("flash-4", "FA4"),
+    CudaFlash(),
+    CpuFlash(),
+    Sdpa(),
+    Flex(),
+)
 
-_chosen: dict[tuple[object, ...], Backend] = {}
+
+class _Choice:
+    """What this process has found out about the backends."""
+
+    def __init__(self) -> None:
+        self.wanted: Attention = "auto"
+        self.works: dict[tuple[object, ...], Backend | None] = {}
+        self.reasons: dict[tuple[object, ...], list[str]] = {}
+
+
+_choice = _Choice()
+
+
+def use(wanted: Attention) -> None:
+    """Set the backend of this process from now on; ``auto``: the first that works."""
+    if wanted != _choice.wanted:
+        _choice.__init__()
+        _choice.wanted = wanted
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """Return attention [1, H, T, Dv] by the fastest backend that works; arguments as in `Backend.attend`."""
+    """Return attention [1, H, T, Dv] by the fastest backend that works; arguments as in `Backend.attend`.
+
+    Raises NoAttentionKernel if none does and the matrices of the definition would not be small.
+    """
     size = value.shape[-1]
     if size < query.shape[-1]:  # as in multi-head latent attention; zeros add nothing, and kernels want equal sizes
         value = F.pad(value, (0, query.shape[-1] - size))
-    return backend_for(query, value).attend(query, key, value, layout, scale)[..., :size]
+    backend = choose(query, key, value, layout.num_tokens)
+    return backend.attend(query, key, value, layout, scale)[..., :size]
 
 
-def backend_for(query: Tensor, value: Tensor) -> Backend:
-    """Return the first backend that supports such tensors and agrees with the reference; the same in later calls."""
-    key = (query.device, query.dtype, query.shape[-1], value.shape[-1])
-    if key not in _chosen:
-        works = (backend for backend in BACKENDS if backend.supports(query, value) and agrees(backend, query, value))
-        _chosen[key] = next(works, REFERENCE)
-    return _chosen[key]
+def choose(query: Tensor, key: Tensor, value: Tensor, num_tokens: int) -> Backend:
+    """Return the first backend that supports such tensors and agrees with the definition; the same in later calls.
+
+    Args:
+        query: [1, H, any, D].
+        key: [1, K, any, D].
+        value: [1, K, any, Dv].
+        num_tokens: Tokens of the stream, for which the definition is refused where its matrices would be large.
+
+    Raises:
+        NoAttentionKernel: No backend works, or not the one that ``trainer.attention`` names.
+    """
+    ratio = query.shape[1] // key.shape[1]
+    kind = (query.device, query.dtype, query.shape[-1], value.shape[-1], ratio)
+    if kind not in _choice.works:
+        _choice.works[kind], _choice.reasons[kind] = _first_that_works(query, value, ratio)
+    if (found := _choice.works[kind]) is not None:
+        return found
+    num_bytes = matrix_bytes(query.shape[1], num_tokens)
+    if _choice.wanted != "auto" or num_bytes > MAX_MATRIX_BYTES:
+        raise NoAttentionKernel(_refusal(query, num_tokens, num_bytes, _choice.reasons[kind]))
+    return DENSE
 
 
-def agrees(backend: Backend, query: Tensor, value: Tensor) -> bool:
-    """Return True if a backend has the reference's results and gradients for tensors like these."""
+def _first_that_works(query: Tensor, value: Tensor, ratio: int) -> tuple[Backend | None, list[str]]:
+    """Return the backend to use, and why not those before it."""
+    if _choice.wanted == DENSE.name:
+        return DENSE, []
+    reasons = []
+    for backend in BACKENDS:
+        if _choice.wanted not in ("auto", backend.name):
+            continue
+        reason = backend.supports(query, value) or why_not_exact(backend, query, value, ratio)
+        if reason is None:
+            return backend, reasons
+        reasons.append(f"{backend.name}: {reason}")
+    log.warning("no fast attention works for these heads", head_size=query.shape[-1], reasons=reasons)
+    return None, reasons
+
+
+def _refusal(query: Tensor, num_tokens: int, num_bytes: int, reasons: list[str]) -> str:
+    dtype = str(query.dtype).removeprefix("torch.")
+    heads = f"{query.shape[1]} heads of {query.shape[-1]} dimensions in {dtype} on {query.device.type}"
+    if _choice.wanted != "auto":
+        return (
+            f"trainer.attention = {_choice.wanted} cannot be used for {heads}: {'; '.join(reasons)}; set trainer.attention = "
+            '"auto", or another of its names'
+        )
+    return (
+        f"no attention kernel works for {heads} ({'; '.join(reasons)}), and attention by its definition would need several "
+        f"matrices of {num_bytes / 1e9:.1f} GB for the {num_tokens:,} tokens of a micro-batch; install the torch of the "
+        'constraints file, or lower trainer.micro_batch_tokens, or set trainer.attention = "dense" to pay for them'
+    )
+
+
+def why_not_exact(backend: Backend, query: Tensor, value: Tensor, ratio: int) -> str | None:
+    """Return why a backend has not the definition's results and gradients for tensors like these; None: it has.
+
+    Args:
+        backend: Is computed on a small tree in the dtype of ``query``; the definition in float64 from the same numbers.
+        query: [1, any, any, D], whose device, dtype and head size are compared.
+        value: [1, any, any, Dv].
+        ratio: Query heads for each key head.
+
+    Raises:
+        OutOfMemoryError: The device has no memory left for the comparison, which says nothing about the backend.
+    """
+    layout, given = _small_tree(query, value, ratio)
     try:
-        found = _results(backend, query, value)
-    except (RuntimeError, AttributeError, TypeError, NotImplementedError) as err:  # a kernel of another torch or device
-        log.warning("attention backend not used: it failed", backend=backend.name, error=str(err)[:300])
-        return False
-    for some, true in zip(found, _results(REFERENCE, query, value), strict=True):
-        error = float((some - true).abs().max() / true.abs().max())
-        if not error <= _TOLERANCES.get(query.dtype, 1e-4):
-            log.warning("attention backend not used: it is not exact", backend=backend.name, error=error)
-            return False
-    return True
+        found = _results(backend, given, layout)
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        RuntimeError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        ImportError,
+        NotImplementedError,
+        AssertionError,
+    ) as err:
+        return f"it failed ({type(err).__name__}: {str(err).strip()[:300]})"  # a kernel of another torch or device
+    exact = _results(DENSE, [held.double() for held in given], layout)
+    limit = _LIMITS.get(query.dtype, _LIMIT_OF_OTHERS)
+    for what, some, true in zip(_COMPARED, found, exact, strict=True):
+        error = float((some.double() - true).norm() / true.norm()) / torch.finfo(query.dtype).eps
+        if not error <= limit:
+            return f"it is not exact: its {what} is {error:.1f} roundings from the true one, and {limit:g} are allowed"
+    return None
 
 
-def _results(backend: Backend, query: Tensor, value: Tensor) -> list[Tensor]:
-    """Return output and gradients on a small forest: long and short rows, one that ends in another, two branchings."""
+def _small_tree(query: Tensor, value: Tensor, ratio: int) -> tuple[Layout, list[Tensor]]:
+    """Return a forest and independent queries, keys, values and gradients: long and short rows, one in another, two branchings."""
     prompts = [np.arange(150), np.arange(150), np.arange(150), np.arange(7), np.arange(20), np.arange(20) + 5]
     tails = [
         np.arange(3),
@@ -100,16 +204,22 @@ def _results(backend: Backend, query: Tensor, value: Tensor) -> list[Tensor]:
     ]
     rows = [np.append(prompt, tail).astype(np.int32) for prompt, tail in zip(prompts, tails, strict=True)]
     layout = pack(rows, [len(prompt) for prompt in prompts]).layout
-    heads = ((2, query.shape[-1]), (1, query.shape[-1]), (1, value.shape[-1]))
-    given = [_waves(count, layout.num_tokens, size, 0.7 + n, query) for n, (count, size) in enumerate(heads)]
+    draw = torch.Generator().manual_seed(1)  # of its own: the state of torch's is part of a checkpoint
+    kinds = ((2 * ratio, query), (2, query), (2, value), (2 * ratio, value))
+    given = [
+        torch.randn(1, heads, layout.num_tokens, like.shape[-1], generator=draw).to(query.device, query.dtype)
+        for heads, like in kinds
+    ]
+    return layout, given
+
+
+def _results(backend: Backend, given: list[Tensor], layout: Layout) -> list[Tensor]:
+    """Return output and gradients for queries, keys, values and the gradient of the output."""
+    *inputs, upstream = (held.detach() for held in given)
+    scale = inputs[0].shape[-1] ** -0.5
     # A first call inside a checkpointed layer must not save tensors through the layer's hooks: reading them computes it again.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
-        out = backend.attend(given[0], given[1], given[2], layout, 0.3)
-        gradients = torch.autograd.grad((out.double() * out.detach().double().cos()).sum(), given)
-    return [held.detach().double() for held in (out, *gradients)]
-
-
-def _waves(heads: int, tokens: int, size: int, pitch: float, like: Tensor) -> Tensor:
-    """Return [1, heads, tokens, size] without drawing from torch's random state, which a checkpoint holds."""
-    values = torch.arange(heads * tokens * size, device=like.device, dtype=torch.float64)
-    return (values * pitch).sin().view(1, heads, tokens, size).to(like.dtype).requires_grad_()
+        inputs = [held.requires_grad_() for held in inputs]
+        out = backend.attend(inputs[0], inputs[1], inputs[2], layout, scale)
+        gradients = torch.autograd.grad(out, inputs, upstream)
+    return [held.detach() for held in (out, *gradients)]

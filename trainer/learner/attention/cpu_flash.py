@@ -5,7 +5,7 @@ same queries are merged by their log-sum-exp. The backward pass calls the kernel
 merged output and log-sum-exp, which makes its probabilities the true ones, so gradients of parts add up. Short nodes,
 and small trees as a whole with a mask, are computed in batches of similar length.
 
-The two kernels have private names in torch: `backends` compares them with the reference before their first use.
+The two kernels have private names in torch: `backends` compares them with the definition before their first use.
 """
 
 from __future__ import annotations
@@ -65,10 +65,17 @@ class CpuFlash:
 
     name = "cpu-flash"
 
-    def supports(self, query: Tensor, value: Tensor) -> bool:
-        """Return True on a CPU, for dtypes and head sizes of the kernel."""
-        known = query.dtype in (torch.float32, torch.float64, torch.bfloat16)
-        return query.device.type == "cpu" and known and query.shape[-1] == value.shape[-1]
+    def supports(self, query: Tensor, value: Tensor) -> str | None:
+        """Return why the kernel is not made for tensors like these; None: it is."""
+        if query.device.type != "cpu":
+            return f"it runs on the CPU, and the model is on {query.device.type}"
+        if query.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            return (
+                f"it computes bfloat16, float32 and float64, and the model is {str(query.dtype).removeprefix('torch.')}"
+            )
+        if query.shape[-1] != value.shape[-1]:
+            return f"heads of values have {value.shape[-1]} dimensions, and those of queries {query.shape[-1]}"
+        return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         """Return attention [1, H, T, D]; see `backends.Backend`."""

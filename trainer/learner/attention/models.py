@@ -25,6 +25,7 @@ from penstock.trainer.learner.vision import is_of_tower, text_body, tower_of
 
 NAME = "penstock_packed"
 WHOLE = TokenShares()
+_TOKENS_AT_START = 4096  # a run whose attention would not be computed at this length is refused before its first step
 
 _HARMLESS = frozenset(
     {
@@ -89,6 +90,30 @@ def pair_cost(model: Any) -> float:
     ]  # ZeRO-3 empties p
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_attention_heads * head / max(1, sum(sizes))
+
+
+def attention_of(model: Any, device: torch.device) -> str:
+    """Return the name of the backend that computes a model's packed rows on a device, which is compared with the definition now.
+
+    Raises:
+        NoAttentionKernel: None works, and the definition would not be small for a stream of 4,096 tokens.
+    """
+    heads, kv_heads, size, value_size = head_sizes(model.config.get_text_config())
+    dtype = model.get_input_embeddings().weight.dtype
+    query, key, value = (
+        torch.empty(1, count, 1, width, device=device, dtype=dtype)
+        for count, width in ((heads, size), (kv_heads, size), (kv_heads, max(size, value_size)))
+    )
+    return backends.choose(query, key, value, _TOKENS_AT_START).name
+
+
+def head_sizes(config: Any) -> tuple[int, int, int, int]:
+    """Return query heads, key heads, and the dimensions of a query's and a value's head, from a text model's config."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if (rotary := getattr(config, "qk_rope_head_dim", None)) and (other := getattr(config, "qk_nope_head_dim", None)):
+        return heads, heads, rotary + other, getattr(config, "v_head_dim", None) or size  # multi-head latent attention
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size, size
 
 
 def read_rows(

@@ -126,7 +126,7 @@ function drawTiles(holder, found) {
     ["step", `${number(found.step)}${found.total_steps ? ` of ${number(found.total_steps)}` : ""}`, found.eta_s ? `${seconds(found.eta_s)} to go` : ""],
     ["reward", number(found.reward), `first steps ${number(found.reward_first)}`],
     [found.held_out.measure === "accuracy" ? "held-out accuracy" : "held-out reward", number(found.held_out.now), `at first ${number(found.held_out.before)}`],
-    ["tokens/s trained", number(found.trained_per_s, 0), `generated ${number(found.generated_per_s, 0)}`],
+    ["tokens/s trained", number(found.trained_per_s, 0), `generated ${number(found.generated_per_s, 0)}${found.attention ? `, attention ${found.attention}` : ""}`],
     ["staleness", number(found.staleness_mean, 2), `at most ${number(found.staleness_max)} versions`],
     ["who waits", found.waiting_for || "–", idle],
     ["groups trained", number(found.groups.trained), `${number(dropped)} dropped, ${number(dead)} dead letters`],

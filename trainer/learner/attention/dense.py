@@ -1,4 +1,4 @@
-"""Attention over packed rows as its definition says, with a mask [T, T]; for checks, and where no kernel works."""
+"""Attention over packed rows as its definition says, with a mask [T, T]: for checks and tests, and where its name is set."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.trainer.algorithm.packed_rows import Layout
 class DenseMask:
     """Softmax over a mask; exact for every dtype and device, with memory that grows with the square of the tokens."""
 
-    name = "reference"
+    name = "dense"
 
-    def supports(self, query: Tensor, value: Tensor) -> bool:
-        """Return True: it is plain arithmetic."""
+    def supports(self, query: Tensor, value: Tensor) -> str | None:
+        """Return None: it is plain arithmetic."""
         del query, value
-        return True
+        return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         """Return attention [1, H, T, Dv]; see `backends.Backend`."""
