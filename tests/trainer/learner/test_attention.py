@@ -145,14 +145,14 @@ def test_torch_s_own_attention_for_each_node_equals_the_definition(drawn: Any) -
 def test_the_mask_and_the_blocks_of_flex_attention_equal_the_definition(drawn: Any) -> None:
     """Not compiled, and without gradients, which it does not offer on a CPU: its mask, and the tables of the mask's blocks."""
     layout = pack(*drawn).layout
-    given = _given(layout)
+    query, key, value = (held.detach() for held in _given(layout))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "BLOCK", 8)
         patch.setattr(flex, "_compiled", lambda: flex.flex_attention)
-        found = Flex().attend(*(held.detach() for held in given), layout, 0.6)
+        found = Flex().attend(query, key, value, layout, 0.6)
         mixed, full = flex.block_tables(flex.subtree_ends(layout))
         kept = flex.block_mask(layout, torch.device("cpu"))
-    torch.testing.assert_close(found, DenseMask().attend(*given, layout, 0.6), rtol=1e-4, atol=3e-6)
+    torch.testing.assert_close(found, DenseMask().attend(query, key, value, layout, 0.6), rtol=1e-4, atol=3e-6)
     mask = layout.mask()
     for q in range(len(full)):
         for k in range(len(full)):
