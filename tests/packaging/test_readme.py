@@ -16,7 +16,7 @@ from penstock.console import launch
 from penstock.console.cli.main import app
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
-from tests.packaging.conftest import ROOT
+from tests.packaging.conftest import OURS, ROOT
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 _BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL)
@@ -63,10 +63,12 @@ def test_every_command_exists_with_its_flags(line: str, monkeypatch: pytest.Monk
 
 
 def test_every_setting_exists(tmp_path: Path):
-    """The run file loads, and so does every override on a command line."""
-    (toml,) = [block for language, block in _BLOCKS if language == "toml"]
-    file = tmp_path / "run.toml"
+    """The run file loads, with what the section on agents adds to it, and so does every override on a command line."""
+    toml, agents = [block for language, block in _BLOCKS if language == "toml"]
+    file, added = tmp_path / "run.toml", tmp_path / "agents.toml"
     file.write_text(toml)
+    added.write_text(agents)
+    assert load(TrainerSettings, files=[file, added], environ={}).settings.rollout.environment == "lookup-agent"
     words = [shlex.split(line) for line in commands("penstock")]
     overrides = [word for line in words for word in line if _OVERRIDE.fullmatch(word)]
     pairs = [pair for line in words for pair in pairwise(line) if pair[0].startswith("--") and "." in pair[0]]
@@ -83,13 +85,16 @@ def test_every_make_target_exists():
 
 
 def test_every_link_leads_to_a_file():
-    """Relative links, and files in the table of where to change what, below the folder of their row."""
+    """Relative links; and in CONTRIBUTING's table of where to change what, every folder of two levels and the files of its row."""
     linked = set(re.findall(r"\]\(([^)#:]+)\)", TEXT))
-    rows = re.findall(r"^\| `([\w/]+)` \| (.+) \|$", TEXT, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w/]+)` \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    folders = {folder for folder, _ in rows}
     named = {folder + path for folder, text in rows for path in re.findall(r"`([\w./]+[./][\w./]*)`", text)}
     assert len(linked) >= 10
-    assert len(named) >= 50
-    assert [path for path in sorted(linked | named) if not (ROOT / path).exists()] == []
+    assert len(named) >= 25
+    assert [path for path in sorted(linked | folders | named) if not (ROOT / path).exists()] == []
+    packages = {f"{path.parent.relative_to(ROOT)}/" for top in OURS for path in (ROOT / top).glob("*/__init__.py")}
+    assert packages - folders == set()
 
 
 def test_the_readme_is_short():
