@@ -45,9 +45,9 @@ fuzz: $(STAMP)  ## property tests and the fuzzers of both HTTP APIs with 40 time
 
 chaos: $(STAMP)  ## kill processes at random (three seeds), then audit and replay; plus a control that must fail (half an hour)
 	$(BIN)/python -m pytest -m chaos --timeout 3600
-	$(BIN)/python -m benchmarks.chaos
-	$(BIN)/python -m benchmarks.chaos --without-ids --seeds 0 --steps 20 --kills 7 --points 4
-	$(BIN)/python -m benchmarks.chaos --without-guards --seeds 0 --steps 14 --kills 4 --points 3
+	$(BIN)/python -m tests.rigs.chaos.run
+	$(BIN)/python -m tests.rigs.chaos.run --without-ids --seeds 0 --steps 20 --kills 7 --points 4
+	$(BIN)/python -m tests.rigs.chaos.run --without-guards --seeds 0 --steps 14 --kills 4 --points 3
 
 test-vllm: $(STAMP)  ## run the engine contract tests against a running vLLM server at URL (docs/vllm.md shows how to start one)
 	test -n "$(URL)" || { echo "usage: make test-vllm URL=http://127.0.0.1:8000"; exit 2; }
@@ -80,10 +80,10 @@ bench-staleness: $(STAMP)  ## compare corrections for stale samples: missing run
 	$(BIN)/python -m benchmarks.staleness --all --report
 
 fuzz-ring: $(STAMP)  ## attack a whole run with the login of every role for FUZZ_S seconds while processes are killed (then minutes of proof)
-	$(BIN)/python -m benchmarks.fuzz --seconds $(FUZZ_S) --json fuzz-findings/report.json
+	$(BIN)/python -m tests.rigs.fuzz.run --seconds $(FUZZ_S) --json fuzz-findings/report.json
 
 fuzz-patches: $(STAMP)  ## decode 200,000 malformed weight patches, manifests and layouts under a memory limit (minutes)
-	$(BIN)/python -m tests.protocol.weights.fuzz_patches --mutations 200000
+	$(BIN)/python -m tests.rigs.fuzz_patches --mutations 200000
 
 bench-patches: $(STAMP)  ## compare sparse weight patches with memcpy, full safetensors and XOR + zstd, at five densities (minutes)
 	$(BIN)/python -m benchmarks.weights.patches
@@ -122,17 +122,17 @@ real-model: $(STAMP)  ## train SmolLM2-135M for seeds 0, 1, 2 (hours); TRL besid
 	$(BIN)/python -m benchmarks.real_model $(if $(PEER),--peer $(PEER))
 
 soak: $(STAMP)  ## run at full speed for SOAK_S seconds (an hour) and fail when memory or bounded bytes on disk grow
-	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_S)
+	$(BIN)/python -m tests.rigs.soak --seconds $(SOAK_S)
 
 fuzz-agents: $(STAMP)  ## random agents against the proxy with random weights: every trained token is recomputed (REQUESTS=100000: ten minutes)
-	$(BIN)/python -m benchmarks.fuzz_agents --requests $(REQUESTS)
+	$(BIN)/python -m tests.rigs.fuzz_agents.run --requests $(REQUESTS)
 
 .PHONY: proof-agents
 proof-agents: $(STAMP)  ## kill workers, proxies and an environment server at random while agents are trained: audit, replay, survivors (minutes)
-	$(BIN)/python -m benchmarks.proofs.agents
+	$(BIN)/python -m tests.rigs.proofs.agents
 
 proof-runs-api: $(STAMP)  ## create, kill the console, pause, audit, resume, queue and delete real runs through the Runs API (a minute)
-	$(BIN)/python -m benchmarks.proofs.runs_api
+	$(BIN)/python -m tests.rigs.proofs.runs_api
 
 bench-agents: $(STAMP)  ## CPU and latency that the agents' proxy adds to a request, and a thousand episodes with slow tools (two minutes)
 	$(BIN)/python -m benchmarks.agent_proxy
@@ -157,31 +157,31 @@ observe: $(STAMP)  ## a run (RUN=run.toml) on this machine with a Prometheus tha
 	$(BIN)/python -P -m penstock.deploy.monitoring.observe $(RUN)
 
 proof-observe: $(STAMP)  ## a real run under a real Prometheus, as root: every query of the dashboards answers, seven faults make their alerts fire (a quarter of an hour)
-	$(BIN)/python -m benchmarks.proofs.observe
+	$(BIN)/python -m tests.rigs.proofs.observe
 
 compose-test: $(STAMP)  ## compose.yaml's profile cpu as processes in namespaces, as root: TLS, roles, restarts, audit, replay (minutes; `ip`, `unshare`)
-	$(BIN)/python -m benchmarks.compose
+	$(BIN)/python -m tests.rigs.compose.run
 
 proof-nodes: $(STAMP)  ## one trainer on two nodes, as root: two network namespaces, one killed and resumed, replayed on one node (minutes; `ip`)
-	$(BIN)/python -m benchmarks.proofs.nodes
+	$(BIN)/python -m tests.rigs.proofs.nodes
 
 FAULTS ?= 60
 HOLD_S ?= 10
 cluster-test: $(STAMP)  ## a run on hosts of its own, as root: three NATS servers, TLS, roles; FAULTS partitions, losses, skews and kills, HOLD_S seconds each (half an hour; `ip`, a C compiler)
-	$(BIN)/python -m benchmarks.cluster --faults $(FAULTS) --hold-s $(HOLD_S)
+	$(BIN)/python -m tests.rigs.cluster.run --faults $(FAULTS) --hold-s $(HOLD_S)
 
 proof-layouts: $(STAMP)  ## the same batch in every layout of four ranks, and runs that share tokens and weights, replayed (minutes)
-	$(BIN)/python -m benchmarks.proofs.layouts
+	$(BIN)/python -m tests.rigs.proofs.layouts
 
 REVISION ?= 4f9f60b
 proof-upgrade: $(STAMP)  ## a run that older code (REVISION) began: services replaced one by one, saved, restored and ended elsewhere (minutes)
-	$(BIN)/python -m benchmarks.proofs.upgrade $(REVISION)
+	$(BIN)/python -m tests.rigs.proofs.upgrade $(REVISION)
 
 proof-slurm: $(STAMP)  ## a real Slurm of one node, as root: a job is preempted, requeued and resumes (minutes; Debian's slurmctld, slurmd, slurm-client, munge)
-	$(BIN)/python -m benchmarks.proofs.slurm
+	$(BIN)/python -m tests.rigs.proofs.slurm
 
 after-run: $(STAMP)  ## type every command about a run after a local run has ended, and train on its rescored groups (three minutes)
-	$(BIN)/python -m benchmarks.proofs.after_run
+	$(BIN)/python -m tests.rigs.proofs.after_run
 
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart
@@ -198,7 +198,7 @@ bench-page-overhead: $(STAMP)  ## CPU seconds of the quickstart with the page op
 	$(BIN)/python -m benchmarks.page_overhead
 
 proof-page: $(STAMP)  ## the page in a browser while trainer, NATS, S3, console, tracker and browser are killed at random (fifteen minutes)
-	$(BIN)/python -m benchmarks.proofs.page
+	$(BIN)/python -m tests.rigs.proofs.page
 
 bench-page: $(STAMP)  ## seconds of each view of the page on a run of 10,000 steps, 100 workers and a million trajectories (minutes)
 	$(BIN)/python -m benchmarks.console_page

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.asynchrony.simulated_engine import SimulatedOptions
+from tests.rigs.simulated_engine import SimulatedOptions
 
 from penstock.deploy import quickstart_task
 
@@ -43,7 +43,7 @@ micro_batch_tokens = 4096
 max_mismatch = 1000.0
 
 [worker]
-engine = "benchmarks.asynchrony.simulated_engine:SIMULATED"
+engine = "tests.rigs.simulated_engine:SIMULATED"
 engine_options = {{ {options} }}
 packs_in_flight = {packs_in_flight}
 update_mode = "{update_mode}"

@@ -24,7 +24,7 @@ from benchmarks.asynchrony import measure, simulated_trainer
 from benchmarks.asynchrony.job import MODES, Job, Mode, write_run
 from benchmarks.asynchrony.measure import Measured
 from benchmarks.asynchrony.report import table
-from benchmarks.asynchrony.simulated_engine import SimulatedOptions
+from tests.rigs.simulated_engine import SimulatedOptions
 
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes.child import Child, DeployError

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.asynchrony.job import GROUP_SIZE, MODES, Job, Mode, write_inputs
-from benchmarks.asynchrony.simulated_engine import SimulatedOptions
+from tests.rigs.simulated_engine import SimulatedOptions
 
 from penstock.deploy.plan.outcome import Durations, Fleet
 from penstock.deploy.plan.simulated_run import SimulatedRun

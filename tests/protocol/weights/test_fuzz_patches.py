@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from tests.protocol.weights.fuzz_patches import Fuzzer
+from tests.rigs.fuzz_patches import Fuzzer
 
 
 def test_hostile_patches_are_refused_or_harmless():
