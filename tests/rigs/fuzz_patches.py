@@ -24,16 +24,6 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from tests.protocol.weights.published_weights import (
-    ADAPTER,
-    ADAPTER_LAYOUT,
-    LAYOUT,
-    PublishedWeights,
-    State,
-    WrongBytes,
-    changed_state,
-    random_state,
-)
 
 from penstock.protocol.errors import ChainBroken, MalformedFact, MalformedWeights, SegmentRefused
 from penstock.protocol.versions import PolicyVersion
@@ -44,6 +34,16 @@ from penstock.protocol.weights.bucket_diff import WORD_BYTES
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
+from tests.protocol.weights.published_weights import (
+    ADAPTER,
+    ADAPTER_LAYOUT,
+    LAYOUT,
+    PublishedWeights,
+    State,
+    WrongBytes,
+    changed_state,
+    random_state,
+)
 
 CANARY = 64  # bytes on either side of the bucket that must not change
 BOMB_BYTES = 64 * 1024**2

@@ -22,11 +22,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import structlog
 import torch
-from tests.trainer.fine_tuning import check
-from tests.trainer.fine_tuning.trl_rows import write_labelled, write_pairs, write_turns
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.ranks import Ranks
+from tests.trainer.fine_tuning import check
+from tests.trainer.fine_tuning.trl_rows import write_labelled, write_pairs, write_turns
 
 _RECORDED = Path(__file__).resolve().parents[2] / "tests" / "data" / "trl" / "curves.json"
 _LOSS, _NORM = {"dpo/ipo": 2e-5}, 1e-4

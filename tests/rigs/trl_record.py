@@ -39,10 +39,9 @@ def main() -> None:
 
 
 def record_curves() -> dict[str, Any]:
-    from tests.trainer.fine_tuning.trl_rows import is_good, pairs
-
     from penstock.deploy.quickstart_task import write_model
     from penstock.protocol.chat_tokenizer import ChatTokenizer
+    from tests.trainer.fine_tuning.trl_rows import is_good, pairs
 
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -113,8 +112,9 @@ def run_dpo(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str
 
 def run_kto(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     """One micro-batch a step: TRL estimates the KL on each, with the completion of the row before."""
-    from tests.trainer.fine_tuning.trl_rows import BATCH
     from trl import KTOConfig, KTOTrainer
+
+    from tests.trainer.fine_tuning.trl_rows import BATCH
 
     class Recorded(KTOTrainer):
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
