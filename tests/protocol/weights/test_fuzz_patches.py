@@ -1,4 +1,4 @@
-"""Ten thousand hostile segments, manifests, layouts and adapters; `make fuzz-patches` tries twenty times as many."""
+"""Ten thousand hostile segments, manifests, layouts and adapters; `make proof NAME=patches` tries twenty times as many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Type every command about a run after `penstock train --local` has ended, in the order of the README. `make after-run`.
+"""Type every command about a run after `penstock train --local` has ended, in the order of the README. `make proof NAME=after-run`.
 
     python -m tests.rigs.proofs.after_run [FOLDER]
 

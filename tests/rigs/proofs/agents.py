@@ -1,6 +1,6 @@
 """Kill workers, an environment server and programs' proxies at random while agents are trained, and prove that nothing is lost.
 
-    make proof-agents
+    make proof NAME=agents
     python -m tests.rigs.proofs.agents --only http --steps 14 --kills 8 --seed 1
 
 Two runs of the quickstart's services with a tiny random model. In ``http`` a server in a process of its own plays the episodes

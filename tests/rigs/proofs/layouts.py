@@ -1,4 +1,4 @@
-"""Train the same batch in every layout of four ranks, and whole runs on ranks that share tokens and weights. `make proof-layouts`.
+"""Train the same batch in every layout of four ranks, and whole runs on ranks that share tokens and weights. `make proof NAME=layouts`.
 
     python -m tests.rigs.proofs.layouts [FOLDER]
 

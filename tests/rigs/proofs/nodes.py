@@ -1,4 +1,4 @@
-"""One trainer on two nodes: two network namespaces with addresses of their own, one rank in each. `make proof-nodes` (root; `ip`).
+"""One trainer on two nodes: two network namespaces with addresses of their own, one rank in each. `make proof NAME=nodes` (root; `ip`).
 
     python -m tests.rigs.proofs.nodes [FOLDER]
 

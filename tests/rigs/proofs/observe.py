@@ -1,4 +1,4 @@
-"""A real run under a real Prometheus: every query answers, no alert fires; then faults, and their alerts do. `make proof-observe`.
+"""A real run under a real Prometheus: every query answers, no alert fires; then faults, and their alerts do. `make proof NAME=observe`.
 
     python -m tests.rigs.proofs.observe [FOLDER]        # as root: the run is in a file system of its own, which is filled
 

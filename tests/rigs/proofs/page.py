@@ -1,4 +1,4 @@
-"""The live page against real runs in a real chromium, while processes are killed. `make proof-page`.
+"""The live page against real runs in a real chromium, while processes are killed. `make proof NAME=page`.
 
     python -m tests.rigs.proofs.page [--steps 120] [--pairs 2] [--seed 0] [--only restarts|pairs] [--apart]
 

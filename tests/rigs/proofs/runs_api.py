@@ -1,4 +1,4 @@
-"""Real runs through the Runs API: a console killed again and again, pause, audit, resume, the queue, delete. `make proof-runs-api`.
+"""Real runs through the Runs API: a console killed again and again, pause, audit, resume, the queue, delete. `make proof NAME=runs-api`.
 
     python -m tests.rigs.proofs.runs_api [FOLDER]
 

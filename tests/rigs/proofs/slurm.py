@@ -1,4 +1,4 @@
-"""A real Slurm of one node, and a run that is preempted once and resumes. `make proof-slurm` (Debian's slurmctld, slurmd, slurm-client, munge; root).
+"""A real Slurm of one node, and a run that is preempted once and resumes. `make proof NAME=slurm` (Debian's slurmctld, slurmd, slurm-client, munge; root).
 
     python -m tests.rigs.proofs.slurm [FOLDER]
 

@@ -1,4 +1,4 @@
-"""Upgrade one service after the other while a run goes on, then back it up and go on elsewhere. `make proof-upgrade REVISION=COMMIT`.
+"""Upgrade one service after the other while a run goes on, then back it up and go on elsewhere. `make proof NAME=upgrade REVISION=COMMIT`.
 
     python -m tests.rigs.proofs.upgrade REVISION [FOLDER] [--deadline-s SECONDS]
 

@@ -1,7 +1,7 @@
 """What asynchrony buys with a real engine and a real step: the embedded engine on one core, the trainer on the other.
 
-    python -m benchmarks.asynchrony.real
-    python -m benchmarks.asynchrony.real --modes synchronous "asynchronous, 4" --steps 20
+    python -m benchmarks.asynchrony_real
+    python -m benchmarks.asynchrony_real --modes synchronous "asynchronous, 4" --steps 20
 
 Every service is the real one, and so are the tokens and the optimizer steps. The model is the quickstart's, untrained: each token
 ends a completion with the same small chance, so that lengths are geometric (mean about 90 tokens, the longest percentile more than
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.asynchrony import measure
-from benchmarks.asynchrony.job import GROUP_SIZE, MODES, Mode, steps_around, write_inputs
+from benchmarks.asynchrony import GROUP_SIZE, MODES, Mode, group_counts, staleness_shares, steps_around, write_inputs
+from benchmarks.rig import machine
 
 from penstock.console.live import watched_totals
 from penstock.console.live.panel import LivePanel
@@ -132,8 +131,8 @@ def _row(folder: Path, mode: Mode, *, first: int, measured: int) -> Row:
     wall_s = window[-1]["at"] - steps[first - 1]["at"]
     services = profile(curves.rows(folder), watched_totals.load(folder)).services
     waiting = [one.waiting_share for one in services if one.role == "rollout" and one.waiting_share is not None]
-    shares = measure.staleness_shares(metrics, first)
-    dropped, trained = measure.group_counts(metrics)
+    shares = staleness_shares(metrics, first)
+    dropped, trained = group_counts(metrics)
     return Row(
         mode=mode.name,
         tokens_per_s=sum(step["tokens_trained"] for step in window) / wall_s,
@@ -183,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder.mkdir()
             rows.append(run_mode(folder, mode, groups=options.groups, measured=options.steps, epochs=options.epochs))
             print(table(rows).splitlines()[-1], flush=True)
-    print(f"\n{os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[2]:.1f}\n")
+    print(f"\n{machine()}\n")
     print(table(rows))
     return 0
 

@@ -1,9 +1,11 @@
-"""Measure what the agents' proxy costs: CPU of its process for each request, and latency, beside calling the engine directly.
+"""Measure what agents cost: the proxy's CPU and latency for each request, and a step of an environment over HTTP.
 
-    python -m benchmarks.agent_proxy
+    python -m benchmarks.agents                   # the proxy
+    python -m benchmarks.agents --environments    # `penstock env serve`, and the server in Node of examples/
 
 The proxy runs in a process of its own with an engine that answers 64 tokens at once (or after ``--engine-s``), so its CPU time is the
-proxy's. The clients are a small asyncio client in this process. Results are in agents.md.
+proxy's. The clients are a small asyncio client in this process. Environments: episodes of ``guess_number`` with scripted answers, without a
+model, first one at a time, then many side by side; CPU in the worker and in the server.
 """
 
 from __future__ import annotations
@@ -26,10 +28,15 @@ from urllib.parse import urlsplit
 from tests.rollout_service.proxy.agent_model import TEMPLATES, write_model
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.engines.engine_process import process_cpu_seconds
+from penstock.rollout_service.environments.over_http.http_environment import HTTP, Http
+from penstock.rollout_service.environments.play import Play, Row
 from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
+from penstock.rollout_service.proxy.messages import Message
 from penstock.rollout_service.proxy.plan_prompt import PromptPlanner
 from penstock.rollout_service.proxy.proxy import AgentProxy, path
 from penstock.rollout_service.proxy.renderer import ChatRenderer
@@ -37,9 +44,72 @@ from penstock.rollout_service.proxy.server import serving
 from penstock.rollout_service.proxy.session import AgentModel
 from penstock.rollout_service.proxy.settings import EpisodeLimits
 
+STEPS = 10
+ROW = Row((Message("user", "go"),), None, {}, "")
+SERVERS = {
+    "penstock env serve": [
+        sys.executable,
+        "-P",
+        "-m",
+        "penstock.rollout_service.hosting",
+        "serve",
+        "guess_number",
+        "--capacity",
+        "1024",
+    ],
+    "examples/environment_node": ["node", "examples/environment_node/server.mjs", "0"],
+}
+
+
+def environment(url: str) -> Http:
+    """Return the environment behind a URL."""
+    own = HTTP.defined("bench", EnvironmentDefinition.model_validate({"type": "http", "options": {"url": url}}))
+    own.connect()
+    return own
+
+
+async def episode(own: Http, seed: int) -> None:
+    """Play one episode of `STEPS` steps."""
+    play: Play = await own.start(f"bench.{seed}", 0, seed, ROW)
+    for _ in range(STEPS):
+        await play.step(Message("assistant", "no number"))  # pyright: ignore[reportGeneralTypeIssues]
+    await play.close()  # pyright: ignore[reportGeneralTypeIssues]
+
+
+async def environment_calls(url: str, pid: int, episodes: int, at_once: int) -> str:
+    """Return the CPU time of a step, start and end included in equal parts."""
+    own, places = environment(url), asyncio.Semaphore(at_once)
+
+    async def one(seed: int) -> None:
+        async with places:
+            await episode(own, seed)
+
+    await one(0)
+    before, served, wall = time.process_time(), process_cpu_seconds(pid), time.perf_counter()
+    await asyncio.gather(*(one(seed) for seed in range(episodes)))
+    calls = episodes * (STEPS + 2)
+    worker, server = time.process_time() - before, process_cpu_seconds(pid) - served
+    wall = time.perf_counter() - wall
+    await own.close()
+    return f"{at_once:>4} at once: worker {1000 * worker / calls:.2f} ms, server {1000 * server / calls:.2f} ms a call ({calls / wall:.0f} calls/s)"
+
+
+def environments() -> None:
+    """Measure both servers of environments."""
+    for name, command in SERVERS.items():
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            url = server.stdout.readline().rpartition(" at ")[2].split(". ")[0].strip()
+            try:
+                print(name)
+                for episodes, at_once in ((100, 1), (400, 200)):
+                    print("   ", asyncio.run(environment_calls(url, server.pid, episodes, at_once)), flush=True)
+            finally:
+                server.terminate()
+
+
 _ANSWER = 64
 _GROUP = 8  # episodes that begin with the same prompt
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -81,7 +151,7 @@ class Server:
     """The proxy's process."""
 
     def __init__(self, num_episodes: int, engine_s: float = 0.0) -> None:
-        command = [sys.executable, "-P", "-m", "benchmarks.agent_proxy", "--serve", str(num_episodes)]
+        command = [sys.executable, "-P", "-m", "benchmarks.agents", "--serve", str(num_episodes)]
         self._process = subprocess.Popen(
             [*command, "--engine-s", str(engine_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": str(Path.cwd())},
@@ -92,8 +162,7 @@ class Server:
         self.url, self.paths = started["url"], started["paths"]
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        return process_cpu_seconds(self._process.pid)
 
     def rss_mb(self) -> float:
         return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -205,7 +274,11 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--engine-s", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--environments", action="store_true", help="measure steps of environments instead")
     given = parser.parse_args()
+    if given.environments:
+        environments()
+        return 0
     asyncio.run(serve(given.serve, given.engine_s) if given.serve else measure(given))
     return 0
 

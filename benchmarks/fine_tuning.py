@@ -3,8 +3,8 @@
 Needs an environment that has both:
 
     python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 accelerate datasets transformers==5.23.0 -e .
-    trl/bin/python -m benchmarks.peers.trl_speed                  # some minutes of CPU time
-    trl/bin/python -m benchmarks.peers.trl_speed --only dpo --lengths mixed --rounds 5 --model FOLDER
+    trl/bin/python -m benchmarks.fine_tuning                  # some minutes of CPU time
+    trl/bin/python -m benchmarks.fine_tuning --only dpo --lengths mixed --rounds 5 --model FOLDER
 
 Everyone makes the same optimizer steps (AdamW, clipping to 1, float32, one thread, no gradient checkpointing) on rows that do not
 change. A measurement is a process of its own, forked from one that has imported the libraries: one step that is not counted, then some,
