@@ -9,17 +9,13 @@ a line for each command, with its exit code and seconds; exit code 1 when one en
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from penstock.deploy import quickstart_task
+from tests.rigs.proofs.proof import Proof, folder_of, plain_environ, write_inputs
 
 _STEPS = 12
-_DEADLINE_S = 300.0
 _RUN_FILE = """
 run.id = "first"
 model.path = "model"
@@ -79,11 +75,9 @@ _COMMANDS: tuple[tuple[str, int, str], ...] = (
 
 def main() -> int:
     """Return 1 when a command failed."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="after-run-")).absolute()
+    folder = folder_of("after-run")
     if not (folder / "run.toml").exists():
-        quickstart_task.write_data(folder / "data", seed=0, num_sft=1, num_train=200, num_eval=8)
-        quickstart_task.write_model(folder / "model", seed=0)
-        (folder / "run.toml").write_text(_RUN_FILE)
+        write_inputs(folder, _RUN_FILE, num_train=200)
         (folder / "strict.py").write_text(_REWARD)
         (folder / "grader.json").write_text(json.dumps(_GRADER))
     failed = _run(folder, "train run.toml --local", 0, "report:")
@@ -98,11 +92,7 @@ def main() -> int:
 def _run(folder: Path, command: str, code: int, text: str) -> int:
     """Run a command; return 1 when its exit code or its output is another one."""
     started = time.monotonic()
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    words = [sys.executable, "-P", "-m", "penstock", *command.split()]
-    ended = subprocess.run(
-        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-    )
+    ended = Proof(folder, plain_environ()).ask(*command.split())
     output = ended.stdout + ended.stderr
     ok = ended.returncode == code and " ".join(text.split()) in " ".join(output.split())
     print(

@@ -13,15 +13,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
 from tests.trainer.learner.forks import Fork
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from penstock.deploy import quickstart_task
 
 _DEADLINE_S = 600.0
 _LOSS, _NORM, _WEIGHT = 2e-6, 5e-5, 1e-4
@@ -43,22 +41,14 @@ eval.every = 0
 """
 
 
-class Proof:
-    """Counts what does not hold."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.num_failed = 0
-
-    def check(self, what: str, holds: bool) -> None:
-        self.num_failed += not holds
-        print(f"{'ok ' if holds else 'BAD'} {what}", flush=True)
+class Layouts(Proof):
+    """Trainings in layouts of ranks, compared with one process."""
 
     def compare(self, family: str, model: Path, layouts: tuple[tuple[int, int], ...]) -> None:
         """Train one model in some layouts of four ranks, and compare with one process."""
-        alone = self._train(model, self.folder / f"{family}-alone", (1, 1), num_ranks=1)["plain"]
+        alone = self._train(model, self.base / f"{family}-alone", (1, 1), num_ranks=1)["plain"]
         for sequence, tensor in layouts:
-            folder = self.folder / f"{family}-{sequence}-{tensor}"
+            folder = self.base / f"{family}-{sequence}-{tensor}"
             found = self._train(model, folder, (sequence, tensor), num_ranks=4)
             for stage in range(4):
                 own = found[str(stage)]
@@ -90,7 +80,7 @@ class Proof:
     def run(self, number: int, layout: str) -> None:
         """Train a run and replay it."""
         run_id = f"layout{number}"
-        (self.folder / "run.toml").write_text(_RUN_FILE % run_id)
+        (self.base / "run.toml").write_text(_RUN_FILE % run_id)
         overrides = [f"trainer.{one}" for one in layout.split()]
         train = self._type("train", "--local", "run.toml", *overrides)
         self.check(f"a run on {layout}", train.returncode == 0)
@@ -99,11 +89,7 @@ class Proof:
         self.check(f"its replay: {same}", same == list(range(7)))
 
     def _type(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "penstock", *arguments]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=self.folder, env=environ, capture_output=True, text=True, check=False, timeout=_DEADLINE_S
-        )
+        done = self.ask(*arguments)
         if done.returncode:
             print(done.stdout[-1000:], done.stderr[-2000:], flush=True)
         return done
@@ -123,19 +109,15 @@ def random_model(family: str, folder: Path) -> Path:
 
 def main() -> int:
     """Prove it below a folder."""
-    given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    with tempfile.TemporaryDirectory(prefix="penstock-layouts-") as scratch:
-        proof = Proof((given or Path(scratch)).absolute())
-        proof.folder.mkdir(parents=True, exist_ok=True)
-        quickstart_task.write_model(proof.folder / "model", seed=0)
-        quickstart_task.write_data(proof.folder / "data", seed=0, num_sft=8, num_train=200, num_eval=8)
-        proof.compare("qwen3", proof.folder / "model", _LAYOUTS)
-        for family in ("llama", "qwen2"):
-            proof.compare(family, random_model(family, proof.folder / family), _OF_OTHERS)
-        for number, layout in enumerate(_RUNS):
-            proof.run(number, layout)
-    print(f"{proof.num_failed} of the checks do not hold" if proof.num_failed else "all checks hold")
-    return 1 if proof.num_failed else 0
+    base = folder_of("layouts")
+    proof = Layouts(base, {**os.environ, "OMP_NUM_THREADS": "1"}, deadline_s=_DEADLINE_S)
+    write_inputs(base, "", num_train=200)
+    proof.compare("qwen3", base / "model", _LAYOUTS)
+    for family in ("llama", "qwen2"):
+        proof.compare(family, random_model(family, base / family), _OF_OTHERS)
+    for number, layout in enumerate(_RUNS):
+        proof.run(number, layout)
+    return proof.end()
 
 
 if __name__ == "__main__":

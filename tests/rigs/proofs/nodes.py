@@ -10,23 +10,20 @@ be the same, hash for hash. Then a node with a folder of its own. Prints a line 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from penstock.deploy import quickstart_task
+from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
+
+from penstock.deploy.local import connection_environment
 from penstock.deploy.processes.child import Child
 from penstock.deploy.processes.servers import NatsServer, S3Server
 
 _STEPS, _BEFORE, _AGAIN = 24, 8, 16
-_DEADLINE_S = 300.0
 _GATEWAY = "10.77.0.254"
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _RUN_FILE = """
@@ -99,61 +96,26 @@ def forward(port: int) -> None:
         raise TimeoutError(f"nothing listens on {_GATEWAY}:{port} after 10 s")
 
 
-class Proof:
+class Nodes(Proof):
     """The steps of the proof."""
 
     def __init__(self, base: Path, names: tuple[str, ...], environ: dict[str, str]) -> None:
-        self.base, self.names, self.environ = base, names, environ
-        self.num_failed = 0
-        self.started: list[Child] = []
-
-    def check(self, what: str, holds: bool) -> None:
-        self.num_failed += not holds
-        print(f"{'ok ' if holds else 'BAD'} {what}", flush=True)
-
-    def wait(self, what: str, condition: Callable[[], bool]) -> None:
-        since = time.monotonic()
-        while not (holds := condition()) and time.monotonic() - since < _DEADLINE_S:
-            time.sleep(0.2)
-        self.check(f"{what} after {time.monotonic() - since:.0f} s", holds)
-
-    def start(self, name: str, *arguments: str, node: int | None = None) -> Child:
-        """Start a verb of penstock, on a node or outside of both."""
-        # both namespaces have this machine's name, which stands for the loopback: gloo is told the interface
-        interface = ["env", "GLOO_SOCKET_IFNAME=eth0"]
-        where = [] if node is None else ["ip", "netns", "exec", self.names[node], *interface]
-        command = [*where, sys.executable, "-P", "-m", "penstock", *arguments]
-        child = Child(name, command, log=self.base / f"{name}.log", environ=self.environ)
-        child.start()
-        self.started.append(child)
-        return child
+        super().__init__(base, environ)
+        self.names = names
 
     def node(self, number: int, attempt: str, *overrides: str) -> Child:
         """Start the trainer's command on one of the nodes."""
         place = ("--nodes", "2", "--node-rank", str(number), "--rdzv", f"{_ADDRESSES[0]}:29500")
-        return self.start(f"{attempt}-node{number}", "train", "run.toml", *place, *overrides, node=number)
-
-    def ask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "penstock", *arguments],
-            env=self.environ, cwd=self.base, capture_output=True, text=True, check=False, timeout=_DEADLINE_S,
-        )  # fmt: skip
-
-    def steps(self) -> list[int]:
-        file = self.base / "runs" / "nodes" / "metrics.jsonl"
-        rows = (
-            [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
-        )
-        return [row["step"] for row in rows if row["kind"] == "step"]
+        # both namespaces have this machine's name, which stands for the loopback: gloo is told the interface
+        where = ["ip", "netns", "exec", self.names[number], "env", "GLOO_SOCKET_IFNAME=eth0"]
+        return self.start(f"{attempt}-node{number}", "train", "run.toml", *place, *overrides, before=where)
 
 
 def main() -> int:
     """Return 1 when a step of the proof does not hold."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces are removed then, too
-    base = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="nodes-")).absolute()
-    quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=1000, num_eval=8)
-    quickstart_task.write_model(base / "model", seed=0)
-    (base / "run.toml").write_text(_RUN_FILE % _STEPS)
+    base = folder_of("nodes")
+    write_inputs(base, _RUN_FILE % _STEPS)
     os.chdir(base)
     nats, s3 = NatsServer(base / "nats", log=base / "nats.log"), S3Server(base / "s3", log=base / "s3.log")
     nats.start()
@@ -161,34 +123,24 @@ def main() -> int:
     with Namespaces() as namespaces:
         forward(nats.port)
         forward(s3.port)
-        environ = {
-            **os.environ,
-            "PENSTOCK_NATS__URL": nats.settings.url.replace("127.0.0.1", _GATEWAY),
-            "PENSTOCK_NATS__USER": nats.settings.user,
-            "PENSTOCK_NATS__PASSWORD": nats.settings.secret(),
-            "PENSTOCK_S3__ENDPOINT": s3.settings.endpoint.replace("127.0.0.1", _GATEWAY),
-            "PENSTOCK_S3__ACCESS_KEY": s3.settings.access_key,
-            "PENSTOCK_S3__SECRET_KEY": s3.settings.secret(),
-            "OMP_NUM_THREADS": "1",
-        }
-        proof = Proof(base, namespaces.names, environ)
+        inside = connection_environment(nats.settings, s3.settings)
+        environ = {name: value.replace("127.0.0.1", _GATEWAY) for name, value in inside.items()}
+        proof = Nodes(base, namespaces.names, {**os.environ, **environ, "OMP_NUM_THREADS": "1"})
         try:
             _prove(proof)
         finally:
-            for child in reversed(proof.started):
-                child.stop()
+            proof.stop_all()
             nats.stop()
             s3.stop()
-    print(f"{proof.num_failed} steps of the proof do not hold; {base}")
-    return int(proof.num_failed > 0)
+    return proof.end()
 
 
-def _prove(proof: Proof) -> None:
+def _prove(proof: Nodes) -> None:
     proof.check("streams and buckets are created", proof.ask("bootstrap", "run.toml").returncode == 0)
     proof.start("reward", "reward", "service", "run.toml", "reward_service.port=0")
     proof.start("worker", "rollout", "run.toml")
     first = [proof.node(number, "first") for number in (0, 1)]
-    proof.wait(f"{_BEFORE} steps on two nodes", lambda: len(proof.steps()) >= _BEFORE)
+    proof.wait(f"{_BEFORE} steps on two nodes", lambda: len(proof.steps("nodes")) >= _BEFORE)
     for pid in subprocess.check_output(["ip", "netns", "pids", proof.names[1]], text=True, timeout=20).split():
         os.kill(int(pid), signal.SIGKILL)
     print("    node 1 is killed with SIGKILL", flush=True)
@@ -198,7 +150,7 @@ def _prove(proof: Proof) -> None:
     proof.check(
         f"with exit codes {[child.returncode for child in second]}", not any(child.returncode for child in second)
     )
-    proof.check(f"steps 1 to {_STEPS}, each once", proof.steps() == list(range(1, _STEPS + 1)))
+    proof.check(f"steps 1 to {_STEPS}, each once", proof.steps("nodes") == list(range(1, _STEPS + 1)))
     audit = proof.ask("audit", "nodes")
     proof.check("the accounting balances", audit.returncode == 0)
     replay = proof.ask("replay", "nodes")
@@ -207,7 +159,7 @@ def _prove(proof: Proof) -> None:
     _with_a_folder_of_its_own(proof)
 
 
-def _with_a_folder_of_its_own(proof: Proof) -> None:
+def _with_a_folder_of_its_own(proof: Nodes) -> None:
     more = ("run.id=unshared", f"trainer.steps={_AGAIN}")
     proof.check("streams of a second run", proof.ask("bootstrap", "run.toml", more[0]).returncode == 0)
     nodes = [proof.node(0, "unshared", *more), proof.node(1, "unshared", *more, f"run.dir={proof.base}/elsewhere")]

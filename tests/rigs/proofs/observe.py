@@ -19,16 +19,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
 
-from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import LocalRun
 from penstock.deploy.monitoring.alerts import ALERTS, rules
 from penstock.deploy.monitoring.boards import DASHBOARDS
@@ -85,12 +83,12 @@ _STEPS = 25
 _RATE = "30s"  # for $__rate_interval: scrapes are two seconds apart
 
 
-class Proof:
+class Observed(Proof):
     """The steps of the proof, and Prometheus' answers."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, base: Path, url: str) -> None:
+        super().__init__(base)
         self.url = url
-        self.num_failed = 0
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30).json()
@@ -101,26 +99,13 @@ class Proof:
         """Names of the alerts that fire."""
         return {one["metric"]["alertname"] for one in self.query('ALERTS{alertstate="firing"}')}
 
-    def check(self, what: str, holds: bool) -> None:
-        self.num_failed += not holds
-        print(f"{'ok ' if holds else 'BAD'} {what}", flush=True)
-
-    def wait(self, what: str, condition: Callable[[], bool], deadline_s: float) -> None:
-        started = time.monotonic()
-        while not (holds := condition()) and time.monotonic() - started < deadline_s:
-            time.sleep(1.0)
-        self.check(f"{what} after {time.monotonic() - started:.0f} s", holds)
-
 
 def main() -> int:
     """Return 1 when a step of the proof does not hold."""
-    base = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="observe-")).absolute()
-    base.mkdir(parents=True, exist_ok=True)
+    base = folder_of("observe")
     os.chdir(base)
     if not (base / "run.toml").exists():
-        quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=4000, num_eval=8)
-        quickstart_task.write_model(base / "model", seed=0)
-        (base / "run.toml").write_text(_RUN_FILE)
+        write_inputs(base, _RUN_FILE, num_train=4000)
         (base / "strict.py").write_text(_REWARD.replace("FOLDER", repr(str(base))))
         (base / "flawed.py").write_text(_ENGINE.replace("FOLDER", repr(str(base))))
     logs.configure("proof", level="warning")
@@ -150,12 +135,12 @@ def _disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _observe(base: Path, run_id: str, settings: list[str], prove: Callable[[Proof, LocalRun], None]) -> int:
+def _observe(base: Path, run_id: str, settings: list[str], prove: Callable[[Observed, LocalRun], None]) -> int:
     """Start a run and a Prometheus that reads it; return how many steps of its proof do not hold."""
     settings = ["run.toml", *METRICS_ON, f"run.id={run_id}", *settings]
     prometheus = Prometheus(base / f"prometheus-{run_id}", rules=base / "rules.yml")
     prometheus.start()
-    proof = Proof(prometheus.url)
+    proof = Observed(base, prometheus.url)
     writer = None
     try:
         with LocalRun(settings, num_workers=2, reward_files=[base / "strict.py"]) as run:
@@ -172,7 +157,7 @@ def _observe(base: Path, run_id: str, settings: list[str], prove: Callable[[Proo
     return proof.num_failed
 
 
-def _warm_up(proof: Proof) -> None:
+def _warm_up(proof: Observed) -> None:
     def done() -> bool:
         steps = proof.query("penstock_trainer_steps_total")
         evaluated = proof.query("penstock_eval_version")
@@ -183,7 +168,7 @@ def _warm_up(proof: Proof) -> None:
     proof.wait("Prometheus reads four services", lambda: len(proof.query("up == 1")) == 4, 30)
 
 
-def _prove_mismatch(proof: Proof, _: LocalRun) -> None:
+def _prove_mismatch(proof: Observed, _: LocalRun) -> None:
     """In a run that waits for every version: all its tokens can be compared."""
     _warm_up(proof)
     flag = Path.cwd() / "log-probabilities-differ"
@@ -191,7 +176,7 @@ def _prove_mismatch(proof: Proof, _: LocalRun) -> None:
     _until_it_fires(proof, flag.name, {"PenstockEngineMismatch"}, flag.touch, flag.unlink)
 
 
-def _prove(proof: Proof, run: LocalRun) -> None:
+def _prove(proof: Observed, run: LocalRun) -> None:
     _warm_up(proof)
     num_queries, num_series, empty, idle = 0, 0, [], []
     for board in DASHBOARDS:
@@ -229,7 +214,7 @@ def _fill(file: Path) -> None:
 
 
 def _until_it_fires(
-    proof: Proof, what: str, expected: set[str], begin: Callable[[], object], end: Callable[[], object]
+    proof: Observed, what: str, expected: set[str], begin: Callable[[], object], end: Callable[[], object]
 ) -> None:
     """Make a cause until its alerts fire; take it away, and they end."""
     begin()
@@ -241,7 +226,7 @@ def _until_it_fires(
     proof.wait(f"{what} no more: no alert fires", lambda: not proof.alerts(), _FAULT_S)
 
 
-def _fault(proof: Proof, run: LocalRun, name: str, expected: set[str]) -> None:
+def _fault(proof: Observed, run: LocalRun, name: str, expected: set[str]) -> None:
     """Stop a process as a machine that hangs would, until its alerts fire; then let it go on, and they end."""
     pid = next(view.pid for view in run.processes() if view.name == name)
     _until_it_fires(

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.rigs.proofs.proof import folder_of, plain_environ
+
 from penstock.console.connections import store_environment
 from penstock.deploy import quickstart_task, quickstart_tools
+from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
 _STEPS, _GROUPS, _SIZE = 16, 8, 8
 _DEADLINE_S = 420.0
@@ -101,13 +102,13 @@ class Servers:
                 break
         else:
             raise SystemExit(f"server {label} ended with {process.wait()} before it was registered")
-        self._idle_s[label] = _cpu_s(process.pid)
+        self._idle_s[label] = process_cpu_seconds(process.pid)
         print(f"{_clock()} {label} is registered", flush=True)
 
     def stop(self, label: str, number: signal.Signals) -> int:
         """Send a signal and wait for the end; return the exit status."""
         process = self._running.pop(label)
-        self.cpu_s += _cpu_s(process.pid) - self._idle_s[label]
+        self.cpu_s += process_cpu_seconds(process.pid) - self._idle_s[label]
         process.send_signal(number)
         code = process.wait(120.0)
         assert process.stdout is not None
@@ -123,13 +124,13 @@ class Servers:
 
 def main() -> int:
     """Return 1 when something was lost."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="registered-")).absolute()
+    folder = folder_of("registered")
     quickstart_tools.write_data(folder / "data", seed=0, num_sft=1, num_train=_STEPS * _GROUPS, num_eval=1)
     quickstart_task.write_model(folder / "model", seed=0)
     (folder / "run.toml").write_text(_RUN_FILE)
     for version in ("1", "2"):
         (folder / f"asked{version}.py").write_text(_SERVED.replace("VERSION", version))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    environ = plain_environ()
     run = folder / "runs" / "registered"
     with _running(folder, environ) as training:
         _wait((run / "store" / "environment").is_file, training, "the run's NATS")
@@ -231,11 +232,6 @@ def _wait(condition: Callable[[], Any], training: subprocess.Popen[bytes], what:
         if training.poll() is not None or time.monotonic() > ends:
             raise SystemExit(f"waited in vain for {what}; the run's exit status is {training.poll()}")
         time.sleep(0.05)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _clock() -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tests.rigs.proofs.proof import folder_of
 
 from penstock.deploy import quickstart_task
 
@@ -105,8 +105,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 def main() -> int:
     """Run the proof."""
-    base = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="penstock-runs-api-"))
-    base.mkdir(parents=True, exist_ok=True)
+    base = folder_of("runs-api")
     quickstart_task.write_model(base / "model", seed=0)
     pq.write_table(pa.Table.from_pylist([_row(n) for n in range(40)]), base / "train.parquet")
     console = Console(base)

@@ -9,19 +9,17 @@ hold.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from penstock.deploy import quickstart_task
+from tests.rigs.proofs.proof import Proof, folder_of, write_inputs
+
 from penstock.deploy.processes.child import Child
 
 _SCRIPT = Path(__file__).parents[3] / "deploy" / "slurm" / "penstock.sbatch"
@@ -65,42 +63,19 @@ PartitionName=high Nodes={host} PriorityTier=2 PreemptMode=OFF MaxTime=60 OverSu
 """
 
 
-class Proof:
-    """The steps of the proof."""
+class Queued(Proof):
+    """The steps of the proof; the run's id is ``queued``."""
 
-    def __init__(self, base: Path) -> None:
-        self.base = base
-        self.environ = {**os.environ, "SLURM_CONF": str(base / "slurm.conf"), "PENSTOCK": str(base / "penstock")}
-        self.num_failed = 0
-
-    def ask(self, *command: str) -> str:
+    def type(self, *command: str) -> str:
+        """Run a command of Slurm; return what it prints."""
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, check=False, cwd=self.base, timeout=60
         )
         return done.stdout.strip() if done.returncode == 0 else f"{done.stdout}{done.stderr}".strip()
 
-    def check(self, what: str, holds: bool) -> None:
-        self.num_failed += not holds
-        print(f"{'ok ' if holds else 'BAD'} {what}", flush=True)
-
-    def wait(self, what: str, condition: Callable[[], bool], deadline_s: float = _DEADLINE_S) -> bool:
-        started = time.monotonic()
-        while not (holds := condition()) and time.monotonic() - started < deadline_s:
-            time.sleep(0.5)
-        self.check(f"{what} after {time.monotonic() - started:.0f} s", holds)
-        return holds
-
     def job(self, number: str) -> dict[str, str]:
         """Fields of `scontrol show job`."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", number)))
-
-    def steps(self) -> list[int]:
-        """Steps in the run's metrics, in the order of the file."""
-        file = self.base / "runs" / "queued" / "metrics.jsonl"
-        if not file.exists():
-            return []
-        rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
-        return [row["step"] for row in rows if row.get("kind", "step") == "step" and "loss" in row]
+        return dict(re.findall(r"(\w+)=(\S*)", self.type("scontrol", "show", "job", number)))
 
 
 def main() -> int:
@@ -109,8 +84,9 @@ def main() -> int:
         if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None:
             print(f"no program {program}: apt-get install {package}", file=sys.stderr)
             return 2
-    base = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="slurm-")).absolute()
-    proof = Proof(base)
+    base = folder_of("slurm")
+    environ = {**os.environ, "SLURM_CONF": str(base / "slurm.conf"), "PENSTOCK": str(base / "penstock")}
+    proof = Queued(base, environ, deadline_s=_DEADLINE_S)
     _prepare(base)
     children = _cluster(proof)
     try:
@@ -118,16 +94,13 @@ def main() -> int:
     finally:
         for child in reversed(children):
             child.stop()
-    print(f"{proof.num_failed} steps of the proof do not hold; {base}")
-    return int(proof.num_failed > 0)
+    return proof.end()
 
 
 def _prepare(base: Path) -> None:
     for folder in (base / "state", base / "spool"):
         folder.mkdir(parents=True, exist_ok=True)
-    quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=1000, num_eval=8)
-    quickstart_task.write_model(base / "model", seed=0)
-    (base / "run.toml").write_text(_RUN_FILE)
+    write_inputs(base, _RUN_FILE)
     (base / "munge.key").write_bytes(os.urandom(1024))
     (base / "munge.key").chmod(0o600)
     (base / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m penstock "$@"\n')
@@ -137,7 +110,7 @@ def _prepare(base: Path) -> None:
     (base / "slurm.conf").write_text(_CONFIG.format(host=host, base=base, cpus=os.cpu_count(), **ports))
 
 
-def _cluster(proof: Proof) -> list[Child]:
+def _cluster(proof: Queued) -> list[Child]:
     base, started = proof.base, []
     names = [
         f"--{name}={base}/munge.{end}" for name, end in (("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"))
@@ -155,19 +128,21 @@ def _cluster(proof: Proof) -> list[Child]:
         child.start()
         started.append(child)
         time.sleep(2.0)
-    proof.wait("the node is idle", lambda: "idle" in proof.ask("sinfo", "--noheader", "--format=%T"), 60)
+    proof.wait("the node is idle", lambda: "idle" in proof.type("sinfo", "--noheader", "--format=%T"), 60)
     return started
 
 
-def _prove(proof: Proof) -> None:
+def _prove(proof: Queued) -> None:
     started = time.monotonic()
-    number = proof.ask(
+    number = proof.type(
         "sbatch", "--parsable", "--partition=low", "--exclusive", "--output=job.out", str(_SCRIPT), "run.toml"
     )
     proof.check(f"job {number} is submitted", number.isdigit())
-    proof.wait(f"{_BEFORE} steps are trained", lambda: len(proof.steps()) >= _BEFORE)
-    before = len(proof.steps())
-    other = proof.ask("sbatch", "--parsable", "--partition=high", "--exclusive", "--output=other.out", "--wrap=sleep 3")
+    proof.wait(f"{_BEFORE} steps are trained", lambda: len(proof.steps("queued")) >= _BEFORE)
+    before = len(proof.steps("queued"))
+    other = proof.type(
+        "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=other.out", "--wrap=sleep 3"
+    )
     proof.wait(f"job {other} of higher priority has run", lambda: proof.job(other).get("JobState") == "COMPLETED")
     proof.wait("the preempted job runs again", lambda: proof.job(number).get("JobState") == "RUNNING")
     proof.check(f"it was restarted once: {proof.job(number).get('Restarts')}", proof.job(number).get("Restarts") == "1")
@@ -176,14 +151,14 @@ def _prove(proof: Proof) -> None:
     )
     job = proof.job(number)
     proof.check(f"it is {job.get('JobState')} with exit code {job.get('ExitCode')}", job.get("JobState") == "COMPLETED")
-    steps = proof.steps()
+    steps = proof.steps("queued")
     proof.check(
         f"steps 1 to {_STEPS}, each once ({before} or more before the preemption): {len(steps)} rows",
         steps == list(range(1, _STEPS + 1)),
     )
     log = (proof.base / "job.out").read_text()
     proof.check("the checkpoint of the stop was written and read: its log says both", "put back into the queue" in log)
-    audit = proof.ask(str(proof.base / "penstock"), "audit", "queued")
+    audit = proof.type(str(proof.base / "penstock"), "audit", "queued")
     print("    " + audit.replace("\n", "\n    "))
     print(f"{time.monotonic() - started:.0f} s from the submission to the end")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -20,17 +19,15 @@ import tempfile
 import time
 import tomllib
 import venv
-from collections.abc import Callable
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.rigs.proofs.proof import Proof, plain_environ, write_inputs
 
 from penstock.console.tools.removal import running_services
-from penstock.deploy import quickstart_task
 from penstock.deploy.processes.child import Child
 from penstock.deploy.processes.servers import NatsServer, S3Server
-from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.transport.bus import Bus
 
 _ROOT = Path(__file__).parents[3]
@@ -47,25 +44,19 @@ eval.every = 10
 """
 
 
-class Proof:
+class Upgrade(Proof):
     """The services of one run, old and new, and what was found about them."""
 
     def __init__(self, base: Path, old: Path, deadline_s: float) -> None:
-        self.base, self.deadline_s = base, deadline_s
-        self.num_failed = 0
+        super().__init__(base, deadline_s=deadline_s)
         self.pythons = {"old": old, "new": Path(sys.executable)}
-        self.started: list[Child] = []
-        self.environ: dict[str, str] = {}
-        self.run_dir = base / "runs"
-
-    def check(self, what: str, holds: bool) -> None:
-        self.num_failed += not holds
-        print(f"{'ok ' if holds else 'BAD'} {what}", flush=True)
 
     def use(self, nats: NatsServer, s3: S3Server) -> None:
         """Use these servers from now on."""
-        self.environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "PYTHON"))},
+        kept = {name: value for name, value in plain_environ().items() if not name.startswith("PYTHON")}
+        self.nats = nats.settings
+        self.environ = {  # by hand: the old code may not know every setting that has a name now
+            **kept,
             "PENSTOCK_NATS__URL": nats.settings.url,
             "PENSTOCK_NATS__USER": nats.settings.user,
             "PENSTOCK_NATS__PASSWORD": nats.settings.secret(),
@@ -75,53 +66,26 @@ class Proof:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, age: str, name: str, *arguments: str) -> Child:
+    def begin(self, age: str, name: str, *arguments: str) -> Child:
         """Start a verb of penstock with the old code or the new."""
-        command = [str(self.pythons[age]), "-P", "-m", "penstock", *arguments, f"run.dir={self.run_dir}"]
-        child = Child(name, command, log=self.base / f"{name}.log", environ=self.environ)
-        child.start()
-        self.started.append(child)
-        return child
-
-    def ask(self, age: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(self.pythons[age]), "-P", "-m", "penstock", *arguments],
-            env=self.environ, cwd=self.base, capture_output=True, text=True, check=False, timeout=self.deadline_s,
-        )  # fmt: skip
-
-    def steps(self) -> list[int]:
-        file = self.run_dir / "upgraded" / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return [row["step"] for row in rows if row["kind"] == "step"]
+        return self.start(name, *arguments, f"run.dir={self.runs}", python=self.pythons[age])
 
     def services(self) -> set[str]:
         """Ids of the services that have a heartbeat."""
-        settings = NatsSettings(
-            url=self.environ["PENSTOCK_NATS__URL"],
-            user=self.environ["PENSTOCK_NATS__USER"],
-            password=self.environ["PENSTOCK_NATS__PASSWORD"],
-        )
-        with Bus.connect(settings, name="proof") as bus:
+        with Bus.connect(self.nats, name="proof") as bus:
             return set(running_services("upgraded", bus))
 
     def join(self, name: str, *arguments: str) -> Child:
         """Start a new service and wait for its heartbeat."""
         before = self.services()
-        child = self.start("new", name, *arguments)
+        child = self.begin("new", name, *arguments)
         self.wait(f"{name} joins", lambda: bool(self.services() - before))
         return child
 
     def train(self, who: str) -> None:
         """Wait for further steps."""
-        wanted = len(self.steps()) + _MORE
-        self.wait(f"{_MORE} more steps, up to {wanted}, with {who}", lambda: len(self.steps()) >= wanted)
-
-    def wait(self, what: str, condition: Callable[[], bool]) -> None:
-        since = time.monotonic()
-        while not (holds := condition()) and time.monotonic() - since < self.deadline_s:
-            time.sleep(0.1)
-        self.check(f"{what} after {time.monotonic() - since:.0f} s", holds)
+        wanted = len(self.steps("upgraded")) + _MORE
+        self.wait(f"{_MORE} more steps, up to {wanted}, with {who}", lambda: len(self.steps("upgraded")) >= wanted)
 
     def stop(self, child: Child) -> None:
         """Ask a service to stop, and wait until it has."""
@@ -142,13 +106,11 @@ def main() -> int:
     base = (options.folder or Path(tempfile.mkdtemp(prefix="upgrade-"))).absolute()
     base.mkdir(parents=True, exist_ok=True)
     old = _old_interpreter(options.revision, base)
-    quickstart_task.write_data(base / "data", seed=0, num_sft=1, num_train=2000, num_eval=32)
-    quickstart_task.write_model(base / "model", seed=0)
-    (base / "run.toml").write_text(_RUN_FILE % _STEPS)
+    write_inputs(base, _RUN_FILE % _STEPS, num_train=2000)
     os.chdir(base)
     servers = [NatsServer(base / f"nats{i}", log=base / f"nats{i}.log") for i in (0, 1)]
     stores = [S3Server(base / f"s3-{i}", log=base / f"s3-{i}.log") for i in (0, 1)]
-    proof = Proof(base, old, options.deadline_s)
+    proof = Upgrade(base, old, options.deadline_s)
     try:
         for server in (*servers, *stores):
             server.start()
@@ -158,15 +120,13 @@ def main() -> int:
         proof.use(servers[1], stores[1])
         _go_on_elsewhere(proof)
     finally:
-        for child in reversed(proof.started):
-            child.stop()
+        proof.stop_all()
         for server in (*servers, *stores):
             server.stop()
         subprocess.run(
             ["git", "worktree", "remove", "--force", str(base / "old")], cwd=_ROOT, check=False, capture_output=True
         )
-    print(f"{proof.num_failed} steps of the proof do not hold; {base}")
-    return int(proof.num_failed > 0)
+    return proof.end()
 
 
 def _old_interpreter(revision: str, base: Path) -> Path:
@@ -202,14 +162,15 @@ def _missing(tree: Path) -> list[str]:
     return sorted(set(names) - installed - {"penstock"})
 
 
-def _replace_in_turn(proof: Proof) -> None:
+def _replace_in_turn(proof: Upgrade) -> None:
+    old = proof.pythons["old"]
     service = ("reward", "service", "run.toml", "reward_service.port=0")
-    proof.check("old: streams and buckets are created", proof.ask("old", "bootstrap", "run.toml").returncode == 0)
-    reward = proof.start("old", "old-reward", *service)
-    workers = [proof.start("old", f"old-worker-{i}", "rollout", "run.toml", f"worker.id=old-{i}") for i in (0, 1)]
-    trainer = proof.start("old", "old-trainer", "train", "run.toml")
+    proof.check("old: streams and buckets are created", proof.ask("bootstrap", "run.toml", python=old).returncode == 0)
+    reward = proof.begin("old", "old-reward", *service)
+    workers = [proof.begin("old", f"old-worker-{i}", "rollout", "run.toml", f"worker.id=old-{i}") for i in (0, 1)]
+    trainer = proof.begin("old", "old-trainer", "train", "run.toml")
     proof.train("old services")
-    proof.check("new: streams and buckets are updated", proof.ask("new", "bootstrap", "run.toml").returncode == 0)
+    proof.check("new: streams and buckets are updated", proof.ask("bootstrap", "run.toml").returncode == 0)
     proof.join("new-reward", *service)
     proof.train("an old and a new reward service")
     proof.stop(reward)
@@ -217,7 +178,7 @@ def _replace_in_turn(proof: Proof) -> None:
     proof.stop(workers[0])
     proof.train("a new reward service, an old and a new worker, the old trainer")
     proof.stop(trainer)
-    trainer = proof.start("new", "new-trainer", "train", "run.toml")
+    trainer = proof.begin("new", "new-trainer", "train", "run.toml")
     proof.train("the new trainer, an old and a new worker")
     proof.join("new-worker-1", "rollout", "run.toml", "worker.id=new-1")
     workers[1].kill()
@@ -225,35 +186,35 @@ def _replace_in_turn(proof: Proof) -> None:
     proof.stop(trainer)
     for child in proof.started:
         child.stop()
-    before = proof.steps()
+    before = proof.steps("upgraded")
     proof.check(f"steps 1 to {before[-1]}, each once", before == list(range(1, before[-1] + 1)))
-    proof.check("the accounting balances", proof.ask("new", "audit", "upgraded").returncode == 0)
+    proof.check("the accounting balances", proof.ask("audit", "upgraded").returncode == 0)
 
 
-def _save(proof: Proof) -> None:
+def _save(proof: Upgrade) -> None:
     time.sleep(12.0)  # heartbeats and leases end
-    saved = proof.ask("new", "runs", "backup", "upgraded", "--to", "backup")
+    saved = proof.ask("runs", "backup", "upgraded", "--to", "backup")
     proof.check(f"{saved.stdout.splitlines()[:1]} {saved.stderr[-300:]}", saved.returncode == 0)
     proof.check("the newest checkpoint is in it", "run folder only" not in saved.stdout)
 
 
-def _go_on_elsewhere(proof: Proof) -> None:
-    last = proof.steps()[-1] + 2 * _MORE
-    proof.run_dir = proof.base / "elsewhere"  # without the trainer's run folder
-    restored = proof.ask("new", "runs", "restore", "backup")
+def _go_on_elsewhere(proof: Upgrade) -> None:
+    last = proof.steps("upgraded")[-1] + 2 * _MORE
+    proof.runs = proof.base / "elsewhere"  # without the trainer's run folder
+    restored = proof.ask("runs", "restore", "backup")
     proof.check(f"{restored.stdout.splitlines()[:1]} {restored.stderr[-300:]}", restored.returncode == 0)
-    here = f"run.dir={proof.run_dir}"
-    proof.check("the accounting balances there", proof.ask("new", "audit", "upgraded", here).returncode == 0)
-    proof.start("new", "reward-elsewhere", "reward", "service", "run.toml", "reward_service.port=0")
-    proof.start("new", "worker-elsewhere", "rollout", "run.toml", "worker.id=elsewhere")
-    trainer = proof.start("new", "trainer-elsewhere", "train", "run.toml", f"trainer.steps={last}")
+    here = f"run.dir={proof.runs}"
+    proof.check("the accounting balances there", proof.ask("audit", "upgraded", here).returncode == 0)
+    proof.begin("new", "reward-elsewhere", "reward", "service", "run.toml", "reward_service.port=0")
+    proof.begin("new", "worker-elsewhere", "rollout", "run.toml", "worker.id=elsewhere")
+    trainer = proof.begin("new", "trainer-elsewhere", "train", "run.toml", f"trainer.steps={last}")
     proof.wait("the restored run ends", lambda: not trainer.alive)
     proof.check(f"with exit code {trainer.returncode}", trainer.returncode == 0)
-    proof.check(f"steps 1 to {last}, each once", proof.steps() == list(range(1, last + 1)))
-    audit = proof.ask("new", "audit", "upgraded", here)
+    proof.check(f"steps 1 to {last}, each once", proof.steps("upgraded") == list(range(1, last + 1)))
+    audit = proof.ask("audit", "upgraded", here)
     proof.check("the accounting balances at the end", audit.returncode == 0)
     print("\n".join(f"    {line}" for line in audit.stdout.splitlines() if line.strip()))
-    replay = proof.ask("new", "replay", "upgraded", here)
+    replay = proof.ask("replay", "upgraded", here)
     said = (replay.stdout + replay.stderr).strip().splitlines()[-1:]
     proof.check(f"replayed, the old trainer's steps too: {' '.join(said)}", replay.returncode == 0)
 
