@@ -11,7 +11,6 @@ between the rows, and a machine of two cores carries the run.
 from __future__ import annotations
 
 import argparse
-import bisect
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 from benchmarks.rig import machine
 from tests.rigs import simulated_trainer
-from tests.rigs.simulated_engine import SimulatedOptions
+from tests.rigs.simulated_engine import SimulatedOptions, engine_shares
 
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import TRAINER, LocalRun
@@ -186,22 +185,12 @@ def write_run(folder: Path, job: Job, mode: Mode) -> Path:
     options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in traced.model_dump().items())
     run_file.write_text(
         _RUN_FILE.format(
-            run_id="asynchrony",
-            folder=folder,
-            groups_per_step=job.groups_per_step,
-            group_size=GROUP_SIZE,
-            redundant=mode.redundant,
-            wait=mode.wait,
-            max_staleness=mode.max_staleness,
-            longest=job.engine.longest_tokens,
-            steps=job.steps,
-            options=options,
-            packs_in_flight=job.packs_in_flight,
-            keep_versions=mode.max_staleness + 8,
-            update_mode=mode.update_mode,
+            run_id="asynchrony", folder=folder, groups_per_step=job.groups_per_step, group_size=GROUP_SIZE, redundant=mode.redundant,
+            wait=mode.wait, max_staleness=mode.max_staleness, longest=job.engine.longest_tokens, steps=job.steps, options=options,
+            packs_in_flight=job.packs_in_flight, keep_versions=mode.max_staleness + 8, update_mode=mode.update_mode,
             evaluation=_EVALUATION.format(folder=folder, every=job.eval_every) if job.eval_every else "",
         )
-    )
+    )  # fmt: skip
     return run_file
 
 
@@ -233,39 +222,6 @@ class Measured:
         return sum(age * share for age, share in self.staleness.items())
 
 
-def read_steps(trace: Path) -> list[dict[str, Any]]:
-    """Return the trainer's lines."""
-    return [json.loads(line) for line in trace.read_text().splitlines()]
-
-
-def engine_shares(folder: Path, since: float, until: float, full_tokens_per_s: float) -> tuple[float, float]:
-    """Return the idle share and the share of the slots used, means over the engines, between two times."""
-    idle, used = [], []
-    for file in sorted(folder.glob("engine-*.jsonl")):
-        lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
-        clocks = [0.0, *(line[0] for line in lines)]
-        totals = [(0.0, 0.0), *((line[1], line[2]) for line in lines)]
-        (busy_0, tokens_0), (busy_1, tokens_1) = (_at(clocks, totals, moment) for moment in (since, until))
-        idle.append(max(0.0, 1.0 - (busy_1 - busy_0) / (until - since)))
-        used.append((tokens_1 - tokens_0) / (until - since) / full_tokens_per_s)
-    return sum(idle) / len(idle), sum(used) / len(used)
-
-
-def _at(clocks: Sequence[float], totals: Sequence[tuple[float, float]], moment: float) -> tuple[float, float]:
-    """Return the totals at a moment: the engine worked up to each line; between lines far apart it was idle before the later."""
-    after = bisect.bisect_left(clocks, moment)
-    if after == len(clocks):
-        return totals[-1]
-    before = max(0, after - 1)
-    busy = totals[after][0] - totals[before][0]
-    begun = max(clocks[before], clocks[after] - busy)
-    share = min(1.0, max(0.0, moment - begun) / max(1e-9, clocks[after] - begun))
-    return (
-        totals[before][0] + share * busy,
-        totals[before][1] + share * (totals[after][1] - totals[before][1]),
-    )
-
-
 def staleness_shares(metrics: Path, first: int) -> dict[int, float]:
     """Return the share of tokens by age over the steps after ``first``, from the trainer's own figures."""
     tokens: dict[int, int] = {}
@@ -278,10 +234,13 @@ def staleness_shares(metrics: Path, first: int) -> dict[int, float]:
     return {age: count / total for age, count in sorted(tokens.items())}
 
 
+def _groups(metrics: Path) -> dict[str, Any]:
+    return json.loads([line for line in metrics.read_text().splitlines() if '"groups"' in line][-1])["groups"]
+
+
 def group_counts(metrics: Path) -> tuple[int, int]:
     """Return the groups dropped and trained in the run so far."""
-    newest = [line for line in metrics.read_text().splitlines() if '"groups"' in line][-1]
-    groups = json.loads(newest)["groups"]
+    groups = _groups(metrics)
     return sum(groups["dropped"].values()), groups["trained"]
 
 
@@ -311,8 +270,7 @@ def delays(metrics: Path, worker_logs: Sequence[Path]) -> dict[str, float]:
 
 def abandoned_counts(metrics: Path) -> tuple[int, int]:
     """Return the completions that were started and not kept in the run so far, and the tokens that were sampled for them."""
-    newest = [line for line in metrics.read_text().splitlines() if '"groups"' in line][-1]
-    groups = json.loads(newest)["groups"]
+    groups = _groups(metrics)
     return sum(groups["abandoned_completions"].values()), sum(groups["abandoned_tokens"].values())
 
 
@@ -364,29 +322,21 @@ def run_mode(folder: Path, job: Job, mode: Mode) -> Measured:
         if code != 0:
             what = f"did not end within {_RUN_S:.0f} s" if code is None else f"ended with exit code {code}"
             raise DeployError(f"{mode.name}: the trainer {what}\n{run.log_tail(TRAINER)}")
-    steps = read_steps(steps_file)
+    steps = [json.loads(line) for line in steps_file.read_text().splitlines()]
     measured = steps[job.first :][: job.measured]
     since, until = steps[job.first - 1]["ended"], measured[-1]["ended"]
     metrics = run.folder / "metrics.jsonl"
     dropped, trained = group_counts(metrics)
     idle, used = engine_shares(folder / "trace", since, until, job.engine.pace.tokens_per_s)
     return Measured(
-        mode=mode.name,
-        workers=job.num_workers,
+        mode=mode.name, workers=job.num_workers, step_s=(until - since) / len(measured),
         tokens_per_s=sum(sum(step["lengths"]) for step in measured) / (until - since),
-        step_s=(until - since) / len(measured),
         trainer_idle=1.0 - sum(step["ended"] - step["started"] for step in measured) / (until - since),
-        rollout_idle=idle,
-        slots_used=used,
-        staleness=staleness_shares(metrics, job.first),
-        dropped=dropped,
-        trained=trained,
-        ideal_tokens_per_s=job.ideal_tokens_per_s,
-        delays=delays(metrics, sorted((run.folder / "logs").glob("worker-*.log"))),
+        rollout_idle=idle, slots_used=used, staleness=staleness_shares(metrics, job.first), dropped=dropped, trained=trained,
+        ideal_tokens_per_s=job.ideal_tokens_per_s, delays=delays(metrics, sorted((run.folder / "logs").glob("worker-*.log"))),
         cpu_share=run.usage.cpu_s / run.usage.wall_s / (os.cpu_count() or 1),
-        lengths=[length for step in steps for length in step["lengths"]],
-        abandoned=abandoned_counts(metrics),
-    )
+        lengths=[length for step in steps for length in step["lengths"]], abandoned=abandoned_counts(metrics),
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -397,12 +347,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, default=14, help="of a mode that overlaps; the first four are not measured"
     )
-    parser.add_argument(
-        "--redundant", type=int, default=0, help="completions that are started besides those of a group"
-    )
+    parser.add_argument("--redundant", type=int, default=0, help="completions started besides those of a group")
     parser.add_argument("--wait", type=float, default=0.0, help="rollout.redundant_wait")
     parser.add_argument(
-        "--packs-in-flight", type=int, default=8, help="worker.packs_in_flight; 0: as many as the engine makes use of"
+        "--packs-in-flight", type=int, default=8, help="worker.packs_in_flight; 0: as many as are of use"
     )
     parser.add_argument("--eval-every", type=int, default=0, help="steps between evaluations of 64 prompts; 0: none")
     parser.add_argument("--json", type=Path, help="append every row to this file")

@@ -88,13 +88,7 @@ class Case:
         return GROUPS_PER_STEP * max(2, round(seconds * per_second / GROUPS_PER_STEP))
 
 
-CASES = (
-    Case("long", 1),
-    Case("long", 4),
-    Case("long", 1, hop=False),
-    Case("long", 4, hop=False),
-    Case("tiny", 12),
-)
+CASES = (Case("long", 1), Case("long", 4), Case("long", 1, hop=False), Case("long", 4, hop=False), Case("tiny", 12))
 
 
 def make_template(size: str, seed: int) -> Group:
@@ -114,22 +108,16 @@ def make_template(size: str, seed: int) -> Group:
         )
         for _ in range(num)
     )
+    reward = RewardRequest(name="exact_match", data_source="bench", ground_truth='"42"', extra_info="{}")
     return Group(
-        group_id=f"e0.p{seed}.a0",
-        split="train",
-        attempt=0,
-        issued_version=0,
-        prompt_text=_text(random, 4 * prompt),
-        num_prompt_tokens=prompt,
-        reward=RewardRequest(name="exact_match", data_source="bench", ground_truth='"42"', extra_info="{}"),
-        trajectories=rows,
-    )
+        group_id=f"e0.p{seed}.a0", split="train", attempt=0, issued_version=0, prompt_text=_text(random, 4 * prompt),
+        num_prompt_tokens=prompt, reward=reward, trajectories=rows,
+    )  # fmt: skip
 
 
 def _text(random: np.random.Generator, characters: int) -> str:
     words = ["the", "sum", "of", "x", "and", "y", "is", "therefore", "12", "=", "prime", "we", "get", "so", "that"]
-    text = " ".join(random.choice(words, size=characters // 3 + 1))
-    return text[:characters]
+    return " ".join(random.choice(words, size=characters // 3 + 1))[:characters]
 
 
 def codec_ms(case: Case) -> float:
@@ -202,12 +190,8 @@ def worker(given: Mapping[str, Any]) -> None:
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-worker") as bus:
         announcer = PackAnnouncer(
             bus=bus if case.hop else _ScoredAtOnce(bus),  # type: ignore[arg-type]
-            blobs=Blobs(S3Settings(**given["s3"])),
-            activity=Activity(),
-            metrics=WorkerMetrics(),
-            run_id=RUN_ID,
-            worker_id="w0",
-        )
+            blobs=Blobs(S3Settings(**given["s3"])), activity=Activity(), metrics=WorkerMetrics(), run_id=RUN_ID, worker_id="w0",
+        )  # fmt: skip
         gc.freeze()  # as the service does
         print("ready", flush=True)
         sys.stdin.readline()
@@ -330,11 +314,6 @@ class Role:
         if self._process.stdout.readline() != "ready\n":
             raise SystemExit(f"the {name} did not start")
 
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
     def kill(self) -> None:
         """Kill it at any point of its work; idempotent."""
         self._process.kill()
@@ -376,15 +355,12 @@ def measure(case: Case, seconds: float, *, tls: bool = False) -> dict[str, Any]:
         cpu = {role: process_cpu_seconds(pid) - before[role] for role, pid in servers.items()}
     cpu |= {"worker": made["cpu_s"], "trainer": taken["cpu_s"]}
     split = {role: 1000 * used / num_groups for role, used in cpu.items()}
+    parts = ", ".join(f"{role} {ms:.2f}" for role, ms in split.items())
     return {
-        "system": "Penstock, TLS" if tls else "Penstock",
-        "case": case.name,
+        "system": "Penstock, TLS" if tls else "Penstock", "case": case.name, "cpu_ms": sum(split.values()), "codec_ms": codec_ms(case),
         "groups_per_s": num_groups / (taken["ended"] - made["started"]),
-        "cpu_ms": sum(split.values()),
-        "codec_ms": codec_ms(case),
-        "note": ", ".join(f"{role} {ms:.2f}" for role, ms in split.items())
-        + f"; commit {1000 * taken['commit_s'] * GROUPS_PER_STEP / num_groups:.1f} ms per step",
-    }
+        "note": f"{parts}; commit {1000 * taken['commit_s'] * GROUPS_PER_STEP / num_groups:.1f} ms per step",
+    }  # fmt: skip
 
 
 def show(result: Mapping[str, Any]) -> None:
@@ -395,8 +371,7 @@ def show(result: Mapping[str, Any]) -> None:
         f"other {result['cpu_ms'] - result['codec_ms']:5.2f}  load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
-    if result.get("note"):
-        print(f"{'':10}{result['note']}", flush=True)
+    print(f"{'':10}{result['note']}", flush=True)
 
 
 def main() -> None:

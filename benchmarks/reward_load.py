@@ -21,7 +21,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,12 +217,8 @@ class Bench:
         self.bus, self.run_id = bus, run_id
         self.blobs = Blobs(stack.s3)
         bootstrap(bus, self.blobs, run_id)
-        overrides = [
-            "reward_service.retry_delay_s=0.5",
-            "reward_service.endpoint_attempts=50",
-            f"reward_service.id={run_id}",
-        ]
-        self.service = Service(run_id, stack.nats, stack.s3, folder, [*overrides, "reward_service.log_level=warning"])
+        settings = ("retry_delay_s=0.5", "endpoint_attempts=50", f"id={run_id}", "log_level=warning")
+        self.service = Service(run_id, stack.nats, stack.s3, folder, [f"reward_service.{one}" for one in settings])
         self.service.ready()
         self.ledger = Ledger()
         self._stop = threading.Event()
@@ -242,9 +238,10 @@ class Bench:
 
     def pack(self, reward: str, number: int) -> GroupGenerated:
         """Store a pack whose groups all use one reward; return its announcement."""
+        texts = [[f"{reward} {number} {i} {n} " + "because " * 40 for n in range(SIZE)] for i in range(GROUPS)]
         groups = [
-            make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=_texts(reward, number, i))
-            for i in range(GROUPS)
+            make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=own)
+            for i, own in enumerate(texts)
         ]
         for group in groups:
             self.ledger.reward_of[group.group_id] = reward
@@ -265,18 +262,11 @@ class Bench:
         self.service.kill()
 
 
-def _texts(reward: str, number: int, group: int) -> list[str]:
-    return [f"{reward} {number} {group} {i} " + "because " * 40 for i in range(SIZE)]
-
-
 @contextmanager
 def bench(stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> Iterator[Bench]:
     (folder / run_id).mkdir()
-    one = Bench(stack, bus, folder / run_id, run_id)
-    try:
+    with closing(Bench(stack, bus, folder / run_id, run_id)) as one:
         yield one
-    finally:
-        one.close()
 
 
 def cost(one: Bench, num_packs: int) -> None:
@@ -293,9 +283,7 @@ def cost(one: Bench, num_packs: int) -> None:
         if timed:
             per_pack = 1000 * (process_cpu_seconds(one.service.pid) - before) / len(some)
             rate = len(some) * GROUPS * SIZE / (time.perf_counter() - at)
-            print(
-                f"built-in reward: {per_pack:.1f} ms of CPU per pack of {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s"
-            )
+            print(f"built-in reward: {per_pack:.1f} ms of CPU for {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s")
 
 
 def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
@@ -321,9 +309,8 @@ def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
 def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
     for name in names:
         url = f"http://127.0.0.1:{endpoints.ports[name]}/score"
-        answer = one.service.register(
-            name, url, replace=True, timeout_s=5, min_score=0, max_score=1, version=one.run_id
-        )
+        limits = {"timeout_s": 5, "min_score": 0, "max_score": 1}
+        answer = one.service.register(name, url, replace=True, version=one.run_id, **limits)
         assert answer.status_code == 201, answer.text
 
 

@@ -12,6 +12,7 @@ fail. A worker starts it as it starts the embedded one.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import json
 import math
@@ -326,6 +327,34 @@ def main() -> None:
     folder, version, port_file, parent, options = sys.argv[1:]
     exit_with_parent(int(parent))
     serve(Path(folder), version, Path(port_file), SimulatedOptions.model_validate_json(options))
+
+
+def engine_shares(folder: Path, since: float, until: float, full_tokens_per_s: float) -> tuple[float, float]:
+    """Return the idle share and the share of the slots used, means over the engines, between two times."""
+    idle, used = [], []
+    for file in sorted(folder.glob("engine-*.jsonl")):
+        lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        clocks = [0.0, *(line[0] for line in lines)]
+        totals = [(0.0, 0.0), *((line[1], line[2]) for line in lines)]
+        (busy_0, tokens_0), (busy_1, tokens_1) = (_at(clocks, totals, moment) for moment in (since, until))
+        idle.append(max(0.0, 1.0 - (busy_1 - busy_0) / (until - since)))
+        used.append((tokens_1 - tokens_0) / (until - since) / full_tokens_per_s)
+    return sum(idle) / len(idle), sum(used) / len(used)
+
+
+def _at(clocks: Sequence[float], totals: Sequence[tuple[float, float]], moment: float) -> tuple[float, float]:
+    """Return the totals at a moment: the engine worked up to each line; between lines far apart it was idle before the later."""
+    after = bisect.bisect_left(clocks, moment)
+    if after == len(clocks):
+        return totals[-1]
+    before = max(0, after - 1)
+    busy = totals[after][0] - totals[before][0]
+    begun = max(clocks[before], clocks[after] - busy)
+    share = min(1.0, max(0.0, moment - begun) / max(1e-9, clocks[after] - begun))
+    return (
+        totals[before][0] + share * busy,
+        totals[before][1] + share * (totals[after][1] - totals[before][1]),
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "ll
 _THINKING = ("keep", "tool_cycle", "strip")
 _RULES = ("echo", "json", "strict")
 _TOGETHER = 16
-Plant = Callable[[PromptPlanner], Any]
 
 
 class Fuzzer:
