@@ -179,8 +179,7 @@ class Endpoints:
 
     def start(self, name: str) -> None:
         if (former := self._processes.get(name)) is not None:
-            former.kill()
-            former.wait()
+            former.kill(), former.wait()
         behaviour, port = name.partition("-")[0], str(self.ports.get(name, 0))
         command = [sys.executable, "-m", "benchmarks.reward_load", "--endpoint", behaviour, port]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
