@@ -1,26 +1,38 @@
-"""Measure the page of `penstock console` on a large run: seconds of each panel's query, first paint, and CPU while it is open.
+"""Measure the page of `penstock console` on a large run, and what an open page costs a run.
 
-python -m benchmarks.console_page [--steps 10000] [--workers 100] [--groups 13] [--json FILE]
+    python -m benchmarks.console_page [--steps 10000] [--workers 100] [--groups 13] [--json FILE]
+    python -m benchmarks.console_page --overhead [--pairs 4] [--steps 60]
 
-The run is synthetic: its events, versions, heartbeats and record are on a local nats-server and S3 server. The steps share
-200 packs, so that writing takes a minute; what a query reads is the same. First paint needs chromium and playwright.
+Seconds of each panel's query, first paint, and CPU while the page is open. The run is synthetic: its events, versions, heartbeats and
+record are on a local nats-server and S3 server. The steps share 200 packs, so that writing takes a minute; what a query reads is the
+same. First paint needs chromium and playwright.
+
+``--overhead``: `penstock quickstart` with the page open in a browser, and without it. Runs of a pair have the same seed and follow one
+another, in changing order. Counted are the CPU seconds of the command with all its processes, not those of the browser; those of the
+console are shown alone as well. CPU seconds, because a shared machine makes wall times mean little.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from tests.console.record import recorded_run as recorded
-from tests.console.web.browsing import browser
+from tests.console.web.browsing import CHROMIUM, browser
 from tests.console.web.shown_run import ServedConsole, ShownRun, environ_of, served
 from tests.groups import make_group
 
@@ -32,6 +44,115 @@ from penstock.protocol.facts import BlobRef, encode
 from penstock.protocol.record.lineage import RecordedGroup, RecordedStep
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+
+_RUN_S = 1200.0
+_LINK_S = 120.0
+
+
+def overhead(pairs: int, steps: int) -> None:
+    """Run the pairs, print each and the medians."""
+    print(
+        "| pair | without, CPU s | with the page, CPU s | difference | the console alone | requests | without, wall s | with, wall s |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    differences, shares, walls = [], [], []
+    for pair in range(pairs):
+        order = (False, True) if pair % 2 == 0 else (True, False)
+        found = {with_page: _measure(pair, steps, with_page=with_page) for with_page in order}
+        without, seen = found[False], found[True]
+        differences.append(100.0 * (seen.cpu_s / without.cpu_s - 1.0))
+        shares.append(100.0 * seen.console_s / (seen.cpu_s - seen.console_s))
+        walls.append(100.0 * (seen.wall_s / without.wall_s - 1.0))
+        print(
+            f"| {pair} | {without.cpu_s:.2f} | {seen.cpu_s:.2f} | {differences[-1]:+.1f} % | {seen.console_s:.2f} s, {shares[-1]:.1f} % | "
+            f"{seen.requests} | {without.wall_s:.0f} | {seen.wall_s:.0f} |",
+            flush=True,
+        )
+    print(
+        f"\nmedians of {pairs} pairs of {steps} steps: CPU {statistics.median(differences):+.1f} % (from "
+        f"{min(differences):+.1f} % to {max(differences):+.1f} %); the console alone {statistics.median(shares):.1f} % of the rest of its run; "
+        f"wall time {statistics.median(walls):+.1f} %; load average {os.getloadavg()[0]:.1f}"
+    )
+
+
+@dataclass
+class Run:
+    """What one quickstart took; of an open page how often it asked for the summary, and the CPU seconds of its console."""
+
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    requests: int = 0
+    console_s: float = 0.0
+
+
+def _measure(seed: int, steps: int, *, with_page: bool) -> Run:
+    """Run one quickstart."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
+        command = [
+            sys.executable, "-P", "-m", "penstock", "quickstart", "--json", "--no-kill", "--seed", str(seed), "--steps", str(steps),
+            "--dir", folder, "--page" if with_page else "--no-page",
+        ]  # fmt: skip
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        run = Run()
+        try:
+            if with_page:
+                run = _look_until_the_end(process, Path(folder))
+            deadline = time.monotonic() + _RUN_S
+            while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"seed {seed}: the quickstart has not ended after {_RUN_S:.0f} s")
+                time.sleep(0.2)
+        except BaseException:
+            if process.returncode is None:
+                process.terminate()
+            raise
+        process.returncode = os.waitstatus_to_exitcode(ended[1])
+        if process.returncode:
+            output.seek(0)
+            raise SystemExit(f"seed {seed}: the quickstart exited with {process.returncode}\n{output.read()[-3000:]}")
+        run.cpu_s, run.wall_s = ended[2].ru_utime + ended[2].ru_stime, time.monotonic() - started
+        return run
+
+
+def _look_until_the_end(process: subprocess.Popen[bytes], runs: Path) -> Run:
+    """Keep the overview open in a browser until the command ends."""
+    from playwright.sync_api import sync_playwright  # of the extra browser-tests
+
+    link = _link(process, runs / "quickstart" / "logs" / "console.log")
+    console = next(one for one in psutil.Process(process.pid).children() if "penstock.console.web" in one.cmdline())
+    seen = Run()
+
+    def count(response: object) -> None:
+        seen.requests += response.url.endswith("/summary") and response.ok  # type: ignore[attr-defined]
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        page = browser.new_page()
+        page.on("response", count)
+        page.goto(link, timeout=120_000)
+        page.goto(f"{link.partition('/?')[0]}/#/run/quickstart/overview", timeout=120_000)
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            page.wait_for_timeout(300)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen.console_s = max(seen.console_s, sum(console.cpu_times()[:2]))
+        browser.close()
+    return seen
+
+
+def _link(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Return the link that the console of a run wrote into its log."""
+    deadline = time.monotonic() + _LINK_S
+    while True:
+        lines = log.read_text().splitlines() if log.exists() else []
+        for line in lines:
+            if line.startswith('{"url"') and line.endswith("}"):
+                return str(json.loads(line)["link"])
+        gone = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if gone is not None or time.monotonic() > deadline:
+            raise SystemExit(f"no link in {log}")
+        time.sleep(0.1)
+
 
 RUN = "large"
 GROUP_SIZE = 8
@@ -88,13 +209,19 @@ class LargeRun(ShownRun):
 
 def main() -> None:
     """Write the run, serve it, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, help="default: 10,000, of a pair 60")
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--groups", type=int, default=13, help="of a step, of 8 trajectories each")
     parser.add_argument("--open-s", type=float, default=20.0, help="seconds for which the page stays open")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--overhead", action="store_true", help="measure what an open page costs instead")
+    parser.add_argument("--pairs", type=int, default=4)
     options = parser.parse_args()
+    if options.overhead:
+        overhead(options.pairs, options.steps or 60)
+        return
+    options.steps = options.steps or 10_000
     with tempfile.TemporaryDirectory() as folder, LocalStack(Path(folder) / "store") as stack:
         blobs = Blobs(stack.s3)
         with Bus.connect(stack.nats, name="bench") as bus:

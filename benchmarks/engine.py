@@ -1,6 +1,6 @@
 """Measure tokens per CPU second of the embedded engine and of Hugging Face ``generate``.
 
-    python benchmarks/engine.py [--repeats 3]
+    python -m benchmarks.engine [--repeats 3]
 
 Prints a Markdown table. All figures are process CPU seconds with one thread, engine and baseline
 alternate in the same run, so that a ratio is valid on a shared machine. Each cell is the median.
@@ -19,7 +19,6 @@ import argparse
 import http.client
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -32,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from benchmarks.rig import ROOT, machine
 
 from penstock.rollout_service.embedded_engine.memory import keep_freed_memory
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
@@ -45,6 +44,7 @@ from penstock.rollout_service.embedded_engine.model.transformer import Transform
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
 from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
+from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
 Request = tuple[tuple[int, ...], int]  # prompt, new tokens
 
@@ -256,7 +256,7 @@ def http_cost(folder: Path, num_requests: int) -> tuple[float, float]:
                 *(sys.executable, "-m", "penstock.rollout_service.embedded_engine", "--model-path", str(folder)),
                 *("--port", "0", "--port-file", str(port_file), "--max-running", "256", "--die-with-parent"),
             ],
-            cwd=Path(__file__).parent.parent,
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -274,21 +274,16 @@ def http_cost(folder: Path, num_requests: int) -> tuple[float, float]:
                 before = 0.0
                 for attempt in range(num_requests + 10):
                     if attempt == 10:  # the first ten warm up
-                        before = cpu_seconds(process.pid)
+                        before = process_cpu_seconds(process.pid)
                     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
                     reply = connection.getresponse()
                     content = reply.read()
                     assert reply.status == 200, content
-                costs.append((cpu_seconds(process.pid) - before) / num_requests * 1e3)
+                costs.append((process_cpu_seconds(process.pid) - before) / num_requests * 1e3)
             return costs[0], costs[1]
         finally:
             process.kill()
             process.wait()
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -298,13 +293,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # for both, so that neither includes the cost of the allocator
-    processor = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    print(
-        f"{processor}, {os.cpu_count()} cores, torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}\n"
-    )
+    print(f"{machine()}, torch {torch.__version__}, one thread\n")
     print("| workload | type | HF generate, tok/cpu-s | embedded engine, tok/cpu-s | ratio |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         small, tiny = Path(scratch) / "small", Path(scratch) / "tiny"

@@ -31,7 +31,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.transport import cpu_of
 from tests.groups import make_task, make_task_issued
 
 from penstock.deploy.bootstrap import bootstrap
@@ -43,6 +42,7 @@ from penstock.protocol.facts import Heartbeat, TaskIssued, WeightsApplied, Weigh
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
+from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.task_source import TaskSource
@@ -190,7 +190,7 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
                 await _quiet(tasks, 3.0)
             nats_pid = stack.pids[0]
             issued: dict[str, float] = {}
-            cpu, began = cpu_of(nats_pid), time.monotonic()
+            cpu, began = process_cpu_seconds(nats_pid), time.monotonic()
             while time.monotonic() - began < seconds:
                 pack = f"p{workers}.{scratch is not None}.{len(issued)}"
                 issued[pack] = time.monotonic()
@@ -198,7 +198,7 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
                 await buses[0].publish(subjects.tasks(_RUN, "train"), fact, msg_id=pack)
                 await _quiet(tasks, 1.0)
             wall = time.monotonic() - began
-            cores = (cpu_of(nats_pid) - cpu) / wall
+            cores = (process_cpu_seconds(nats_pid) - cpu) / wall
             ended = time.monotonic()
             await _quiet(tasks, _LAST_TASK_S)
         finally:

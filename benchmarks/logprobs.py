@@ -16,39 +16,37 @@ import resource
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.trainer.learner.logprobs import MAX_LOGITS, CompletionScorer
 
 
-class _Head(nn.Module):
-    """A model without layers, so that only the output head is measured."""
+def _model(vocabulary: int, hidden: int) -> Any:
+    """Return a model of one layer, of which the output head alone is measured."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    def __init__(self, vocabulary: int, hidden: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
-        self.config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=vocabulary))
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
 
 
-def _plain(model: _Head, hidden: Tensor, targets: Tensor) -> Tensor:
-    logits = model.head(hidden).float()
+def _plain(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = model.lm_head(hidden).float()
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def measure(way: str, tokens: int, vocabulary: int, hidden: int, repeats: int) -> dict[str, float]:
     torch.manual_seed(0)
-    model = _Head(vocabulary, hidden)
+    model = _model(vocabulary, hidden)
     states = torch.randn(tokens, hidden, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
     scorer = CompletionScorer(model, 1.0, max_logits=MAX_LOGITS)
-    model.head.weight.grad = torch.zeros_like(model.head.weight)  # both variants need this memory
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)  # both variants need this memory
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     total = 0.0

@@ -1,7 +1,7 @@
 """Run the quickstart for several seeds: accuracy, cost, and beside it TRL and a plain script.
 
     make bench-quickstart
-    python benchmarks/quickstart.py --seeds 0 1 2 3 4 --peer trl/bin/python --threads 2 --plain
+    python -m benchmarks.quickstart --seeds 0 1 2 3 4 --peer trl/bin/python --threads 2 --plain
 
 Every run is `penstock quickstart --json`, including the kill of one worker. After each seed, on its model and data:
 ``--peer`` runs TRL (`peers/trl_quickstart.py`) with the environment's Python, ``--plain`` one process without services
@@ -15,15 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from benchmarks.rig import last_json, machine
 
 BEFORE_AT_MOST = 0.65
 AFTER_AT_LEAST = 0.93
@@ -41,9 +41,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args()
 
-    print(
-        f"machine: {_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}\n"
-    )
+    print(f"machine: {machine()}, {datetime.now(UTC):%Y-%m-%d}\n")
     print(
         "| seed | system | accuracy before | after | stale tokens | wall s | RL wall s | CPU s | groups redelivered | load | threshold |"
     )
@@ -93,22 +91,16 @@ def ratios(results: Sequence[dict[str, Any]]) -> list[str]:
 def _quickstart(folder: Path, seed: int, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "penstock", "quickstart", "--json", "--seed", str(seed), "--steps", str(steps)]
     load = os.getloadavg()[0]
-    done = subprocess.run([*command, "--dir", str(folder)], capture_output=True, text=True, timeout=1800, check=False)
-    if done.returncode:
-        raise SystemExit(f"seed {seed}: the quickstart exited with code {done.returncode}\n{done.stderr[-4000:]}")
-    return {"load": load, **json.loads(done.stdout.splitlines()[-1])}
+    return {"load": load, **last_json([*command, "--dir", folder], timeout_s=1800)}
 
 
 def _peer(python: Path, script: str, run: Path, steps: int, threads: int) -> dict[str, Any]:
-    environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     load = os.getloadavg()[0]
-    done = subprocess.run(
+    found = last_json(
         [python, PEERS / script, "--model", run / "sft", "--data", run / "data", "--steps", str(steps), "--threads", str(threads)],
-        capture_output=True, text=True, timeout=1800, check=False, env=environ,
+        timeout_s=1800, OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1",
     )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{script} exited with code {done.returncode}\n{done.stderr[-4000:]}")
-    return {"load": load, **json.loads(done.stdout.splitlines()[-1])}
+    return {"load": load, **found}
 
 
 def _peer_row(seed: int, name: str, peer: dict[str, Any]) -> str:
@@ -141,13 +133,6 @@ def _row(seed: int, run: dict[str, Any], verdict: str) -> str:
         f"| {seed} | Penstock | {run['accuracy_before']:.3f} | {run['accuracy_after']:.3f} | {_stale_share(run):.0%} "
         f"| {run['total_wall_s']:.1f} | {run['wall_s']:.1f} | {run['cpu_s']:.1f} | {redelivered} | {run['load']:.1f} | {verdict} |"
     )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

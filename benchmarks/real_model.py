@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quickstart import _processor
+from benchmarks.rig import children_cpu_s, machine
 
 HERE = Path(__file__).parent
 GAIN_AT_LEAST = 0.3
@@ -35,7 +33,7 @@ def main() -> int:
     parser.add_argument("--peer", type=Path, help="Python of an environment with TRL, which is run after every seed")
     parser.add_argument("--json", type=Path, default=HERE / "real_model.json")
     options = parser.parse_args()
-    print(f"machine: {_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    print(f"machine: {machine()}\n")
     print("| seed | system | held-out reward before | after | wall s | CPU s | goal |\n|---|---|---|---|---|---|---|")
     results: list[dict[str, Any]] = []
     for seed in options.seeds:
@@ -59,9 +57,9 @@ def reached(result: dict[str, Any]) -> bool:
 def _penstock(run: Path, seed: int, steps: int | None) -> dict[str, Any]:
     arguments = ["--seed", str(seed), "--run", run.name, "--dir", str(run.parent)]
     arguments += ["--steps", str(steps)] if steps else []
-    started, cpu = time.monotonic(), _children_cpu_s()
+    started, cpu = time.monotonic(), children_cpu_s()
     subprocess.run([sys.executable, "-P", "-m", "penstock", "recipe", "smollm2", *arguments], check=True)
-    wall, cpu = time.monotonic() - started, _children_cpu_s() - cpu
+    wall, cpu = time.monotonic() - started, children_cpu_s() - cpu
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [(one["step"], one["reward_mean"]) for one in events if one["kind"] == "eval"]
     return {
@@ -72,11 +70,6 @@ def _penstock(run: Path, seed: int, steps: int | None) -> dict[str, Any]:
         "wall_s": round(wall, 1),
         "cpu_s": round(cpu, 1),
     }
-
-
-def _children_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _peer(python: Path, run_file: Path) -> dict[str, Any]:

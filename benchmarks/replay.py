@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.rig import ROOT, children_cpu_s, last_json
 
 
 def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
     """Run a command in a folder; return its JSON object and the CPU seconds of all its processes."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-        text=True, check=True,
-    )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return json.loads(done.stdout.splitlines()[-1]), spent
+    before = children_cpu_s()
+    found = last_json(
+        [sys.executable, "-m", "penstock", *arguments], folder=folder, PYTHONPATH=str(ROOT / "src"), OMP_NUM_THREADS="1"
+    )
+    return found, children_cpu_s() - before
 
 
 def measure(steps: int, folder: Path) -> dict[str, Any]:

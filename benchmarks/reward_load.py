@@ -1,28 +1,31 @@
 """Send thousands of trajectories a second through HTTP endpoints: healthy ones alone, then together with faulty ones.
 
-The faulty ones are slow, hung, flaky, crashing or return invalid scores. Measured: throughput, latency of the healthy
-ones, and whether a score was lost, duplicated or invented.
+    python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
 
-python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
+The faulty ones are slow, hung, flaky, crashing or return invalid scores; each endpoint is a process that serves the Penstock reward API on
+plain sockets. Measured: throughput, latency of the healthy ones, and whether a score was lost, duplicated or invented: the
+benchmark computes the correct score of each completion (`score_of`).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.reward_endpoint import score_of
-from benchmarks.transport import cpu_of
 from tests.groups import make_generated, make_group, pack_bytes
 from tests.reward_service.processes import ROOT, Service
 from tests.servers import wait_for
@@ -33,6 +36,97 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.engines.engine_process import process_cpu_seconds
+
+SLOW_S = 2.0
+HUNG_S = 12.0  # after its start; then it works normally
+FAULTY_SHARE = 0.3
+_HUGE = b" " * (8 * 1024 * 1024)
+
+
+def score_of(completion: str) -> float:
+    """Return the one correct score of a text, from 0 to 1."""
+    return (zlib.crc32(completion.encode()) % 1000) / 1000
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "results": [
+            {"group_id": group["group_id"], "scores": [{"score": score_of(text)} for text in group["completions"]]}
+            for group in request["groups"]
+        ]
+    }
+
+
+class Endpoint:
+    def __init__(self, behaviour: str) -> None:
+        self._behave = getattr(self, f"_{behaviour}")
+        self._random = random.Random(0)
+        self._healthy_at = asyncio.get_running_loop().time() + HUNG_S
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = int(head.split("content-length:")[1].split("\r\n")[0])
+                request = json.loads(await reader.readexactly(length))
+                status, body = await self._behave(request)
+                if status == 0:
+                    break
+                writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _good(self, request: dict[str, Any]) -> tuple[int, bytes]:
+        return 200, json.dumps(answer_to(request)).encode()
+
+    _dying = _good  # the process that started it kills it
+
+    async def _slow(self, request: dict[str, Any]) -> tuple[int, bytes]:
+        await asyncio.sleep(SLOW_S)
+        return await self._good(request)
+
+    async def _hung(self, request: dict[str, Any]) -> tuple[int, bytes]:
+        if asyncio.get_running_loop().time() < self._healthy_at:
+            await asyncio.sleep(3600)
+        return await self._good(request)
+
+    async def _flaky(self, request: dict[str, Any]) -> tuple[int, bytes]:
+        """Return errors, or close the connection without an answer."""
+        if self._random.random() < FAULTY_SHARE:
+            return self._random.choice([(500, b"out of order"), (503, b"busy"), (0, b"")])
+        return await self._good(request)
+
+    async def _lying(self, request: dict[str, Any]) -> tuple[int, bytes]:
+        """Return too few scores, NaN, other groups, eight megabytes or no JSON, all with status 200."""
+        if self._random.random() >= FAULTY_SHARE:
+            return await self._good(request)
+        answer = answer_to(request)
+        fault = self._random.choice(["count", "nan", "groups", "huge", "text"])
+        if fault == "huge":
+            return 200, _HUGE
+        if fault == "text":
+            return 200, b"<html>all is well</html>"
+        for result in answer["results"]:
+            if fault == "count":
+                result["scores"].pop()
+            elif fault == "nan":
+                result["scores"][0]["score"] = float("nan")
+            else:
+                result["group_id"] += "x"
+        return 200, json.dumps(answer).encode()
+
+
+async def serve_endpoint(behaviour: str, port: int) -> None:
+    """Serve on a port, 0 for a free one; print it."""
+    endpoint = Endpoint(behaviour)
+    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", port, limit=2**24)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
 
 GROUPS, SIZE = 12, 8  # of a pack
 GOOD = ("good-0", "good-1")
@@ -85,15 +179,9 @@ class Endpoints:
 
     def start(self, name: str) -> None:
         if (former := self._processes.get(name)) is not None:
-            former.kill()
-            former.wait()
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.reward_endpoint",
-            name.partition("-")[0],
-            str(self.ports.get(name, 0)),
-        ]
+            former.kill(), former.wait()
+        behaviour, port = name.partition("-")[0], str(self.ports.get(name, 0))
+        command = [sys.executable, "-m", "benchmarks.reward_load", "--endpoint", behaviour, port]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stdout is not None
         self.ports[name] = int(process.stdout.readline())
@@ -128,12 +216,8 @@ class Bench:
         self.bus, self.run_id = bus, run_id
         self.blobs = Blobs(stack.s3)
         bootstrap(bus, self.blobs, run_id)
-        overrides = [
-            "reward_service.retry_delay_s=0.5",
-            "reward_service.endpoint_attempts=50",
-            f"reward_service.id={run_id}",
-        ]
-        self.service = Service(run_id, stack.nats, stack.s3, folder, [*overrides, "reward_service.log_level=warning"])
+        settings = ("retry_delay_s=0.5", "endpoint_attempts=50", f"id={run_id}", "log_level=warning")
+        self.service = Service(run_id, stack.nats, stack.s3, folder, [f"reward_service.{one}" for one in settings])
         self.service.ready()
         self.ledger = Ledger()
         self._stop = threading.Event()
@@ -153,9 +237,10 @@ class Bench:
 
     def pack(self, reward: str, number: int) -> GroupGenerated:
         """Store a pack whose groups all use one reward; return its announcement."""
+        texts = [[f"{reward} {number} {i} {n} " + "because " * 40 for n in range(SIZE)] for i in range(GROUPS)]
         groups = [
-            make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=_texts(reward, number, i))
-            for i in range(GROUPS)
+            make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=own)
+            for i, own in enumerate(texts)
         ]
         for group in groups:
             self.ledger.reward_of[group.group_id] = reward
@@ -176,18 +261,11 @@ class Bench:
         self.service.kill()
 
 
-def _texts(reward: str, number: int, group: int) -> list[str]:
-    return [f"{reward} {number} {group} {i} " + "because " * 40 for i in range(SIZE)]
-
-
 @contextmanager
 def bench(stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> Iterator[Bench]:
     (folder / run_id).mkdir()
-    one = Bench(stack, bus, folder / run_id, run_id)
-    try:
+    with closing(Bench(stack, bus, folder / run_id, run_id)) as one:
         yield one
-    finally:
-        one.close()
 
 
 def cost(one: Bench, num_packs: int) -> None:
@@ -197,16 +275,14 @@ def cost(one: Bench, num_packs: int) -> None:
     consumer = streams.generated_consumer(one.run_id)
     for timed in (False, True):
         some = packs[: num_packs // 10] if not timed else packs[num_packs // 10 :]
-        before, at = cpu_of(one.service.pid), time.perf_counter()
+        before, at = process_cpu_seconds(one.service.pid), time.perf_counter()
         for pack in some:
             one.send(pack)
         wait_for(lambda: _idle(one, consumer), "the service to finish", 120)
         if timed:
-            per_pack = 1000 * (cpu_of(one.service.pid) - before) / len(some)
+            per_pack = 1000 * (process_cpu_seconds(one.service.pid) - before) / len(some)
             rate = len(some) * GROUPS * SIZE / (time.perf_counter() - at)
-            print(
-                f"built-in reward: {per_pack:.1f} ms of CPU per pack of {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s"
-            )
+            print(f"built-in reward: {per_pack:.1f} ms of CPU for {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s")
 
 
 def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
@@ -218,23 +294,22 @@ def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
     """Measure the maximum throughput: all packs are announced at the start."""
     register(one, endpoints, GOOD)
     packs = [one.pack(GOOD[number % len(GOOD)], number) for number in range(num_packs)]
-    before, at = cpu_of(one.service.pid), time.perf_counter()
+    before, at = process_cpu_seconds(one.service.pid), time.perf_counter()
     for pack in packs:
         one.send(pack)
     wait_for(one.ledger.settled, "all groups to be scored", 120)
     wall = max(times[0] for times in one.ledger.scored_at.values()) - at
     print(
         f"flood, good endpoints: {num_packs * GROUPS * SIZE / wall:,.0f} trajectories/s, "
-        f"{1000 * (cpu_of(one.service.pid) - before) / num_packs:.1f} ms of CPU per pack"
+        f"{1000 * (process_cpu_seconds(one.service.pid) - before) / num_packs:.1f} ms of CPU per pack"
     )
 
 
 def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
     for name in names:
         url = f"http://127.0.0.1:{endpoints.ports[name]}/score"
-        answer = one.service.register(
-            name, url, replace=True, timeout_s=5, min_score=0, max_score=1, version=one.run_id
-        )
+        limits = {"timeout_s": 5, "min_score": 0, "max_score": 1}
+        answer = one.service.register(name, url, replace=True, version=one.run_id, **limits)
         assert answer.status_code == 201, answer.text
 
 
@@ -252,7 +327,7 @@ def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: 
     if bad:
         endpoints.start("hung")  # restarted, so that it hangs from now on
         endpoints.start_killing()
-    before, started = cpu_of(one.service.pid), time.perf_counter()
+    before, started = process_cpu_seconds(one.service.pid), time.perf_counter()
     for at, pack in packs:
         time.sleep(max(0.0, at - (time.perf_counter() - started)))
         one.send(pack)
@@ -261,7 +336,7 @@ def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: 
         endpoints.stop_killing()
     wait_for(one.ledger.settled, "all groups to be settled", SETTLE_S)
     wait_for(lambda: _idle(one, streams.generated_consumer(one.run_id)), "the service to finish", 60)
-    report(one, endpoints, sent_s, cpu_of(one.service.pid) - before, len(packs), bad=bad)
+    report(one, endpoints, sent_s, process_cpu_seconds(one.service.pid) - before, len(packs), bad=bad)
 
 
 def report(one: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_packs: int, *, bad: bool) -> None:
@@ -289,11 +364,15 @@ def report(one: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_pa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--rate", type=float, default=20.0, help="packs per second to the good endpoints")
     parser.add_argument("--part", choices=("cost", "load"), help="run only this part")
+    parser.add_argument("--endpoint", nargs=2, metavar=("BEHAVIOUR", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.endpoint:
+        asyncio.run(serve_endpoint(options.endpoint[0], int(options.endpoint[1])))
+        return
     endpoints = Endpoints()
     try:
         with (

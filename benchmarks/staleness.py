@@ -1,6 +1,6 @@
 """Measure which corrections learn from stale samples: fixed lags, in one process, on tasks that are learned in a minute.
 
-    make bench-staleness                                          # make every missing run of the table; takes hours
+    make bench NAME=staleness                                          # make every missing run of the table; takes hours
     python -m benchmarks.staleness --task sort --method default --lag 16 --seed 0    # make one run
     python -m benchmarks.staleness --report                       # write the table and the plot of the existing runs
 

@@ -16,13 +16,10 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -32,6 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from benchmarks.rig import Peak, processor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.trainer import process_memory
@@ -193,37 +191,6 @@ CONFIGURATIONS = {
 }
 
 
-class Peak:
-    """Samples this process's resident memory every 2 ms, and keeps the largest value of each phase."""
-
-    def __init__(self) -> None:
-        self.phase = LOAD
-        self.peaks: dict[str, int] = {}
-        self._done = threading.Event()
-        self._page = resource.getpagesize()
-        self.base = self._resident()
-        self._thread = threading.Thread(target=self._watch)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._done.set()
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            phase, held = self.phase, self._resident() - self.base
-            if phase == self.phase:  # else the memory may be that of the phase before
-                self.peaks[phase] = max(self.peaks.get(phase, 0), held)
-
-    def _resident(self) -> int:
-        with open("/proc/self/statm") as held:  # noqa: PTH123
-            return int(held.read().split()[1]) * self._page
-
-
 def inputs_of(chosen: Configuration) -> PlanInputs:
     """Return what the plan of a configuration is made of."""
     shape = shape_of(fields_of(chosen), "config.json")
@@ -311,7 +278,7 @@ def measure_here(chosen: Configuration) -> dict[str, float]:
     warm = Trained(tiny, dims)
     warm.policy.train_step(warm.micro_batches(tiny), warm.objective)
     del warm
-    peak = Peak()
+    peak = Peak(LOAD)
     with peak.watching():
         trained = Trained(chosen, dims)
         short = replace(chosen, prompt=8, answer=8, group_size=1, groups=chosen.num_ranks)
@@ -421,20 +388,11 @@ def main() -> None:
             _add(records, options.record)
 
 
-def _processor() -> str:
-    names = [
-        line.partition(": ")[2]
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{len(names)} x {names[0]}" if names else platform.machine()
-
-
 def _add(records: dict[str, Any], file: Path) -> None:
     """Add to what `tests/trainer/memory_plan` compares the estimates with; peaks in bytes."""
     before = json.loads(file.read_text())["configurations"] if file.exists() else {}
     versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft")}
-    machine = {"processor": _processor(), "python": platform.python_version(), **versions}
+    machine = {"processor": f"{os.cpu_count()} x {processor()}", "python": platform.python_version(), **versions}
     file.write_text(json.dumps({"machine": machine, "configurations": before | records}, indent=1) + "\n")
 
 

@@ -10,7 +10,6 @@ Every way runs forward and backward of the same rows through the same model and 
 logits in chunks and of sampled tokens only. The ways differ in how rows reach the layers:
 
 - padded: batches of eight rows in their order, padded to the longest, with an attention mask, as Hugging Face's Trainer does
-- landed: the trainer's own plan before it packed rows (`padded_rows`): sorted by length, prompts shared by a mask up to 1,024 tokens
 - packed: one stream without padding, nothing shared
 - tree: one stream without padding, a common prefix once; what the trainer does
 
@@ -23,11 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +36,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `process_memory.use_hug
 
 import numpy as np
 import torch
-from benchmarks import padded_rows
+from benchmarks.rig import Peak
 from torch import Tensor
 
 from penstock.trainer.algorithm.batch import Row, build, plan_micro_batches, prefixes_of
@@ -47,7 +44,7 @@ from penstock.trainer.algorithm.packed_rows import Layout, Node
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 VOCABULARY = 2048
-WAYS = ("padded", "landed", "packed", "tree")
+WAYS = ("padded", "packed", "tree")
 
 
 @dataclass(frozen=True)
@@ -136,12 +133,8 @@ def pieces(way: str, rows: Sequence[Row], budget: int) -> list[list[Row]]:
         return [[r] for r in rows]
     if way == "padded":
         return [list(rows[n : n + 8]) for n in range(0, len(rows), 8)]
-    if way == "landed":
-        prompts = [padded_rows.prompt_of(r.loss_mask, int.from_bytes(r.token_ids[:8].tobytes(), "big")) for r in rows]
-        plan = padded_rows.plan_micro_batches(lengths, budget_tokens=budget, prompts=prompts)
-    else:
-        prefixes = prefixes_of([r.token_ids for r in rows], [r.loss_mask for r in rows])
-        plan = plan_micro_batches(lengths, budget_tokens=budget, prefixes=prefixes if way == "tree" else None)
+    prefixes = prefixes_of([r.token_ids for r in rows], [r.loss_mask for r in rows])
+    plan = plan_micro_batches(lengths, budget_tokens=budget, prefixes=prefixes if way == "tree" else None)
     return [[rows[n] for n in piece] for piece in plan[0] if piece]
 
 
@@ -172,19 +165,14 @@ def hidden_states(scorer: CompletionScorer, way: str, rows: Sequence[Row]) -> tu
         ids, positions, layout, at = unshared(rows)
         given = {"input_ids": ids, "position_ids": positions, "layout": layout}
     else:
-        sampled = [np.flatnonzero(r.loss_mask) for r in rows]
-        layout = padded_rows.build(rows) if way == "landed" else padded_rows.row_by_row(rows, sampled)
-        ids = torch.from_numpy(layout.input_ids)
-        given = {"input_ids": ids}
-        if way == "padded":
-            lengths = torch.tensor([len(r.token_ids) - 1 for r in rows])
-            given["attention_mask"] = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
-        elif layout.attention_mask is not None:
-            given |= {
-                "attention_mask": torch.from_numpy(layout.attention_mask[:, None]),
-                "position_ids": torch.from_numpy(layout.position_ids),
-            }
-        at = torch.from_numpy(np.concatenate(layout.predictors))
+        lengths = torch.tensor([len(r.token_ids) - 1 for r in rows])  # the last token predicts nothing
+        longest = int(lengths.max())
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        for number, r in enumerate(rows):
+            ids[number, : len(r.token_ids) - 1] = torch.from_numpy(r.token_ids[:-1])
+        given = {"input_ids": ids, "attention_mask": (torch.arange(longest)[None] < lengths[:, None]).long()}
+        predicting = [number * longest + np.flatnonzero(r.loss_mask) - 1 for number, r in enumerate(rows)]
+        at = torch.from_numpy(np.concatenate(predicting))
     out = model.base_model(use_cache=False, **given).last_hidden_state
     return out.flatten(0, 1).index_select(0, at), given["input_ids"].numel()
 
@@ -192,7 +180,7 @@ def hidden_states(scorer: CompletionScorer, way: str, rows: Sequence[Row]) -> tu
 def run(scorer: CompletionScorer, way: str, rows: Sequence[Row], budget: int) -> tuple[float, int]:
     """Run forward and backward of all rows; returns CPU seconds and tokens computed."""
     model: Any = scorer.language_model
-    model.set_attn_implementation("sdpa" if way in ("padded", "landed") else "penstock_packed")
+    model.set_attn_implementation("sdpa" if way == "padded" else "penstock_packed")
     scorer.zero_grad(set_to_none=True)
     started, computed = time.process_time(), 0
     for piece in pieces(way, rows, budget):
@@ -224,13 +212,13 @@ def measure(case: Case, rounds: int) -> dict[str, tuple[list[float], int]]:
 def report(cases: dict[str, Case], rounds: int) -> Iterator[str]:
     """Yield the table of rates and ratios, each line when it has been measured."""
     heads = [f"{way}, tok/cpu-s (computed)" for way in WAYS]
-    yield f"| case | {' | '.join(heads)} | tree / padded | / landed | / packed |"
-    yield "|---" * (len(WAYS) + 4) + "|"
+    yield f"| case | {' | '.join(heads)} | tree / padded | / packed |"
+    yield "|---" * (len(WAYS) + 3) + "|"
     for name, case in cases.items():
         found = measure(case, rounds)
         real = sum(len(r.token_ids) for r in case.made())
         rates = [f"{real / statistics.median(cpu):,.0f} ({computed:,})" for cpu, computed in found.values()]
-        yield f"| {name}: {case.what} | {' | '.join([*rates, *(paired(found, way) for way in WAYS[:3])])} |"
+        yield f"| {name}: {case.what} | {' | '.join([*rates, *(paired(found, way) for way in WAYS[:2])])} |"
 
 
 def paired(found: dict[str, tuple[list[float], int]], way: str) -> str:
@@ -249,24 +237,10 @@ def peak_memory_mb(case: Case, way: str) -> float:
     scorer, rows = scorer_of(case), case.made()
     run(scorer, way, rows[:1], case.budget)
     scorer.zero_grad(set_to_none=True)
-    page, peak, done = resource.getpagesize(), 0, threading.Event()
-
-    def resident() -> int:
-        with open("/proc/self/statm") as held:  # noqa: PTH123
-            return int(held.read().split()[1]) * page
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.002):
-            peak = max(peak, resident())
-
-    base = resident()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    run(scorer, way, rows, case.budget)
-    done.set()
-    watcher.join()
-    return (peak - base) / 2**20
+    peak = Peak()
+    with peak.watching():
+        run(scorer, way, rows, case.budget)
+    return peak.peaks[""] / 2**20
 
 
 def memory(chosen: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """Measure bytes, diff, upload and mirroring of each weight version, and a late joiner, on real NATS and S3.
 
     python -m benchmarks.weights.flow [--mb 64] [--versions 41] [--density 0.009]
-    python -m benchmarks.weights.flow --squash    # measure whether merged patches help a late joiner
 
 A synthetic bfloat16 model of which a share of the values changes with every version, published by the trainer's
 publisher and mirrored by two mirrors: one that follows every version, one that joins after the last. memcpy of
@@ -21,14 +20,13 @@ import numpy as np
 import torch
 
 from penstock.deploy.bootstrap import bootstrap
-from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.deploy.local import LocalStack
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import logs
 from penstock.protocol.facts import WeightsPublished
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights import bucket_codec
 from penstock.rollout_service.weights.mirror import Mirror
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import Publication
@@ -67,18 +65,10 @@ def states(mb: int, density: float, seed: int = 0):
 
 def run(mb: int, versions: int, density: float, folder: Path) -> dict[str, object]:
     """Publish and mirror; return the measurements."""
-    nats, s3 = (
-        NatsServer(folder / "nats", log=folder / "nats.log", max_store_gb=10),
-        S3Server(folder / "s3", log=folder / "s3.log"),
-    )
-    nats.start(), s3.start()
-    try:
-        with Bus.connect(nats.settings, name="flow") as bus:
-            blobs = Blobs(s3.settings)
-            bootstrap(bus, blobs, RUN)
-            return _flow(bus, blobs, mb, versions, density, folder)
-    finally:
-        nats.stop(), s3.stop()
+    with LocalStack(folder / "store") as stack, Bus.connect(stack.nats, name="flow") as bus:
+        blobs = Blobs(stack.s3)
+        bootstrap(bus, blobs, RUN)
+        return _flow(bus, blobs, mb, versions, density, folder)
 
 
 def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder: Path) -> dict[str, object]:
@@ -138,44 +128,13 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
     }
 
 
-def squash(versions: int, density: float) -> dict[str, object]:
-    """Merge the patches of one 8 MiB bucket into one; shares are of the bucket, CPU seconds of one thread."""
-    source = states(8 * _TENSORS, density)
-    before = next(source)["layers.0.w"].view(torch.uint8).numpy()
-    chain, state = [], before
-    for _ in range(versions - 1):
-        new = next(source)["layers.0.w"].view(torch.uint8).numpy()
-        chain.append(bucket_codec.encode(state, new, 2))
-        state = new
-    num_words = before.size // 2
-    parsed = [bucket_codec.parse(e.codec, e.data, num_words=num_words, word_bytes=2) for e in chain]
-    times = [time.process_time()]
-    merged = bucket_codec.squash(parsed)
-    times.append(time.process_time())
-    for change in parsed:
-        bucket_codec.apply(change, before)
-    times.append(time.process_time())
-    return {
-        "patches": len(chain),
-        "patches_share": sum(len(e.data) for e in chain) / before.size,
-        "squash_share": len(merged.data) / before.size,
-        "squash_cpu_s": times[1] - times[0],
-        "apply_patches_cpu_s": times[2] - times[1],
-        "memcpy_s": memcpy_s(before.size),
-    }
-
-
 def main() -> None:
     """Measure and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=64)
     parser.add_argument("--versions", type=int, default=41)
     parser.add_argument("--density", type=float, default=0.009)
-    parser.add_argument("--squash", action="store_true")
     options = parser.parse_args()
-    if options.squash:
-        print(json.dumps(squash(options.versions, options.density), indent=1))
-        return
     logs.configure("benchmark", level="warning")
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(run(options.mb, options.versions, options.density, Path(folder)), indent=1))

@@ -30,7 +30,7 @@ KINDS = [
     *(["sglang"] if _SGLANG_URL or real_sglang.ASKED else []),
     *(["vllm"] if _VLLM_URL else []),
 ]
-_SIMULATED = "benchmarks.asynchrony.simulated_engine:SIMULATED"
+_SIMULATED = "tests.rigs.simulated_engine:SIMULATED"
 _CLIENTS = {
     "embedded": "embedded",
     "fake-vllm": "vllm-url",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.compose.images import USER, built, foreign
-from benchmarks.compose.interpret import Mount, NotInterpreted, interpret
+from tests.rigs.compose.interpret import USER, Mount, NotInterpreted, built, foreign, interpret
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "deploy" / "compose.yaml").read_text()

@@ -107,8 +107,7 @@ def test_every_known_failure_of_agents_has_its_test():
         first, *rest = map(int, re.findall(r"\d+", cases))
         numbers |= set(range(first, rest[-1] + 1)) if " to " in cases else {first, *rest}
         if name.startswith("make "):
-            assert f"\n{name.removeprefix('make ')}:" in (ROOT / "Makefile").read_text(), name
-            continue
+            continue  # tests/packaging/test_makefile.py looks for it
         file, _, function = name.partition("::")
         found = ROOT / "tests" / ("" if file.startswith("trainer/") else "rollout_service") / file
         assert f"def {function}(" in found.read_text(), name

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.chaos.plan import LAST_STEPS, POINTS, plan_kills, plan_points
-from benchmarks.chaos.run import GROUPS_PER_STEP, VICTIMS, ChaosRun
 
 from tests.deploy.forked_run import ForkedRun
+from tests.rigs.chaos.kills import LAST_STEPS, POINTS, plan_kills, plan_points
+from tests.rigs.chaos.run import GROUPS_PER_STEP, VICTIMS, ChaosRun
 from tests.servers import require
 
 STEPS, KILL_WITHIN = 14, 9  # a fast machine must not be done before the last kill

@@ -6,13 +6,13 @@ import copy
 import random
 
 import pytest
-from benchmarks.fuzz import mutate_facts, mutate_packs
-from benchmarks.fuzz.attacks import _MAKERS, DEFENDED, NOT_DEFENDED
 
 from penstock.protocol.errors import PackError, WireError
 from penstock.protocol.facts import Fact, GroupGenerated, GroupScored, TaskIssued, decode, encode
 from penstock.protocol.packs import group_pack
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
+from tests.rigs.fuzz import mutate_facts, mutate_packs
+from tests.rigs.fuzz.attacks import _MAKERS, DEFENDED, NOT_DEFENDED
 
 
 def test_a_seed_gives_the_same_mutations() -> None:

@@ -36,7 +36,9 @@ def key(word: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("PENSTOCK_TEST_SECRETS"), reason="starts all services: make test-secrets")
+@pytest.mark.skipif(
+    not os.environ.get("PENSTOCK_TEST_SECRETS"), reason="starts all services: make test-more NAME=secrets"
+)
 def test_no_secret_is_in_what_a_run_leaves(tmp_path: Path) -> None:
     """Passwords, tokens and signing keys are in no log, message, record, object, answer, metric or command line.
 

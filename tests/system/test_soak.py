@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.soak.measure import Sample
-from benchmarks.soak.verdict import judge
+
+from tests.rigs.soak import Sample, judge
 
 
 @pytest.mark.parametrize(

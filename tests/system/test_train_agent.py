@@ -1,4 +1,4 @@
-"""An agent of openai-agents and tools of an MCP server, trained for a step by the real services with a tiny model; ``make test-environments``."""
+"""An agent of openai-agents and tools of an MCP server, trained for a step by the real services with a tiny model; ``make test-more NAME=environments``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.servers import require
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.skipif(
-        "PENSTOCK_TEST_ENVIRONMENTS" not in os.environ, reason="make test-environments sets PENSTOCK_TEST_ENVIRONMENTS"
+        "PENSTOCK_TEST_ENVIRONMENTS" not in os.environ,
+        reason="make test-more NAME=environments sets PENSTOCK_TEST_ENVIRONMENTS",
     ),
     pytest.mark.timeout(600),
 ]

@@ -1,4 +1,4 @@
-"""A tiny model that reads images, trained from end to end on a CPU, and replayed; ``make test-images``."""
+"""A tiny model that reads images, trained from end to end on a CPU, and replayed; ``make test-more NAME=images``."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def train(folder: Path, run_id: str, sections: str) -> None:
 def folder(tmp_path: Path) -> Path:
     """A folder with a tiny model that reads images, and a reward."""
     if "PENSTOCK_TEST_IMAGES" not in os.environ:
-        pytest.skip("minutes of CPU time: make test-images sets PENSTOCK_TEST_IMAGES")
+        pytest.skip("minutes of CPU time: make test-more NAME=images sets PENSTOCK_TEST_IMAGES")
     require("nats-server")
     require("rclone")
     build_vision_model(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Episodes of a tiny mixture of experts, trained with the experts that the engine chose, audited and replayed; ``make test-experts``."""
+"""Episodes of a tiny mixture of experts, trained with the experts that the engine chose, audited and replayed; ``make test-more NAME=experts``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ASK = Ask()
 def test_episodes_of_experts_are_trained_and_replayed(tmp_path: Path, run_id: str) -> None:
     """Engine and trainer agree while they have the same weights, experts differ once they do not, and every version has its hash again."""
     if "PENSTOCK_TEST_EXPERTS" not in os.environ:
-        pytest.skip("a minute of CPU time: make test-experts sets PENSTOCK_TEST_EXPERTS")
+        pytest.skip("a minute of CPU time: make test-more NAME=experts sets PENSTOCK_TEST_EXPERTS")
     require("nats-server")
     require("rclone")
     build_model(tmp_path / "model", "qwen3_moe", **MIXTURE)

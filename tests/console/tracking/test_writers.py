@@ -1,6 +1,6 @@
 """Every tracker's real library, offline, in two sessions; what it wrote is read back.
 
-The suite has tensorboardX; `make test-trackers` installs the others in an environment of their own.
+The suite has tensorboardX; `make test-more NAME=trackers` installs the others in an environment of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batch script of Slurm, run by bash with stand-ins for `penstock` and `scontrol`; `make proof-slurm` has the real ones."""
+"""The batch script of Slurm, run by bash with stand-ins for `penstock` and `scontrol`; `make proof NAME=slurm` has the real ones."""
 
 from __future__ import annotations
 

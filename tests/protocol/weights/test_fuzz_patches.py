@@ -1,10 +1,10 @@
-"""Ten thousand hostile segments, manifests, layouts and adapters; `make fuzz-patches` tries twenty times as many."""
+"""Ten thousand hostile segments, manifests, layouts and adapters; `make proof NAME=patches` tries twenty times as many."""
 
 from __future__ import annotations
 
 import resource
 
-from tests.protocol.weights.fuzz_patches import Fuzzer
+from tests.rigs.fuzz_patches import Fuzzer
 
 
 def test_hostile_patches_are_refused_or_harmless():

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.fuzz_agents.check import store
 
 from penstock.protocol.episode import MAIN
 from penstock.protocol.facts import RouterShape
 from penstock.rollout_service.errors import ReplyRefused
 from penstock.rollout_service.proxy.agent_request import AgentRequest
 from penstock.rollout_service.proxy.messages import Message
+from tests.rigs.fuzz_agents.model import store
 from tests.rollout_service.proxy.agent_model import bench
 from tests.rollout_service.proxy.conversation import LOOK, Agent, result, system, user
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.fuzz_agents.check import _record_of
-from benchmarks.fuzz_agents.model import Recorded
-from benchmarks.fuzz_agents.run import Fuzzer
 
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.proxy.rows import TreeRow
+from tests.rigs.fuzz_agents.model import Recorded, _record_of
+from tests.rigs.fuzz_agents.run import Fuzzer
 
 
 @pytest.mark.parametrize(("engine", "requests"), [("function", 300), ("embedded", 60)])

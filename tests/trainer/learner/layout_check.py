@@ -341,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = Ranks()
     num, cases = ranks.num_ranks, Cases(model, folder, ranks)
     cases.add(PLAIN, cases.dims, {})
-    if len(arguments) > 2:  # of `make proof-layouts`
+    if len(arguments) > 2:  # of `make proof NAME=layouts`
         sequence, tensor = json.loads(arguments[2])
         dims = ParallelDims(ranks, ParallelLayout(sequence, tensor))
         for stage in (0, 1, 2, 3):

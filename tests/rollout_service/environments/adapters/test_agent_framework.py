@@ -42,7 +42,9 @@ def test_an_agent_of_a_framework_is_recorded_as_it_was_sampled(tool_model: Path)
     assert "Look a word up in the dictionary." in engine.tokenizer.decode(engine.prompts[0])
 
 
-@pytest.mark.skipif("PENSTOCK_TEST_ENVIRONMENTS" not in os.environ, reason="make test-environments: three CPU seconds")
+@pytest.mark.skipif(
+    "PENSTOCK_TEST_ENVIRONMENTS" not in os.environ, reason="make test-more NAME=environments: three CPU seconds"
+)
 def test_what_the_framework_refuses_is_the_policys_reward(tool_model: Path) -> None:
     """A tool that there is not: the program ends with a result, and no attempt is repeated."""
     (episode,), _ = run(tool_model, [call(name="look_down", arguments={})])

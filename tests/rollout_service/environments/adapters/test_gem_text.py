@@ -1,4 +1,4 @@
-"""Environments of the real GEM, played by `penstock env serve` of an interpreter that has it; ``make test-environments`` installs it."""
+"""Environments of the real GEM, played by `penstock env serve` of an interpreter that has it; ``make test-more NAME=environments`` installs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.rollout_service.environments.adapters.gem_text import GEM
 from penstock.rollout_service.environments.over_http.http_environment import HTTP
 
 PYTHON = os.environ.get("PENSTOCK_TEST_GEM_PYTHON", "")
-needs_gem = pytest.mark.skipif(not PYTHON, reason="make test-environments sets PENSTOCK_TEST_GEM_PYTHON")
+needs_gem = pytest.mark.skipif(not PYTHON, reason="make test-more NAME=environments sets PENSTOCK_TEST_GEM_PYTHON")
 
 
 @pytest.fixture(scope="module")

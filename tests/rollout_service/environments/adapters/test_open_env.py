@@ -1,4 +1,4 @@
-"""Environments of real OpenEnv servers: one session for each episode, capacity, failures, tools. ``make test-environments`` installs them."""
+"""Environments of real OpenEnv servers: one session for each episode, capacity, failures, tools. ``make test-more NAME=environments`` installs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from penstock.rollout_service.environments.over_http import servers
 from penstock.rollout_service.errors import TaskRefused
 
 PYTHON = os.environ.get("PENSTOCK_TEST_OPENENV_PYTHON", "")
-needs_openenv = pytest.mark.skipif(not PYTHON, reason="make test-environments sets PENSTOCK_TEST_OPENENV_PYTHON")
+needs_openenv = pytest.mark.skipif(
+    not PYTHON, reason="make test-more NAME=environments sets PENSTOCK_TEST_OPENENV_PYTHON"
+)
 
 
 @pytest.fixture(scope="module")

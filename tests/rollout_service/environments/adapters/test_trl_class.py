@@ -73,7 +73,7 @@ def test_what_is_no_such_class_is_refused(tool_model: Path, factory: str, proble
     assert problem in str(caught.value)
 
 
-@pytest.mark.skipif(not PYTHON, reason="make test-environments sets PENSTOCK_TEST_TRL_PYTHON")
+@pytest.mark.skipif(not PYTHON, reason="make test-more NAME=environments sets PENSTOCK_TEST_TRL_PYTHON")
 def test_trl_trains_with_the_same_class(tool_model: Path) -> None:
     """And shows the policy the same tools."""
     words = [PYTHON, str(FOLDER / "trl_trains.py"), str(tool_model)]

@@ -1,4 +1,4 @@
-"""A taskset, a harness and a reward of the real verifiers, as a program against the proxy; ``make test-environments`` installs it."""
+"""A taskset, a harness and a reward of the real verifiers, as a program against the proxy; ``make test-more NAME=environments`` installs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from penstock.rollout_service.errors import TaskRefused
 
 FOLDER = Path(__file__).parent
 PYTHON = os.environ.get("PENSTOCK_TEST_VERIFIERS_PYTHON", "")
-needs_verifiers = pytest.mark.skipif(not PYTHON, reason="make test-environments sets PENSTOCK_TEST_VERIFIERS_PYTHON")
+needs_verifiers = pytest.mark.skipif(
+    not PYTHON, reason="make test-more NAME=environments sets PENSTOCK_TEST_VERIFIERS_PYTHON"
+)
 
 
 def run(model: Path, script: list[str], task: Any, **settings: Any) -> Any:

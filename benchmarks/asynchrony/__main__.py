@@ -1,7 +1,0 @@
-"""``python -m benchmarks.asynchrony``; see `run.py`."""
-
-import sys
-
-from benchmarks.asynchrony.run import main
-
-sys.exit(main())

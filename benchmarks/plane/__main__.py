@@ -1,6 +1,0 @@
-"""`python -m benchmarks.plane`: see `run.py`."""
-
-from benchmarks.plane.run import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,262 @@
+"""The proof of the page: a run that is paused when it has made its steps, a console and a chromium that can be killed, and the panels."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tests.console.web.browsing import CHROMIUM, OVERVIEW_CHARTS, Browser
+
+from penstock.deploy import quickstart, quickstart_task
+from penstock.deploy.local_run import TRAINER, LocalRun
+from penstock.protocol.record import pause_request
+
+DEADLINE_S = 900.0
+PENSTOCK = [sys.executable, "-P", "-m", "penstock"]
+_RUN_S = 1800.0  # for the steps of a run
+_STEPS = 20_000  # more than a run makes before it is paused
+_PROMPTS = 20_000
+_SAMPLE_S = 0.5
+
+
+class Meter:
+    """When a run made each step, and the CPU seconds of its processes by then; a context manager that samples on a thread."""
+
+    def __init__(self, base: Path, run: LocalRun) -> None:
+        self._base = base
+        self._run = run
+        self._cpu_s: dict[int, float] = {}  # of each process id, when it was sampled last
+        self._at: dict[int, tuple[float, float]] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._begun = time.monotonic()
+
+    def __enter__(self) -> Meter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._closed.wait(_SAMPLE_S):
+            for one in self._run.processes():
+                with contextlib.suppress(psutil.Error):
+                    times = psutil.Process(one.pid).cpu_times()
+                    self._cpu_s[one.pid] = sum(times[:4])  # its own and its children's, user and system
+            if step := steps_of(self._base, self._run.run_id):
+                self._at.setdefault(step, (time.monotonic() - self._begun, sum(self._cpu_s.values())))
+
+    def until(self, step: int) -> tuple[float, float]:
+        """Return the wall and CPU seconds until a step was seen."""
+        return self._at[min(one for one in self._at if one >= step)]
+
+    @property
+    def last(self) -> int:
+        """The newest step that was seen."""
+        return max(self._at)
+
+
+@contextlib.contextmanager
+def training(base: Path, run_id: str) -> Iterator[LocalRun]:
+    """A local run of the quickstart's task on an untrained model; started, but for its trainer."""
+    folder = base / "runs" / run_id
+    options = quickstart.Options(
+        seed=0, steps=_STEPS, workers=1, folder=folder, run_id=run_id, as_json=True, kill=False, engine="embedded"
+    )
+    options.task.write_data(folder / "data", seed=0, num_sft=1, num_train=_PROMPTS, num_eval=50)
+    quickstart_task.write_model(folder / "sft", seed=0)
+    file = folder / "run.toml"
+    file.write_text(quickstart.run_file_text(options, file).replace("[trainer]\n", "[trainer]\ncheckpoint_every = 5\n"))
+    with LocalRun([str(file), "eval.every=40"], num_workers=1) as run:
+        run.start_services()
+        yield run
+
+
+def pause(base: Path, run: LocalRun, steps: int) -> None:
+    """Have a run end once it has made its steps: what is under way is trained first. Its accounting must close."""
+    wait(lambda: steps_of(base, run.run_id) >= steps, f"step {steps}", deadline_s=_RUN_S)
+    pause_request.request(run.folder)
+    code = run.wait(DEADLINE_S)
+    assert code == 0, f"the trainer ended with {code}\n{run.log_tail(TRAINER)}"
+    audit(base, run.run_id)
+
+
+def steps_of(base: Path, run: str) -> int:
+    """Return the newest step in metrics.jsonl."""
+    path = base / "runs" / run / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return max((row["step"] for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"), default=0)
+
+
+def audit(base: Path, run: str) -> None:
+    """Audit a run; fails unless its accounting closes."""
+    command = [*PENSTOCK, "audit", run, "--json", f"run.dir={base / 'runs'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
+    assert json.loads(done.stdout.splitlines()[-1])["closes"], done.stdout
+
+
+def wait(condition: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
+    """Wait for a condition; AssertionError after the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.1)
+
+
+def compare_panels(window: Window) -> int:
+    """Compare each panel with the API after the last step; returns the number of compared values."""
+    compared = 0
+
+    def same(shown: object, expected: object, what: str) -> None:
+        nonlocal compared
+        assert shown == expected, f"{what}: the page shows {shown!r}, the API answers {expected!r}"
+        compared += len(expected) if isinstance(expected, list) else 1
+
+    browser, run = window.browser, window.run_id
+    browser.open(run, "overview")
+    found, metrics = window.api("summary"), window.api("metrics", points=500)
+    same(browser.tile("step"), f"{found['step']:,} of {found['total_steps']:,}", "step")
+    same(float(browser.tile("reward").replace(",", "")), round(found["reward"], 3), "reward")
+    same(browser.tile("groups trained"), f"{found['groups']['trained']:,}", "groups trained")
+    for title, name in OVERVIEW_CHARTS:
+        last = browser.page.get_attribute(f'[data-chart="{title}"] [data-last]', "data-last")
+        same(float(last or "nan"), metrics["figures"][name]["mean"][-1], title)
+    browser.open(run, "trajectories", f"?step_from={found['step'] - 2}")
+    groups = all_groups(window, found["step"] - 2)
+    while browser.page.is_visible("button:text-is('More')"):
+        before = len(browser.rows("Groups"))
+        browser.page.click("button:text-is('More')")
+        browser.page.wait_for_function("() => !document.querySelector('form.filters ~ button').disabled")
+        assert len(browser.rows("Groups")) >= before
+    same([row[0] for row in browser.rows("Groups")], [one["group_id"] for one in groups], "groups")
+    group_id = groups[0]["group_id"]
+    browser.open(run, "group", f"?id={group_id}&at=0")
+    group, tokens = window.api("group", group_id=group_id), window.api("tokens", group_id=group_id, trajectory=0)
+    rewards = browser.page.eval_on_selector_all("[data-reward]", "all => all.map(one => Number(one.dataset.reward))")
+    same(rewards, [one["reward"] for one in group["trajectories"]], "rewards of a group")
+    browser.page.wait_for_selector('.tokens[data-loaded="0.0.0"]')
+    same(browser.page.locator(".tokens span").count(), len(tokens["ids"]), "tokens")
+    browser.open(run, "fleet")
+    services = window.api("workers")["services"]
+    same([row[0] for row in browser.rows("Services")], [one["name"] for one in services], "services")
+    browser.open(run, "weights")
+    versions = window.api("versions", limit=100)["versions"]
+    same([row[0] for row in browser.rows("Versions")], [str(one["version"]) for one in versions], "versions")
+    browser.open(run, "rewards")
+    mean = window.api("rewards")["distribution"]["reward"]["mean"]
+    text = re.search(r"mean ([^,]+),", browser.text('[data-distribution="reward"]'))
+    same(round(float(text[1]), 3) if text else None, round(mean, 3), "mean reward")
+    browser.open(run, "lineage", "?version=3")
+    lineage = window.api("lineage", version=3)["groups"]
+    same([row[0] for row in browser.rows("Groups")], [one["group_id"] for one in lineage], "groups of version 3")
+    browser.open(run, "dead-letters")
+    letters = window.api("dead-letters")["letters"]
+    same(len(browser.rows("Dead letters")) if letters else 0, len(letters), "dead letters")
+    return compared
+
+
+def all_groups(window: Window, step_from: int) -> list[dict[str, Any]]:
+    """Return every group from a step on: an answer may be short, and ``next`` is the cursor of the rest."""
+    found, cursor = [], ""
+    while True:
+        page = window.api("groups", step_from=step_from, cursor=cursor)
+        found += page["items"]
+        if not (cursor := page["next"] or ""):
+            return found
+
+
+LATER = 19  # niceness of what a run does not need
+_STEP_TILE = "(document.querySelector('[data-tile=step] b') || {}).textContent || ''"
+
+
+class Console:
+    """`penstock console` on one port, which is killed and started anew; every browser logs in with the same token."""
+
+    def __init__(self, base: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._base = base
+        self.start()
+        directory = f"run.dir={base / 'runs'}"
+        made = [*PENSTOCK, "console", "token", f"proof-{self._port}", "--role", "read", directory]
+        self.token = subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip()
+
+    def start(self) -> None:
+        command = [*PENSTOCK, "console", "--port", str(self._port), "--json", f"run.dir={self._base / 'runs'}"]
+        with (self._base / "console.log").open("a") as log:
+            self._process = subprocess.Popen(
+                ["nice", "-n", str(LATER), *command], stdout=subprocess.PIPE, stderr=log, text=True, cwd=self._base
+            )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the console did not start: {self._base / 'console.log'}"
+        self.url = json.loads(line)["url"]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Window:
+    """A chromium with one window on the overview of a run."""
+
+    def __init__(self, console: Console, run_id: str) -> None:
+        from playwright.sync_api import sync_playwright  # of the extra browser-tests
+
+        before = set(psutil.Process().children(recursive=True))
+        self._playwright = sync_playwright().start()
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            process.nice(LATER)  # Playwright's driver, which starts the browser
+        self._chromium = self._playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        self.page = self._chromium.new_context(viewport={"width": 1280, "height": 900}).new_page()
+        self.browser = Browser(self.page, console)  # type: ignore[arg-type]  # of the console it uses the address alone
+        self.page.set_default_timeout(DEADLINE_S * 1000)
+        self.run_id = run_id
+        self.page.goto(console.url)
+        self.page.fill("input[name=token]", console.token)
+        self.page.click("text=Use it")
+        self.browser.wait()
+        self.browser.complaints.clear()  # the 401 of before
+        self.browser.open(run_id, "overview")
+
+    def api(self, path: str, **query: Any) -> Any:
+        answer = self.page.request.get(
+            f"{self.browser.console.url}/v1/runs/{self.run_id}/{path}", params=query, timeout=60_000
+        )
+        assert answer.ok, (path, answer.status, answer.text())
+        return answer.json()
+
+    def step(self) -> int:
+        return int(self.page.evaluate(_STEP_TILE).replace(",", "").partition(" ")[0] or 0)
+
+    def wait_for_step(self, step: int) -> None:
+        self.page.wait_for_function(f"step => parseInt({_STEP_TILE}) >= step", arg=step)
+
+    def kill(self) -> None:
+        """SIGKILL the browser, which is a descendant of this process."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "chromium" in process.name():
+                    process.kill()
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # a killed browser answers nothing
+            self._chromium.close()
+        self._playwright.stop()

@@ -1,0 +1,55 @@
+"""Run the trainer with optimizer steps that take the time of their tokens, asleep: for `benchmarks.asynchrony` only.
+
+    python -m tests.rigs.simulated_trainer RUN.TOML [SECTION.KEY=VALUE ...]
+
+The trainer's own loop, issuer, collector, batcher, plan, record, publication and checkpoints run as always. Of a batch only
+one trajectory is trained, so that every version has other weights; the rest of the step's time is slept.
+`PENSTOCK_SIMULATED_STEP` is JSON: ``token_s``, seconds of a sampled token, ``step_s``, seconds of a step besides, and
+``trace``, the file that gets a line for every step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.trajectory import Group
+from penstock.trainer.__main__ import main
+from penstock.trainer.learner.policy import StepFigures
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_plan import StepPlan
+
+VARIABLE = "PENSTOCK_SIMULATED_STEP"
+
+
+def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
+    """Replace the computation of `RankGroup`'s steps in this process."""
+    compute = RankGroup._train
+    lines = trace.open("a", buffering=1)
+
+    def train(self: RankGroup, plan: StepPlan, groups: Mapping[Any, Group], keep_rows: int) -> StepFigures:
+        started = time.monotonic()
+        row = plan.micro_batches[0][0][0]
+        figures = compute(self, replace(plan, micro_batches=(((row,),),)), groups, keep_rows)
+        lengths = [
+            sum(run.end - run.start for run in trajectory.version_runs)
+            for group in groups.values()
+            for trajectory in group.trained_rows
+        ]
+        time.sleep(max(0.0, started + step_s + token_s * sum(lengths) - time.monotonic()))
+        lines.write(json.dumps({"started": started, "ended": time.monotonic(), "lengths": lengths}) + "\n")
+        return figures
+
+    RankGroup._train = train
+
+
+if __name__ == "__main__":
+    chosen = json.loads(os.environ[VARIABLE])
+    simulate_steps(Path(chosen["trace"]), token_s=chosen["token_s"], step_s=chosen["step_s"])
+    sys.exit(main(["train", *sys.argv[1:]]))
