@@ -79,8 +79,8 @@ sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate envir
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart
 
-mutation-proof: $(STAMP)  ## remove each guard of docs/security.md in a copy of the tree: a test must fail (a quarter of an hour; what is proven and unchanged is not tried again)
-	$(BIN)/python -m tests.mutation.prove --write docs/security.md
+mutation-proof: $(STAMP)  ## remove each guard of tests/mutation/guards.toml in a copy of the tree: a test must fail (a quarter of an hour; what is proven and unchanged is not tried again)
+	$(BIN)/python -m tests.mutation.prove --write tests/mutation/proven.md
 
 fuzz: $(STAMP)  ## property tests and the fuzzers of both HTTP APIs with 40 times as many examples, new in each run (an hour)
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600

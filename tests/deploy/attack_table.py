@@ -1,6 +1,6 @@
 """Attempts with the stolen credentials of each role, as data: `test_attack_table.py` makes every one of them.
 
-    python -m tests.deploy.attack_table > docs/attacks.md
+    python -m tests.deploy.attack_table > tests/deploy/attacks.md
 
 Written by hand from what each role is for, not from `protocol/rights.py`: a right that is given by mistake makes an attempt
 succeed. What a role sends as content (packs, manifests, messages) is refused by readers: those rows are of `guards.toml`.
@@ -199,7 +199,7 @@ _HEAD = """
 
 What was tried with the credentials of each role, on a nats-server with `deploy/nats.conf` and an object store with the generated
 policies, and how it ended. Every row is tried by its test, with the real client protocols; `python -m tests.deploy.attack_table >
-docs/attacks.md` writes this page, and a test compares them. What these credentials *can* do is in [security.md](security.md#what-a-stolen-credential-can-do).
+tests/deploy/attacks.md` writes this page, and a test compares them. What these credentials *can* do is in [docs/security.md](../../docs/security.md#what-a-stolen-credential-can-do).
 The object store of the tests is a proxy that verifies signatures and evaluates the policies, before a real S3 server without any: no
 store that has policies could be installed there.
 """

@@ -1,4 +1,4 @@
-"""Every attempt of `attack_table.py` fails, and docs/attacks.md lists them."""
+"""Every attempt of `attack_table.py` fails, and tests/deploy/attacks.md lists them."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def test_no_attempt_succeeds(servers: Servers, role: str) -> None:
 
 
 def test_the_page_lists_every_attempt() -> None:
-    """docs/attacks.md is what `python -m tests.deploy.attack_table` prints."""
-    assert (ROOT / "docs" / "attacks.md").read_text() == table()
+    """tests/deploy/attacks.md is what `python -m tests.deploy.attack_table` prints."""
+    assert (ROOT / "tests" / "deploy" / "attacks.md").read_text() == table()
