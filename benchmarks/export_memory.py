@@ -77,7 +77,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 
 def gathered_first(policy: Policy, dims: ParallelDims, folder: Path) -> None:
     """Export as earlier releases did: the whole model on rank 0, then written."""
-    tensors = policy.snapshot()
+    tensors = policy.weights.snapshot()
     if dims.writes_files:
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
@@ -114,8 +114,8 @@ def main() -> None:
             policy, dims, home / "verified", like=like, max_file_bytes=options.max_file_mb * 10**6
         ),
     }
-    size = sum(spec.num_bytes for _, _, spec in policy.layout().placed())
-    largest = max(spec.num_bytes for _, _, spec in policy.layout().placed())
+    size = sum(spec.num_bytes for _, _, spec in policy.weights.layout().placed())
+    largest = max(spec.num_bytes for _, _, spec in policy.weights.layout().placed())
     if ranks.is_leader:
         print(
             f"ZeRO {options.zero_stage}, {ranks.num_ranks} rank(s), load {os.getloadavg()[0]:.0f}: {size / 1e6:,.0f} MB of weights, "

@@ -21,8 +21,8 @@ from typing import Any
 
 from penstock.protocol.trajectory import Group
 from penstock.trainer.__main__ import main
-from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import StepPlan
 
 VARIABLE = "PENSTOCK_SIMULATED_STEP"

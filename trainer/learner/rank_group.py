@@ -32,9 +32,10 @@ from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.image_reader import ImageReader
 from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
 from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
-from penstock.trainer.learner.passes import Passes, batch_figures, pass_figures
-from penstock.trainer.learner.policy import Observer, Policy, StepFigures
+from penstock.trainer.learner.passes import Passes
+from penstock.trainer.learner.policy import Observer, Policy
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
+from penstock.trainer.learner.step_figures import StepFigures, batch_figures, pass_figures
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, rows_of
 from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies, name_of
 from penstock.trainer.parallel_dims import ParallelDims
@@ -117,7 +118,7 @@ class RankGroup:
     def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copy the whole model to the CPU (rank 0), rounded to ``dtype`` when one is given."""
         self._order("snapshot")
-        return self.policy.snapshot(dtype)
+        return self.policy.weights.snapshot(dtype)
 
     def export(self, folder: Path, *, like: Path, verify: bool) -> None:
         """Write the policy as a model folder (rank 0), as `export_model` does, which also raises."""
@@ -184,7 +185,7 @@ class RankGroup:
                 plan = StepPlan.from_wire(detail[0])
                 self._gaps(plan, self._fetch(plan), detail[1])
             case "snapshot":
-                self.policy.snapshot()
+                self.policy.weights.snapshot()
             case "export":
                 export_model(self.policy, self._dims, Path(detail[0]), like=Path(detail[1]), verify=detail[2])
             case "weights":

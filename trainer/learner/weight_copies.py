@@ -53,7 +53,7 @@ class WeightCopies:
 
     def copy(self, order: CopyOrder, publisher: RankPublisher | None) -> Weights:
         """Copy what is published; buckets of a model also go to ``publisher`` (all ranks but 0)."""
-        config = self._policy.adapter_config() if order.as_adapter else None
+        config = self._policy.weights.adapter_config() if order.as_adapter else None
         if publisher is not None:
             publisher.discard(order.wanted)
         if config is None:
@@ -80,15 +80,15 @@ class WeightCopies:
     def _copy_adapter(self, order: CopyOrder, base: AdapterBase) -> Weights:
         if self._policy.steps_done == 0:  # the adapter is still zero: the base itself is published
             return ModelWeights(base.buckets, lambda: base.root)
-        tensors = self._policy.adapter_tensors(dtype_of(order.dtype))
+        tensors = self._policy.weights.adapter_tensors(dtype_of(order.dtype))
         factors = {published_name(name): tensor for name, tensor in tensors.items()}
         return AdapterWeights.of(factors, base, copy_id=order.copy_id)
 
     def _copy_buckets(self, order: CopyOrder, *, merge: bool) -> WeightBuckets:
-        layout = self._policy.layout(dtype_of(order.dtype), bucket_bytes=order.bucket_bytes)
+        layout = self._policy.weights.layout(dtype_of(order.dtype), bucket_bytes=order.bucket_bytes)
         share = self._dims.buckets
         buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index], copy_id=order.copy_id)
-        self._policy.copy_to(buckets, merge=merge)
+        self._policy.weights.copy_to(buckets, merge=merge)
         buckets.seal()
         return buckets
 

@@ -39,8 +39,8 @@ from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
-from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks

@@ -266,11 +266,11 @@ def reads_deepspeeds_own(policy: Policy, folder: Path, ranks: Ranks) -> bool:
         str(folder), tag="engine", client_state=state, save_latest=False, exclude_frozen_parameters=frozen
     )
     (folder / f"random_state_{ranks.rank}.bin").write_bytes(torch.get_rng_state().numpy().tobytes())
-    before = policy.snapshot()
+    before = policy.weights.snapshot()
     nudge(policy, frozen=False)
     ranks.barrier()
     policy.load(folder)
-    after = policy.snapshot()
+    after = policy.weights.snapshot()
     return policy.steps_done == 7 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
