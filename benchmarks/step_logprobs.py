@@ -26,9 +26,9 @@ from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import MAX_TOKENS, KeptGroup, LogprobsHeader, StepLogprobs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.planning import Planner, learn
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
@@ -44,8 +44,8 @@ def measure(folder: Path, blobs: Blobs, pairs: int) -> None:
     given = [f"model.path={folder / 'model'}", "data.max_prompt_tokens=100", "rollout.max_new_tokens=10"]
     settings = load(TrainerSettings, overrides=[*given, f"rollout.group_size={GROUP_SIZE}"]).settings
     policy = load_policy(folder / "model", how(1, "float32"), dims := ParallelDims(Ranks()), temperature=1.0)
-    rank_group = RankGroup(policy, dims, blobs, build_objective(settings.algorithm))
-    planner = Planner(settings, rank_group, {})
+    learner = Learner(policy, dims, blobs, build_objective(settings.algorithm))
+    planner = Planner(settings, learner, {})
     groups = [invent_group(f"e0.p{n}.a0", seed=n, size=GROUP_SIZE) for n in range(NUM_GROUPS)]
     message = store_scored(blobs, "bench", "p0", groups)
     batch = ready(message, groups)
@@ -55,7 +55,7 @@ def measure(folder: Path, blobs: Blobs, pairs: int) -> None:
         for number in range(2 * pairs + 4):
             keeps = number % 2 == (number // 2) % 2  # in turns, each first in half of the pairs
             before = time.process_time()
-            step(planner, rank_group, batch, writer, number, keeps=keeps)
+            step(planner, learner, batch, writer, number, keeps=keeps)
             time.sleep(_PAUSE_S)
             if number >= 4:  # the first ones warm up
                 costs[keeps].append(time.process_time() - before)
@@ -69,9 +69,9 @@ def measure(folder: Path, blobs: Blobs, pairs: int) -> None:
 
 
 def step(
-    planner: Planner, rank_group: RankGroup, batch: list[ReadyGroup], writer: LogprobWriter, number: int, *, keeps: bool
+    planner: Planner, learner: Learner, batch: list[ReadyGroup], writer: LogprobWriter, number: int, *, keeps: bool
 ) -> None:
-    learned = learn(planner, rank_group, batch, 0, keep_groups="all" if keeps else 0)
+    learned = learn(planner, learner, batch, 0, keep_groups="all" if keeps else 0)
     writer.submit(StepNumbers(number, number, number + 1), batch, learned)
 
 

@@ -38,14 +38,14 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.connections import Connections
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_publishing
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
@@ -115,14 +115,14 @@ def rank(options: dict[str, Any]) -> None:
     blobs = Blobs(S3Settings.model_validate(options["s3"]))
     dims = ParallelDims(ranks)
     policy = _policy(Path(options["model"]), options["stage"], dims)
-    rank_group = RankGroup(policy, dims, blobs, build_objective(AlgorithmSettings(name="grpo")))
-    rank_group.bucket_bytes = _BUCKET_BYTES
+    learner = Learner(policy, dims, blobs, build_objective(AlgorithmSettings(name="grpo")))
+    learner.bucket_bytes = _BUCKET_BYTES
     own = RankPublisher(blobs, options["run_id"], dims.buckets)
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     watch, peaks = _Watch(), []
-    leader = _Leader(options, rank_group, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
+    leader = _Leader(options, learner, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
     if leader is None and channels is not None:
-        serve_requests(own, channels)
+        serve_publishing(own, channels)
     for way in ("shares", "gathered"):
         ranks.barrier()
         watch.restart()
@@ -133,9 +133,9 @@ def rank(options: dict[str, Any]) -> None:
             before = time.process_time()
             if leader is not None:
                 leader.publish(way, version)
-                rank_group.dismiss()
+                learner.dismiss()
             else:
-                rank_group.follow(own)
+                learner.follow(own)
             cpu += time.process_time() - before if version else 0.0  # the first version is a whole model
         ranks.barrier()
         peaks.append((watch.peak(), cpu / (options["versions"] - 1)))
@@ -152,10 +152,10 @@ def rank(options: dict[str, Any]) -> None:
 
 class _Leader:
     def __init__(
-        self, options: dict[str, Any], rank_group: RankGroup, coordinator: PublishCoordinator, blobs: Blobs
+        self, options: dict[str, Any], learner: Learner, coordinator: PublishCoordinator, blobs: Blobs
     ) -> None:
         bus = Bus.connect(NatsSettings.model_validate(options["nats"]), name="benchmark")
-        self._rank_group = rank_group
+        self._learner = learner
         self._publishers: dict[str, Publisher] = {}
         self._publications: dict[str, list[Publication]] = {"shares": [], "gathered": []}
         self._waits: dict[str, list[float]] = {"shares": [], "gathered": []}
@@ -184,11 +184,11 @@ class _Leader:
 
     def _copy(self, way: str, version: int) -> ModelWeights:
         if way == "shares":
-            weights = self._rank_group.weights(wanted=self._publishers[way].drop_overtaken())
+            weights = self._learner.weights(wanted=self._publishers[way].drop_overtaken())
             assert isinstance(weights, ModelWeights)
             self._part_bytes = sum(raw.size for raw in weights.buckets.raw.values())
             return weights
-        return ModelWeights(copy_to_buckets(self._rank_group.snapshot(), copy_id=version, bucket_bytes=_BUCKET_BYTES))
+        return ModelWeights(copy_to_buckets(self._learner.snapshot(), copy_id=version, bucket_bytes=_BUCKET_BYTES))
 
     def figures(self, way: str) -> dict[str, Any]:
         """Return the medians over the patches."""

@@ -1,23 +1,19 @@
 """Has every rank write its own part of a checkpoint, while all of them train on.
 
-Rank 0's thread asks over a channel of its own, and each rank writes the copy that it made of its state in memory
-(`RankGroup.capture`). No rank holds more than one such copy.
+Rank 0's thread orders it over a channel of its own, and each rank writes the copy that it made of its state in memory
+(`Learner.capture`). No rank holds more than one such copy.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 from pathlib import Path
-
-import structlog
 
 from penstock.trainer import process_memory
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner.captured_state import CapturedState
+from penstock.trainer.rank_orders import RankOrders, order, serve_orders
 from penstock.trainer.ranks import RankChannel
-
-log = structlog.get_logger("trainer.checkpoint_writer")
 
 _CAPTURE_S = 600.0  # a rank may still be copying when it is asked to write
 
@@ -36,6 +32,7 @@ class CaptureSlot:
         except queue.Full:
             raise CheckpointError("internal error, please report: a copy of the state was never written") from None
 
+    @order
     def write(self, folder: Path) -> None:
         """Write the copy below a checkpoint's folder, and release it; raises OSError, or CheckpointError without a copy."""
         try:
@@ -52,31 +49,16 @@ class CheckpointWriter:
 
     def __init__(self, own: CaptureSlot, channel: RankChannel | None) -> None:
         """``own`` is rank 0's copy; ``channel`` is None where one process trains alone."""
-        self._own = own
-        self._channel = channel
+        self._orders = RankOrders(own, channel, OSError)
 
     def write(self, folder: Path) -> None:
         """Write them below a folder on storage that all ranks share.
 
         Raises OSError that names the ranks that could not write, RankUnresponsive for one that exited.
         """
-        if self._channel is None:
-            self._own.write(folder)
-            return
-        _, answers = self._channel.ask(str(folder.absolute()).encode(), lambda: self._own.write(folder))
-        if problems := [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers, start=1) if answer]:
-            raise OSError("; ".join(problems))
+        self._orders.ask(CaptureSlot.write, folder)
 
 
 def serve_writes(own: CaptureSlot, channel: RankChannel) -> None:
-    """Write when rank 0 asks, in a daemon thread until the process exits (all other ranks)."""
-
-    def answer(question: bytes) -> bytes:
-        try:
-            own.write(Path(question.decode()))
-        except Exception as err:  # rank 0 has to receive any error, or it would wait for an answer
-            log.exception("checkpoint not written on this rank")
-            return f"{type(err).__name__}: {err}".encode()
-        return b""
-
-    threading.Thread(target=channel.listen, args=(answer,), name="checkpoint", daemon=True).start()
+    """Write when rank 0 orders it, in a daemon thread until the process exits (all other ranks)."""
+    serve_orders(own, channel, "checkpoint")

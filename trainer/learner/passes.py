@@ -23,21 +23,6 @@ class Passes:
     stop_kl: float | None = None  # no further pass once the KL to the proximal policy was above this in one
     sizes: tuple[int, ...] = ()  # micro-batches of each mini-batch, the same on every rank
 
-    def to_wire(self) -> list[Any]:
-        """Return the passes as MessagePack types."""
-        return [
-            [list(some) for some in self.groups],
-            [list(some) for some in self.orders],
-            self.stop_kl,
-            list(self.sizes),
-        ]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> Passes:
-        """Rebuild what `to_wire` wrote."""
-        groups, orders, stop_kl, sizes = wire
-        return cls(tuple(map(tuple, groups)), tuple(map(tuple, orders)), stop_kl, tuple(sizes))
-
     def cut(self, micro_batches: Sequence[Any]) -> list[Sequence[Any]]:
         """Return the micro-batches of each mini-batch, of all those of a rank in their order."""
         ends = [sum(self.sizes[: number + 1]) for number in range(len(self.sizes))]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import msgpack
 import torch
@@ -28,16 +27,6 @@ class CopyOrder:
     as_adapter: bool
     wanted: tuple[int, ...]  # ids of older copies that are still to be published
     bucket_bytes: int
-
-    def to_wire(self) -> list[Any]:
-        """Return the order as MessagePack types."""
-        return [self.copy_id, self.dtype, self.as_adapter, list(self.wanted), self.bucket_bytes]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> CopyOrder:
-        """Rebuild what `to_wire` wrote."""
-        copy_id, dtype, as_adapter, wanted, bucket_bytes = wire
-        return cls(copy_id, dtype, as_adapter, tuple(wanted), bucket_bytes)
 
 
 class WeightCopies:
@@ -98,11 +87,6 @@ class WeightCopies:
         assert rows is not None
         gathered = [row for data in self._dims.ranks.gather(rows) for row in msgpack.unpackb(data)]
         return weights_digest(TensorDigest(name, dtype, tuple(shape), xxh3) for name, dtype, shape, xxh3 in gathered)
-
-
-def name_of(dtype: torch.dtype | None) -> str | None:
-    """Return the name of a dtype as manifests store it."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

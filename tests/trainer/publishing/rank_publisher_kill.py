@@ -22,7 +22,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_publishing
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets, copy_to_buckets, layout_of
@@ -67,7 +67,7 @@ def main() -> None:
     if not ranks.is_leader:
         for version in range(NUM_TENSORS):
             own.hold(_own(version, dims))
-        serve_requests(own, channels)
+        serve_publishing(own, channels)
         threading.Event().wait()
     connections = Connections(
         setup["run_id"], Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank 0"), blobs

@@ -78,7 +78,7 @@ class Trainer:
                 publishes_adapters=False, run=SimpleNamespace(id=RUN, folder=self.folder),
                 trainer=SimpleNamespace(keep_checkpoints=2),
             ),
-            "rank_group": SimpleNamespace(capture=capture),
+            "learner": SimpleNamespace(capture=capture),
             "planner": SimpleNamespace(document=dict),
             "issuer": SimpleNamespace(take_state=self._issued),
             "collector": SimpleNamespace(
@@ -219,7 +219,7 @@ def test_every_rank_that_cannot_write_is_named(tmp_path: Path) -> None:
     """Rank 0 wrote its own part: an error all the same, with each rank's reason."""
     slot = CaptureSlot()
     slot.put(CapturedState([]))
-    answers = [b"", b"OSError: full", b"KeyError: 'w'"]
+    answers = [b"=null", b"!OSError: full", b"!KeyError: 'w'"]
     channel: Any = SimpleNamespace(ask=lambda _, own: (own(), answers))
     with pytest.raises(OSError, match="rank 2: OSError: full; rank 3: KeyError: 'w'"):
         CheckpointWriter(slot, channel).write(tmp_path)
