@@ -51,7 +51,7 @@ from penstock.trainer.groups.group_source import GroupHistory, open_generated, o
 from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.build_learner import build_learner
-from penstock.trainer.learner.checkpoint_writer import CheckpointWriter, serve_writes
+from penstock.trainer.learner.captured_state import CheckpointWriter
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
@@ -59,7 +59,7 @@ from penstock.trainer.learner.vision_check import check_environments, check_visi
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.preflight import check_is_newest, check_resume, check_rewards, connect
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_publishing
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
@@ -123,14 +123,19 @@ def train(
 
 def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     blobs = Blobs(settings.s3)
-    dims = ParallelDims(ranks, settings.trainer.layout)
-    learner = build_learner(settings, dims, blobs, open_mixed_pairs(settings))
-    publisher = RankPublisher(blobs, settings.run.id, dims.buckets, settings.trainer.trusted_keys())
-    serve_publishing(publisher, PublishChannels(ranks.channel(), ranks.channel()))
-    serve_writes(learner.captured, ranks.channel())
+    learner, publisher, _, _ = _on_every_rank(settings, ranks, blobs, open_mixed_pairs(settings))
     answer_watch(ranks.channel(), learner.activity, settings.trainer.rank_deadline_s, end_process)
     process_memory.end_start()
     learner.follow(publisher)
+
+
+def _on_every_rank(
+    settings: TrainerSettings, ranks: Ranks, blobs: Blobs, pairs: PairSet | None
+) -> tuple[Learner, RankPublisher, PublishCoordinator, CheckpointWriter]:
+    dims = ParallelDims(ranks, settings.trainer.layout)
+    learner = build_learner(settings, dims, blobs, pairs)
+    publisher = RankPublisher(blobs, settings.run.id, dims.buckets, settings.trainer.trusted_keys())
+    return learner, publisher, PublishCoordinator(publisher, ranks), CheckpointWriter(learner.captured, ranks)
 
 
 def _hold_lease(
@@ -214,12 +219,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
     if found is not None and (changed := changed_settings(config_file, session.config)):
         log.warning("settings changed since the last session", changed=changed)
     config_file.write_bytes(session.config)
-    dims = ParallelDims(ranks, settings.trainer.layout)
-    learner = build_learner(settings, dims, connections.blobs, session.data.pairs)
-    publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets, settings.trainer.trusted_keys())
-    channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
-    coordinator = PublishCoordinator(publisher, channels)
-    writer = CheckpointWriter(learner.captured, ranks.channel() if ranks.num_ranks > 1 else None)
+    learner, _, coordinator, writer = _on_every_rank(settings, ranks, connections.blobs, session.data.pairs)
     watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if ranks.num_ranks > 1:
         watch = RankWatch(ranks.channel(), learner.activity, settings.trainer.rank_deadline_s, end_process)

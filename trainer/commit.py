@@ -34,7 +34,7 @@ from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
-from penstock.trainer.learner.checkpoint_writer import CheckpointWriter
+from penstock.trainer.learner.captured_state import CheckpointWriter
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.recovery import checkpoint

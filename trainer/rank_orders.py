@@ -25,7 +25,7 @@ from pydantic_core import to_json
 
 from penstock.protocol.errors import PenstockError
 from penstock.trainer.rank_watch import RankActivity
-from penstock.trainer.ranks import RankChannel, Ranks
+from penstock.trainer.ranks import Ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -91,14 +91,20 @@ class RankProgram:
 
 
 class RankOrders(Generic[T]):
-    """Orders to the objects of one type that all ranks hold, carried out in a thread of each rank while training goes on (rank 0)."""
+    """Orders to the objects of one type that all ranks hold, carried out in a thread of each rank while training goes on."""
 
-    def __init__(self, own: T, channel: RankChannel | None, error: type[Exception]) -> None:
-        """``own`` is rank 0's object; ``channel`` is None where one process trains alone."""
-        self._own, self._channel, self._error = own, channel, error
+    def __init__(self, own: T, ranks: Ranks | None, name: str, error: type[Exception]) -> None:
+        """Open a channel on every rank, in the same order; the ranks but 0 carry out orders in a daemon thread called ``name``.
+
+        ``own`` is this rank's object. Without ``ranks`` one process is alone.
+        """
+        self._own, self._error = own, error
+        self._channel = ranks.channel() if ranks is not None and ranks.num_ranks > 1 else None
+        if self._channel is not None and ranks is not None and not ranks.is_leader:
+            threading.Thread(target=self._channel.listen, args=(self._answer,), name=name, daemon=True).start()
 
     def ask(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run a method on all ranks, and return the results in the order of ranks.
+        """Run a method on all ranks, and return the results in the order of ranks (rank 0).
 
         Raises what it raises on rank 0, ``error`` that names the other ranks that failed, RankUnresponsive for one that exited.
         """
@@ -112,20 +118,14 @@ class RankOrders(Generic[T]):
         result = _result_type(method)
         return [own, *(result.validate_json(answer[1:], strict=True) for answer in answers)]
 
-
-def serve_orders(own: object, channel: RankChannel, name: str) -> None:
-    """Carry out what rank 0 asks of ``own``, in a daemon thread called ``name`` until the process exits (all other ranks)."""
-
-    def answer(data: bytes) -> bytes:
+    def _answer(self, data: bytes) -> bytes:
         try:
-            method, arguments = read_order(type(own), data)
-            return _DONE + to_json(method(own, **arguments), inf_nan_mode="constants")
+            method, arguments = read_order(type(self._own), data)
+            return _DONE + to_json(method(self._own, **arguments), inf_nan_mode="constants")
         except Exception as err:  # rank 0 has to receive any error, or it would wait for an answer
-            log.exception("an order of rank 0 failed on this rank", thread=name)
+            log.exception("an order of rank 0 failed on this rank")
             problem = str(err) if isinstance(err, PenstockError) else f"{type(err).__name__}: {err}"
             return _FAILED + problem.encode()
-
-    threading.Thread(target=channel.listen, args=(answer,), name=name, daemon=True).start()
 
 
 @functools.cache

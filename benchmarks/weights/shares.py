@@ -45,7 +45,7 @@ from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_publishing
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
@@ -118,11 +118,9 @@ def rank(options: dict[str, Any]) -> None:
     learner = Learner(policy, dims, blobs, build_objective(AlgorithmSettings(name="grpo")))
     learner.bucket_bytes = _BUCKET_BYTES
     own = RankPublisher(blobs, options["run_id"], dims.buckets)
-    channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
+    coordinator = PublishCoordinator(own, ranks)
     watch, peaks = _Watch(), []
-    leader = _Leader(options, learner, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
-    if leader is None and channels is not None:
-        serve_publishing(own, channels)
+    leader = _Leader(options, learner, coordinator, blobs) if ranks.is_leader else None
     for way in ("shares", "gathered"):
         ranks.barrier()
         watch.restart()

@@ -21,7 +21,6 @@ from penstock.trainer.rank_orders import (
     order,
     pack_order,
     read_order,
-    serve_orders,
 )
 
 
@@ -114,31 +113,38 @@ class Store:
         return Piece(tuple(2 * number for number in piece.numbers))
 
 
-class Channel:
-    """A channel to other ranks in this process."""
+class Together:
+    """Three ranks in this process, of which rank 0 asks the others over a channel."""
+
+    num_ranks = 3
 
     def __init__(self, *others: Store) -> None:
         self._answers: list[Callable[[bytes], bytes]] = []
+        self.is_leader = False
         for rank, other in enumerate(others, start=1):
-            serve_orders(other, SimpleNamespace(listen=self._answers.append), "store")  # type: ignore[arg-type]
+            RankOrders(other, self, "store", OSError)  # type: ignore[arg-type]
             wait_for(lambda: len(self._answers) == rank, f"the thread of rank {rank}", 30.0)  # noqa: B023  called here
+        self.is_leader = True
 
-    def ask(self, question: bytes, own: Callable[[], Any]) -> tuple[Any, list[bytes]]:
+    def channel(self) -> Any:
+        return SimpleNamespace(listen=self._answers.append, ask=self._ask)
+
+    def _ask(self, question: bytes, own: Callable[[], Any]) -> tuple[Any, list[bytes]]:
         return own(), [answer(question) for answer in self._answers]
 
 
 def test_rank_0_has_the_results_of_all_ranks() -> None:
     """In the order of ranks, its own first; alone it has its own."""
     piece = Piece((1.5, 2.0))
-    found = RankOrders(Store(), Channel(Store(), Store()), OSError).ask(Store.double, piece)  # type: ignore[arg-type]
+    found = RankOrders(Store(), Together(Store(), Store()), "store", OSError).ask(Store.double, piece)  # type: ignore[arg-type]
     assert found == [Piece((3.0, 4.0))] * 3
-    assert RankOrders(Store(), None, OSError).ask(Store.double, piece) == found[:1]
+    assert RankOrders(Store(), None, "store", OSError).ask(Store.double, piece) == found[:1]
 
 
 def test_every_rank_that_fails_is_named_with_its_reason() -> None:
     """As the given error; an error of rank 0 itself is raised as it is."""
-    channel: Any = Channel(Store(KeyError("w")), Store(CheckpointError("no state was copied")))
+    ranks: Any = Together(Store(KeyError("w")), Store(CheckpointError("no state was copied")))
     with pytest.raises(PublicationFailed, match="rank 1: KeyError: 'w'; rank 2: no state was copied"):
-        RankOrders(Store(), channel, PublicationFailed).ask(Store.double, Piece(()))
+        RankOrders(Store(), ranks, "store", PublicationFailed).ask(Store.double, Piece(()))
     with pytest.raises(KeyError, match="mine"):
-        RankOrders(Store(KeyError("mine")), channel, PublicationFailed).ask(Store.double, Piece(()))
+        RankOrders(Store(KeyError("mine")), ranks, "store", PublicationFailed).ask(Store.double, Piece(()))

@@ -20,8 +20,7 @@ from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, 
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.objective import PolicyGradient
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.learner.captured_state import CapturedState
-from penstock.trainer.learner.checkpoint_writer import CaptureSlot
+from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.image_reader import ImageReader

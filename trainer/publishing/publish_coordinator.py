@@ -17,16 +17,8 @@ from penstock.protocol.weights.manifest import BucketState
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PatchSize, RankPublisher, StoredBuckets
 from penstock.trainer.publishing.weight_buckets import WeightBuckets
-from penstock.trainer.rank_orders import RankOrders, serve_orders
-from penstock.trainer.ranks import RankChannel
-
-
-@dataclass(frozen=True, slots=True)
-class PublishChannels:
-    """Between rank 0 and the others, used while they train."""
-
-    publication: RankChannel
-    full_snapshot: RankChannel
+from penstock.trainer.rank_orders import RankOrders
+from penstock.trainer.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +33,11 @@ class StoredObjects:
 class PublishCoordinator:
     """Has every rank publish its buckets. Used by one thread; `store_retained` may run at the same time in another."""
 
-    def __init__(self, own: RankPublisher, channels: PublishChannels | None = None) -> None:
-        """``own`` is rank 0's publisher; ``channels`` are None where one process trains alone."""
+    def __init__(self, own: RankPublisher, ranks: Ranks | None = None) -> None:
+        """``own`` is this rank's publisher. Made on all ``ranks``, of which those but 0 only answer; without them one process is alone."""
         self._own = own
-        self._orders = RankOrders(own, channels and channels.publication, PublicationFailed)
-        self._in_background = RankOrders(own, channels and channels.full_snapshot, PublicationFailed)
+        self._orders = RankOrders(own, ranks, "publisher", PublicationFailed)
+        self._in_background = RankOrders(own, ranks, "full-snapshot", PublicationFailed)
 
     def hold(self, buckets: WeightBuckets) -> None:
         """Hold rank 0's buckets of a version that may be published."""
@@ -94,12 +86,6 @@ class PublishCoordinator:
             return _joined(attempt, self._in_background.ask(RankPublisher.store_retained, version, attempt))
         finally:
             self._in_background.ask(RankPublisher.release)
-
-
-def serve_publishing(publisher: RankPublisher, channels: PublishChannels) -> None:
-    """Carry out rank 0's orders in daemon threads until the process exits (all other ranks)."""
-    serve_orders(publisher, channels.publication, "publisher")
-    serve_orders(publisher, channels.full_snapshot, "full-snapshot")
 
 
 def _joined(attempt: str, parts: Sequence[StoredBuckets]) -> StoredObjects:

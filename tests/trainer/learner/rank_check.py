@@ -30,7 +30,7 @@ from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.checkpoint_writer import CaptureSlot, CheckpointWriter, serve_writes
+from penstock.trainer.learner.captured_state import CaptureSlot, CheckpointWriter
 from penstock.trainer.learner.critic import Regression, load_critic
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
@@ -41,7 +41,7 @@ from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.parallel_layout import ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_publishing
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
@@ -333,19 +333,15 @@ def main(arguments: Sequence[str]) -> int:
     blobs = Blobs(S3Settings.model_validate(setup["s3"]))
     dims = ParallelDims(ranks)
     own = RankPublisher(blobs, setup["run_id"], dims.buckets)
-    channels = PublishChannels(ranks.channel(), ranks.channel())
+    coordinator = PublishCoordinator(own, ranks)
     ways = None
     if ranks.is_leader:
         bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank_check")
         for run_id in (setup["run_id"], f"{setup['run_id']}-alone"):
             bootstrap(bus, blobs, run_id)
-        ways = TwoWays(Connections(setup["run_id"], bus, blobs), PublishCoordinator(own, channels), Path(model))
-    else:
-        serve_publishing(own, channels)
-    copies, channel = CaptureSlot(), ranks.channel()
-    writer = CheckpointWriter(copies, channel if ranks.num_ranks > 1 else None)
-    if not ranks.is_leader:
-        serve_writes(copies, channel)
+        ways = TwoWays(Connections(setup["run_id"], bus, blobs), coordinator, Path(model))
+    copies = CaptureSlot()
+    writer = CheckpointWriter(copies, ranks)
     scene = Scene(Path(model), blobs, dims, ParallelDims(ranks, ParallelLayout(ranks.num_ranks)))
     results = {}
     for name, stage, dtype, algorithm in CASES:
