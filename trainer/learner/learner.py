@@ -24,7 +24,7 @@ from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.image_reader import ImageReader
-from penstock.trainer.learner.kept_rows import KeptRows, RowRecorder
+from penstock.trainer.learner.kept_rows import RowRecorder
 from penstock.trainer.learner.micro_batches import PackStore, Place, check_taught, groups_of, micro_batches_of
 from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
 from penstock.trainer.learner.passes import Passes
@@ -61,6 +61,7 @@ class Learner(RankProgram):
         super().__init__(dims.ranks)
         self.policy = policy
         self._dims = dims
+        self._share = dims.rows
         self._packs = packs
         self._objective = objective
         self._reference = reference
@@ -85,7 +86,7 @@ class Learner(RankProgram):
 
     def capacity(self, budget_tokens: int) -> Capacity:
         """Return what micro-batches of at most ``budget_tokens`` are cut for."""
-        return Capacity(budget_tokens, self._dims.rows.count, self.policy.pair_cost, self.policy.pads_rows)
+        return Capacity(budget_tokens, self._share.count, self.policy.pair_cost, self.policy.pads_rows)
 
     def follow(self, publisher: RankPublisher | None = None) -> None:
         """Carry out rank 0's orders until `dismiss`; buckets that are copied for a publication go to ``publisher`` (all other ranks)."""
@@ -116,7 +117,7 @@ class Learner(RankProgram):
         """Return each row's estimated KL from its sampler to the reference, summed over its tokens."""
         if self._reference is None:
             raise ValueError("the KL to the reference was requested, and no reference is loaded")
-        groups, share = self._groups(plan, ready), self._dims.rows.index
+        groups, share = self._groups(plan, ready), self._share.index
         if isinstance(self._reference, RemoteReference):
             check_taught(groups.values(), with_top=False)
         gaps = [0.0] * len(plan.rows)
@@ -178,7 +179,7 @@ class Learner(RankProgram):
         self.policy.load(folder)
 
     def _groups(self, plan: StepPlan, ready: Iterable[ReadyGroup]) -> dict[Place, Group]:
-        return groups_of(plan, self._dims.rows.index, ready, self._packs)
+        return groups_of(plan, self._share.index, ready, self._packs)
 
     def _capture(self) -> CapturedState:
         critic = [self._critic.capture()] if self._critic is not None else []
@@ -187,12 +188,9 @@ class Learner(RankProgram):
     def _train(
         self, plan: StepPlan, groups: Mapping[Place, Group], keep_rows: int, *, measures: bool = False
     ) -> StepFigures:
-        recorder = RowRecorder(plan.micro_batches[self._dims.rows.index], keep_rows) if keep_rows else None
+        recorder = RowRecorder(plan.micro_batches[self._share.index], keep_rows) if keep_rows else None
         figures = replace(self._learn(plan, groups, recorder, measures=measures), work=self.policy.take_work())
-        if recorder is None:
-            return figures
-        parts = self._dims.gather(recorder.kept.to_bytes())
-        return replace(figures, kept=KeptRows.joined([KeptRows.from_bytes(part) for part in parts]))
+        return figures if recorder is None else replace(figures, kept=recorder.gather(self._dims))
 
     def _learn(
         self, plan: StepPlan, groups: Mapping[Place, Group], observe: Observer | None, *, measures: bool
@@ -201,7 +199,7 @@ class Learner(RankProgram):
         if objective.needs_teacher or isinstance(self._reference, RemoteReference):
             check_taught(groups.values(), with_top=objective.needs_teacher_kl)
         priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
-        built = micro_batches_of(plan, self._dims.rows.index, groups, self._images)
+        built = micro_batches_of(plan, self._share.index, groups, self._images)
         batches = [self._complete(batch, objective, priced) for batch in built]
         if self._critic is None:
             return self._update(batches, plan.passes, objective, observe, waits=measures)
