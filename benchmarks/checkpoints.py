@@ -27,8 +27,7 @@ from benchmarks.trainer_memory import CONFIGURATIONS, Trained, fields_of, inputs
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
-from penstock.trainer.learner.captured_state import CapturedState
-from penstock.trainer.learner.checkpoint_writer import CaptureSlot, CheckpointWriter
+from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
 from penstock.trainer.memory_plan.estimate import checkpoint_copy
 from penstock.trainer.memory_plan.model_shape import shape_of
 from penstock.trainer.parallel_dims import ParallelDims

@@ -260,10 +260,10 @@ class Trained:
 
     def copy(self) -> WeightBuckets:
         """Return a copy of this rank's share of the weights, as it is published."""
-        layout = self.policy.layout()
+        layout = self.policy.weights.layout()
         share = self._dims.buckets
         buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index])
-        self.policy.copy_to(buckets, merge=False)
+        self.policy.weights.copy_to(buckets, merge=False)
         return buckets
 
 

@@ -50,16 +50,16 @@ from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
 from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.task_packs import evaluation_sampling
-from penstock.trainer.learner.build_rank_group import build_rank_group
-from penstock.trainer.learner.checkpoint_writer import CheckpointWriter, serve_writes
+from penstock.trainer.learner.build_learner import build_learner
+from penstock.trainer.learner.captured_state import CheckpointWriter
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.vision_check import check_environments, check_vision
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.preflight import check_is_newest, check_resume, check_rewards, connect
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
@@ -123,14 +123,19 @@ def train(
 
 def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     blobs = Blobs(settings.s3)
-    dims = ParallelDims(ranks, settings.trainer.layout)
-    rank_group = build_rank_group(settings, dims, blobs, open_mixed_pairs(settings))
-    publisher = RankPublisher(blobs, settings.run.id, dims.buckets, settings.trainer.trusted_keys())
-    serve_requests(publisher, PublishChannels(ranks.channel(), ranks.channel()))
-    serve_writes(rank_group.captured, ranks.channel())
-    answer_watch(ranks.channel(), rank_group.activity, settings.trainer.rank_deadline_s, end_process)
+    learner, publisher, _, _ = _on_every_rank(settings, ranks, blobs, open_mixed_pairs(settings))
+    answer_watch(ranks.channel(), learner.activity, settings.trainer.rank_deadline_s, end_process)
     process_memory.end_start()
-    rank_group.follow(publisher)
+    learner.follow(publisher)
+
+
+def _on_every_rank(
+    settings: TrainerSettings, ranks: Ranks, blobs: Blobs, pairs: PairSet | None
+) -> tuple[Learner, RankPublisher, PublishCoordinator, CheckpointWriter]:
+    dims = ParallelDims(ranks, settings.trainer.layout)
+    learner = build_learner(settings, dims, blobs, pairs)
+    publisher = RankPublisher(blobs, settings.run.id, dims.buckets, settings.trainer.trusted_keys())
+    return learner, publisher, PublishCoordinator(publisher, ranks), CheckpointWriter(learner.captured, ranks)
 
 
 def _hold_lease(
@@ -214,15 +219,10 @@ def _run(session: _Session, ranks: Ranks) -> None:
     if found is not None and (changed := changed_settings(config_file, session.config)):
         log.warning("settings changed since the last session", changed=changed)
     config_file.write_bytes(session.config)
-    dims = ParallelDims(ranks, settings.trainer.layout)
-    rank_group = build_rank_group(settings, dims, connections.blobs, session.data.pairs)
-    publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets, settings.trainer.trusted_keys())
-    channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
-    coordinator = PublishCoordinator(publisher, channels)
-    writer = CheckpointWriter(rank_group.captured, ranks.channel() if ranks.num_ranks > 1 else None)
+    learner, _, coordinator, writer = _on_every_rank(settings, ranks, connections.blobs, session.data.pairs)
     watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if ranks.num_ranks > 1:
-        watch = RankWatch(ranks.channel(), rank_group.activity, settings.trainer.rank_deadline_s, end_process)
+        watch = RankWatch(ranks.channel(), learner.activity, settings.trainer.rank_deadline_s, end_process)
     success = SuccessRules()
     if session.data.sets:
         given = settings.reward.success
@@ -238,15 +238,15 @@ def _run(session: _Session, ranks: Ranks) -> None:
     resumed = found[1] if found else None
     record_writer = RunRecordWriter(connections, session.pointer, epoch=session.lease.epoch, resumed=resumed)
     if found is not None:
-        rank_group.load(found[0])
-        log.info("resumed", checkpoint=str(found[0]), step=rank_group.policy.steps_done)
+        learner.load(found[0])
+        log.info("resumed", checkpoint=str(found[0]), step=learner.policy.steps_done)
         if settings.trainer.store_checkpoints:
             stored.store(found[0])
         # The trainer may have been killed between the rename that commits a checkpoint and its key in NATS.
         record_writer.mark_committed(found[1], state_json)
         stored.mark_named(found[0], state_json)
     copies = stored if settings.trainer.store_checkpoints else None
-    parts = _training(session, rank_group, writer, coordinator, record_writer, resumed, success, copies)
+    parts = _training(session, learner, writer, coordinator, record_writer, resumed, success, copies)
     with watch, parts as (training, evaluation_log):
         started, is_complete = time.monotonic(), False
         process_memory.end_start()
@@ -257,7 +257,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
             if training.lease.is_held:
                 wall_s = time.monotonic() - started
                 _write_summary(training, evaluation_log, is_complete=is_complete, wall_s=wall_s)
-    rank_group.dismiss()
+    learner.dismiss()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ def _open_data(settings: TrainerSettings) -> _Data:
 @contextlib.contextmanager
 def _training(
     session: _Session,
-    rank_group: RankGroup,
+    learner: Learner,
     writer: CheckpointWriter,
     coordinator: PublishCoordinator,
     record_writer: RunRecordWriter,
@@ -403,7 +403,7 @@ def _training(
     if data.eval:
         before = tuple(dict.fromkeys(each.evaluation for each in source.issued_before.all_settings()))
         evaluator = _evaluator(session, publisher, on_end, history.accounting, success, before)
-    planner = Planner(settings, rank_group, resumed.algorithm if resumed else {})
+    planner = Planner(settings, learner, resumed.algorithm if resumed else {})
     logprobs = LogprobWriter(
         connections.blobs,
         connections.run_id,
@@ -412,12 +412,12 @@ def _training(
     )
     training = Training(
         settings=settings,
-        rank_group=rank_group,
+        learner=learner,
         planner=planner,
         issuer=source.issuer,
         collector=source.collector,
         publisher=publisher,
-        submitter=WeightSubmitter(settings, rank_group, publisher, record_writer),
+        submitter=WeightSubmitter(settings, learner, publisher, record_writer),
         evaluations=EvaluationSchedule(evaluator, settings.eval, settings.evaluated, num_steps=settings.trainer.steps),
         early_stop=early_stop,
         events=events,
@@ -432,7 +432,7 @@ def _training(
         record_writer=record_writer,
         committer=Committer(
             settings=settings,
-            rank_group=rank_group,
+            learner=learner,
             writer=writer,
             on_committed=lambda took_s: training.on_committed(took_s),  # noqa: PLW0108  bound below
             planner=planner,

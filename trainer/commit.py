@@ -34,9 +34,9 @@ from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
-from penstock.trainer.learner.checkpoint_writer import CheckpointWriter
+from penstock.trainer.learner.captured_state import CheckpointWriter
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Planner
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.commit_thread import CommitThread
 from penstock.trainer.recovery.lease import HeldLease
@@ -56,7 +56,7 @@ class Committer:
     """Everything that a checkpoint of a session is made of."""
 
     settings: TrainerSettings
-    rank_group: RankGroup
+    learner: Learner
     writer: CheckpointWriter
     planner: Planner
     issuer: Issuer | StoredIssuer
@@ -110,7 +110,7 @@ class Committer:
             chapter=chapter,
         )
         if not checkpoint.has_weights_of(self.settings.run.folder / CHECKPOINTS, state):
-            self.rank_group.capture()
+            self.learner.capture()
         crash_points.reach(CrashPoint.CAPTURED)
         self.thread.start(lambda: self._finish(state, trained, evaluated), step=step)
 

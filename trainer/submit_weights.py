@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.snapshot import Snapshot, Weights
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
@@ -20,11 +18,11 @@ class WeightSubmitter:
     """Submits one version after another; for the training thread only."""
 
     def __init__(
-        self, settings: TrainerSettings, rank_group: RankGroup, publisher: Publisher, record_writer: RunRecordWriter
+        self, settings: TrainerSettings, learner: Learner, publisher: Publisher, record_writer: RunRecordWriter
     ) -> None:
         """Submit nothing yet."""
         self._settings = settings
-        self._rank_group = rank_group
+        self._learner = learner
         self._publisher = publisher
         self._record_writer = record_writer
 
@@ -32,7 +30,7 @@ class WeightSubmitter:
     def dtype(self) -> str:
         """Name of the dtype that weights are published in."""
         chosen = self._settings.trainer.publish_dtype
-        return self._rank_group.policy.dtype if chosen == "as-trained" else chosen
+        return self._learner.policy.dtype if chosen == "as-trained" else chosen
 
     def submit(self, version: PolicyVersion, *, must_publish: bool) -> None:
         """Copy the current weights, and submit them as ``version``."""
@@ -62,7 +60,7 @@ class WeightSubmitter:
         version = next_version(PolicyVersion(head.version)) if head is not None else version
         if (base := self._publisher.missing_base(weights)) is not None:
             base_version = next_version(version)
-            self._publisher.store_base(base, base_version, self._rank_group.policy.steps_done, self.dtype)
+            self._publisher.store_base(base, base_version, self._learner.policy.steps_done, self.dtype)
             version = next_version(base_version)
         self._submit(weights, version, must_publish=True)
         self._publisher.wait_until_published(version, PUBLICATION_DEADLINE_S)
@@ -71,14 +69,14 @@ class WeightSubmitter:
     def _copy(self) -> Weights:
         """Copy the weights as they are published, each rank its part; threads start to hash them."""
         chosen = self._settings.trainer.publish_dtype
-        dtype = None if chosen == "as-trained" else getattr(torch, chosen)
+        dtype = None if chosen == "as-trained" else chosen
         wanted = self._publisher.drop_overtaken()
-        weights = self._rank_group.weights(dtype, as_adapter=self._settings.publishes_adapters, wanted=wanted)
+        weights = self._learner.weights(dtype, as_adapter=self._settings.publishes_adapters, wanted=wanted)
         self._record_writer.set_weights(weights.root_later())
         return weights
 
     def _submit(self, weights: Weights, version: PolicyVersion, *, must_publish: bool) -> None:
-        step = self._rank_group.policy.steps_done
+        step = self._learner.policy.steps_done
         is_last = step == self._settings.trainer.steps
         self._publisher.submit(
             Snapshot(

@@ -32,8 +32,8 @@ from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
 from penstock.trainer.learner.health.peak_flops import peak_of
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.planning import Learned, Planner, learn
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
@@ -64,7 +64,7 @@ class Training:
     """
 
     settings: TrainerSettings
-    rank_group: RankGroup
+    learner: Learner
     planner: Planner
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
@@ -111,7 +111,7 @@ class Training:
     @property
     def num_steps_done(self) -> int:
         """Steps of the run so far, one for each batch, earlier sessions included."""
-        return self.rank_group.policy.steps_done
+        return self.learner.policy.steps_done
 
     @property
     def should_continue(self) -> bool:
@@ -125,7 +125,7 @@ class Training:
 
     def begin(self) -> None:
         """Publish the weights that the session starts from, evaluate them if due, and start issuing tasks."""
-        self._set_state("starting", total_steps=self.settings.trainer.steps, attention=self.rank_group.policy.attention)
+        self._set_state("starting", total_steps=self.settings.trainer.steps, attention=self.learner.policy.attention)
         parent = self.resumed.version if self.resumed else None
         self.version, is_new = self.submitter.submit_first(self.resumed)
         for after, until in self.resumed.abandoned if self.resumed is not None else ():
@@ -139,7 +139,7 @@ class Training:
             version=self.version,
             parent=parent,
             config=self.config,
-            extensions={**self.settings.extension_digests, **self.rank_group.data_digests},
+            extensions={**self.settings.extension_digests, **self.learner.data_digests},
         )
         self.heartbeat.version = self.version
         at_start = self.evaluations.is_due_at_start(self.num_steps_done)
@@ -178,7 +178,7 @@ class Training:
         try:
             with self.activity.working("training"):
                 keep_groups = self.settings.trainer.store_logprobs
-                learned = learn(self.planner, self.rank_group, batch, self.version, keep_groups=keep_groups)
+                learned = learn(self.planner, self.learner, batch, self.version, keep_groups=keep_groups)
             crash_points.reach(CrashPoint.STEPPED)
             sums = learned.figures.sums
             self.engine_check.check(compare_fresh_tokens(sums, learned.figures.maxima), self.version)
@@ -281,7 +281,7 @@ class Training:
         if not self.stop.is_set():
             folder = self.settings.run.folder / "model"
             verify = self.settings.trainer.verify_export
-            self.rank_group.export(folder, like=self.settings.model.path, verify=verify)
+            self.learner.export(folder, like=self.settings.model.path, verify=verify)
             log.info("exported", folder=str(folder), policy_version=self.version)
             self.publisher.wait_until_published(self.version, PUBLICATION_DEADLINE_S)
             if self.evaluations.is_newest(self.version):
@@ -368,7 +368,7 @@ class Training:
 
     def _peak_flops(self) -> float | None:
         """Return the peak of all ranks' devices together, in FLOP/s; None where it is not known."""
-        trainer, policy = self.settings.trainer, self.rank_group.policy
+        trainer, policy = self.settings.trainer, self.learner.policy
         peak = trainer.peak_flops or peak_of(policy.device_name, policy.dtype)
         return peak and peak * trainer.num_ranks
 

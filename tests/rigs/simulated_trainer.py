@@ -21,19 +21,19 @@ from typing import Any
 
 from penstock.protocol.trajectory import Group
 from penstock.trainer.__main__ import main
-from penstock.trainer.learner.policy import StepFigures
-from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.learner import Learner
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import StepPlan
 
 VARIABLE = "PENSTOCK_SIMULATED_STEP"
 
 
 def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
-    """Replace the computation of `RankGroup`'s steps in this process."""
-    compute = RankGroup._train
+    """Replace the computation of `Learner`'s steps in this process."""
+    compute = Learner._train
     lines = trace.open("a", buffering=1)
 
-    def train(self: RankGroup, plan: StepPlan, groups: Mapping[Any, Group], keep_rows: int) -> StepFigures:
+    def train(self: Learner, plan: StepPlan, groups: Mapping[Any, Group], keep_rows: int) -> StepFigures:
         started = time.monotonic()
         row = plan.micro_batches[0][0][0]
         figures = compute(self, replace(plan, micro_batches=(((row,),),)), groups, keep_rows)
@@ -46,7 +46,7 @@ def simulate_steps(trace: Path, *, token_s: float, step_s: float) -> None:
         lines.write(json.dumps({"started": started, "ended": time.monotonic(), "lengths": lengths}) + "\n")
         return figures
 
-    RankGroup._train = train
+    Learner._train = train
 
 
 if __name__ == "__main__":

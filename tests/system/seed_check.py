@@ -27,7 +27,7 @@ from penstock.rollout_service.environments.single_turn import SINGLE_TURN
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.learner.build_rank_group import build_rank_group
+from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
@@ -76,14 +76,14 @@ def write_model(folder: Path, tensors: dict[str, Tensor], like: Path) -> None:
 async def run(settings: TrainerSettings, dims: ParallelDims, folder: Path, url: str) -> dict[str, list[Any]]:
     """Make the steps of a run; return the order of its groups, its completions and the digests of its versions."""
     packs: Any = SimpleNamespace(get=None)  # the groups are given
-    rank_group, client = build_rank_group(settings, dims, packs), Client(url)
-    planner = Planner(settings, rank_group, {})
+    learner, client = build_learner(settings, dims, packs), Client(url)
+    planner = Planner(settings, learner, {})
     prompts = Prompts(Prompt(n, (5, 6, 7 + n), "", RewardRequest(name="test")) for n in range(8))
     order = DataOrder(len(prompts), settings.run.seed, settings.data.shuffle)
     dispatch = Dispatch(prompts, order=order, rollout=settings.rollout, stop_token_ids=())
     found: dict[str, list[Any]] = {"groups": [], "tokens": [], "digests": []}
     for version in map(PolicyVersion, range(NUM_STEPS)):
-        tensors = rank_group.snapshot()
+        tensors = learner.snapshot()
         found["digests"].append(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors.values())).hexdigest())
         write_model(folder / str(version), tensors, settings.model.path)
         await client.engine.load_weights(folder / str(version), version)
@@ -93,9 +93,9 @@ async def run(settings: TrainerSettings, dims: ParallelDims, folder: Path, url: 
         batch = sorted((scored(group, 0) for group in groups), key=lambda group: group.group_id)
         found["groups"].append([group.group_id for group in batch])
         found["tokens"].append([row.token_ids.tolist() for group in batch for row in group.group.trajectories])
-        learn(planner, rank_group, batch, version)
+        learn(planner, learner, batch, version)
         dispatch.settle([group.group_id for group in batch])
-    tensors = rank_group.snapshot()
+    tensors = learner.snapshot()
     found["digests"].append(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors.values())).hexdigest())
     await client.engine.close()
     return found

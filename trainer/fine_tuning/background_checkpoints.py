@@ -14,8 +14,7 @@ import structlog
 
 from penstock.trainer.fine_tuning import checkpoints
 from penstock.trainer.fine_tuning.checkpoints import TrainingState
-from penstock.trainer.learner.captured_state import CapturedState
-from penstock.trainer.learner.checkpoint_writer import CaptureSlot, CheckpointWriter, serve_writes
+from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.recovery.commit_thread import CommitThread
@@ -33,10 +32,7 @@ class BackgroundCheckpoints:
         self._on_committed = on_committed
         self._slot = CaptureSlot()
         self._thread = CommitThread()
-        channel = dims.ranks.channel() if dims.ranks.num_ranks > 1 else None
-        self._writer = CheckpointWriter(self._slot, channel)
-        if channel is not None and not dims.writes_files:
-            serve_writes(self._slot, channel)
+        self._writer = CheckpointWriter(self._slot, dims.ranks)
 
     @property
     def is_writing(self) -> bool:

@@ -28,7 +28,8 @@ from penstock.trainer.fine_tuning.length import Length
 from penstock.trainer.fine_tuning.result import Result, move_result, write_result
 from penstock.trainer.fine_tuning.training_folder import TrainingFolder
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
-from penstock.trainer.learner.policy import Policy, StepFigures
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.progress import ProgressLine
 from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule

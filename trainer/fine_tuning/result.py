@@ -49,8 +49,8 @@ def write_result(
     """
     place = Path(dims.ranks.broadcast(None if folder is None else str(folder.absolute())))
     export_model(policy, dims, place, like=like, changed=changed, verify=verify)
-    config = policy.adapter_config()
-    factors = policy.adapter_tensors() if config is not None else {}
+    config = policy.weights.adapter_config()
+    factors = policy.weights.adapter_tensors() if config is not None else {}
     if folder is None or config is None:
         return
     final = adapter_folder(folder)
@@ -58,7 +58,7 @@ def write_result(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file({published_name(name): tensor for name, tensor in factors.items()}, partial / ADAPTER_WEIGHTS)
-    (partial / ADAPTER_CONFIG).write_bytes(_config_json(config, policy.modules_beside_adapters()))
+    (partial / ADAPTER_CONFIG).write_bytes(_config_json(config, policy.weights.modules_beside_adapters()))
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
 

@@ -63,7 +63,7 @@ def export_model(
         ExportFailed: The folder cannot be loaded, or gives other log-probabilities; an older folder is unchanged.
     """
     partial = folder.with_name(folder.name + ".partial")
-    layout = policy.layout(bucket_bytes=max_file_bytes)
+    layout = policy.weights.layout(bucket_bytes=max_file_bytes)
     if dims.writes_files:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -72,7 +72,7 @@ def export_model(
     share = dims.buckets
     rounding = adapter.Rounding()
     with ModelFiles(partial, layout, assign_buckets(layout, share.count)[share.index]) as files:
-        policy.copy_to(files, rounding=rounding)
+        policy.weights.copy_to(files, rounding=rounding)
     kept, changed_by_adapters = dims.ranks.sum(rounding.sums)
     if verify:
         _compare(policy, dims, partial, folder)

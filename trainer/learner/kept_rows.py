@@ -14,6 +14,7 @@ import torch
 from penstock.protocol.packs.step_logprobs import CLIPPED, DUAL_CLIPPED, REJECTED
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import TokenOutcomes
+from penstock.trainer.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +84,7 @@ class RowRecorder:
             rows, counts, logprobs, outcomes = rows[wanted], counts[wanted], logprobs[of_tokens], outcomes[of_tokens]
         self._parts.append(KeptRows(rows, counts, logprobs, outcomes))
 
-    @property
-    def kept(self) -> KeptRows:
-        """The rows of this rank so far."""
-        return KeptRows.joined(self._parts)
+    def gather(self, dims: ParallelDims) -> KeptRows:
+        """Return the rows of all ranks on rank 0, none on the others; collective."""
+        parts = dims.gather(KeptRows.joined(self._parts).to_bytes())
+        return KeptRows.joined([KeptRows.from_bytes(part) for part in parts])

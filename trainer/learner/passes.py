@@ -1,4 +1,4 @@
-"""The optimizer steps of a batch: which groups each trains on, in which order, over several passes, and their figures; pure.
+"""The optimizer steps of a batch: which groups each trains on, in which order, over several passes; pure.
 
 The groups are split once, and every pass takes the mini-batches in an order of its own. So a mini-batch has the same
 micro-batches in every pass, and the log-probabilities that are computed before the first optimizer step fit all of them. Split
@@ -8,15 +8,10 @@ and orders follow from ``run.seed`` and the step alone: a resumed run, and a rep
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
-
-from penstock.trainer.algorithm.mismatch import FRESH_MAXIMA, FRESH_SUMS
-from penstock.trainer.learner.health.step_watch import LayerFigures
-from penstock.trainer.learner.policy import PassFigures, StepFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +22,6 @@ class Passes:
     orders: tuple[tuple[int, ...], ...]  # of each pass: numbers of mini-batches
     stop_kl: float | None = None  # no further pass once the KL to the proximal policy was above this in one
     sizes: tuple[int, ...] = ()  # micro-batches of each mini-batch, the same on every rank
-
-    def to_wire(self) -> list[Any]:
-        """Return the passes as MessagePack types."""
-        return [
-            [list(some) for some in self.groups],
-            [list(some) for some in self.orders],
-            self.stop_kl,
-            list(self.sizes),
-        ]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> Passes:
-        """Rebuild what `to_wire` wrote."""
-        groups, orders, stop_kl, sizes = wire
-        return cls(tuple(map(tuple, groups)), tuple(map(tuple, orders)), stop_kl, tuple(sizes))
 
     def cut(self, micro_batches: Sequence[Any]) -> list[Sequence[Any]]:
         """Return the micro-batches of each mini-batch, of all those of a rank in their order."""
@@ -82,46 +62,3 @@ def plan_passes(
 def _shuffled(values: Sequence[int], key: str) -> list[int]:
     """Return the values in the order of their hashes under a key: the same with every version of every library."""
     return sorted(values, key=lambda value: hashlib.sha256(f"{key}:{value}".encode()).digest())
-
-
-def pass_figures(steps: Sequence[StepFigures]) -> PassFigures:
-    """Return the figures of one pass: means over its tokens, each measured before the optimizer step on its mini-batch."""
-    tokens = max(1.0, sum(step.sums["tokens"] for step in steps))
-    return PassFigures(
-        num_updates=len(steps),
-        clip_fraction=sum(step.sums["clipped"] for step in steps) / tokens,
-        kl_proximal=sum(step.sums["kl_proximal"] for step in steps) / tokens,
-    )
-
-
-def batch_figures(passes: Sequence[Sequence[StepFigures]]) -> StepFigures:
-    """Return the figures of a batch: means over its optimizer steps, and largest values.
-
-    Sums are means over the passes, so that they count every token once. Engine and trainer are compared on the tokens of the
-    first optimizer step: the trainer scored only those with the weights under which the engine sampled.
-    """
-    steps = [step for some in passes for step in some]
-    first = steps[0]
-    sums = {name: sum(step.sums[name] for step in steps) / len(passes) for name in first.sums}
-    maxima = {name: max(step.maxima[name] for step in steps) for name in first.maxima}
-    return replace(
-        first,
-        loss=fmean(step.loss for step in steps),
-        grad_norm=fmean(step.grad_norm for step in steps),
-        lr=fmean(step.lr for step in steps),
-        lr_factor=fmean(step.lr_factor for step in steps),
-        sums={**sums, **{name: first.sums[name] for name in FRESH_SUMS}},
-        maxima={**maxima, **{name: first.maxima[name] for name in FRESH_MAXIMA}},
-        layers=_mean_layers([step.layers for step in steps]),
-        left_out=tuple(is_left_out for step in steps for is_left_out in step.left_out),
-        passes=tuple(pass_figures(some) for some in passes),
-    )
-
-
-def _mean_layers(steps: Sequence[Mapping[str, LayerFigures]]) -> dict[str, LayerFigures]:
-    """Return the means over optimizer steps; ratios over those that were made."""
-    found = {}
-    for name in steps[0]:
-        ratios = [ratio for step in steps if (ratio := step[name].update_ratio) is not None]
-        found[name] = LayerFigures(fmean(step[name].grad_norm for step in steps), fmean(ratios) if ratios else None)
-    return found

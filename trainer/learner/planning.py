@@ -11,9 +11,9 @@ from typing import Any, Literal
 from penstock.protocol.packs.step_logprobs import MAX_GROUPS, MAX_ROWS, MAX_TOKENS
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.passes import Passes, plan_passes
-from penstock.trainer.learner.policy import StepFigures
-from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, by_trajectory, make_plan
 from penstock.trainer.settings import TrainerSettings
 
@@ -23,7 +23,7 @@ OUTLIER_STEP = "outlier_step"  # why trajectories were not trained on, beside th
 class Planner:
     """Rank 0's planner; call `plan`, then `learned` with the step's figures."""
 
-    def __init__(self, settings: TrainerSettings, rank_group: RankGroup, state: Mapping[str, Any]) -> None:
+    def __init__(self, settings: TrainerSettings, learner: Learner, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's ``state``; an empty one starts a run.
 
         Raises CheckpointError if the state is of another algorithm.
@@ -33,7 +33,7 @@ class Planner:
         self._budget = settings.trainer.micro_batch_tokens
         self._least_age = settings.data.least_age
         self._seed = settings.run.seed
-        self._rank_group = rank_group
+        self._learner = learner
         self._state = AlgorithmState.resumed(settings.algorithm, state)
         self._credit = credit_rule(settings.algorithm, longest=self._longest, state=self._state)
         self._reward_kl: float | None = None  # of the batch that was planned last, per token
@@ -46,8 +46,8 @@ class Planner:
         lengths = [count for group in batch for count in group.trained.lengths]
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
-            every_row = all_rows(batch, self._rank_group.capacity(self._budget))
-            found = self._rank_group.reference_gaps(every_row, batch, algorithm.reward_kl_form)
+            every_row = all_rows(batch, self._learner.capacity(self._budget))
+            found = self._learner.reference_gaps(every_row, batch, form=algorithm.reward_kl_form)
             gaps = by_trajectory(batch, found)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
@@ -56,7 +56,7 @@ class Planner:
             credit=lambda groups: self._credit(_with_kl(groups, gaps)),
             aggregation=algorithm.aggregation,
             max_completion_tokens=self._longest,
-            capacity=self._rank_group.capacity(self._budget),
+            capacity=self._learner.capacity(self._budget),
             version=version,
             sft_coefficient=algorithm.sft_coefficient,
             split=self._split if algorithm.many_updates else None,
@@ -73,7 +73,7 @@ class Planner:
             epochs=algorithm.epochs,
             minibatches=algorithm.minibatches,
             seed=self._seed,
-            step=self._rank_group.policy.steps_done,
+            step=self._learner.policy.steps_done,
             stop_kl=algorithm.stop_kl,
         )
 
@@ -116,7 +116,7 @@ class Learned:
 
 def learn(
     planner: Planner,
-    rank_group: RankGroup,
+    learner: Learner,
     batch: Sequence[ReadyGroup],
     version: int,
     *,
@@ -127,7 +127,7 @@ def learn(
     The figures keep the log-probabilities of the first ``keep_groups`` groups, see `num_kept_rows`.
     """
     plan = planner.plan(batch, version)
-    figures = rank_group.step(plan, batch, keep_rows=num_kept_rows(plan, batch, keep_groups))
+    figures = learner.step(plan, batch, keep_rows=num_kept_rows(plan, batch, keep_groups))
     return Learned(plan, figures, planner.learned(figures), skipped_trajectories(plan, figures, batch))
 
 

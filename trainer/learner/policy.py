@@ -1,70 +1,38 @@
 """The model that is being trained.
 
-Every rank has one `Policy`; `train_step`, `snapshot`, `copy_to`, `save` and `load` are called on all ranks together.
-The model's parameters keep their Hugging Face names in everything that is exported or published.
+Every rank has one `Policy`; `train_step`, `save`, `load` and the methods of `Policy.weights` are called on all ranks together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.protocol.weights.adapter_format import AdapterConfig
-from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.distillation import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
-from penstock.trainer.learner import adapter, expert_tensors, vision
+from penstock.trainer.learner import adapter
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
 from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of
-from penstock.trainer.learner.health.step_watch import LayerFigures
-from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
+from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
+from penstock.trainer.learner.step_figures import StepFigures, StepSums
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.publishing.weight_buckets import TensorSink
 
-_PREFIX = "language_model."  # of parameter names, added by wrapping the model
 _TAG = "engine"
 
 # Called with what the loss did with the tokens of each micro-batch, in their order; None where it compares no policies.
 Observer = Callable[[TokenOutcomes | None, MicroBatch], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PassFigures:
-    """What was measured in one of several passes over a batch."""
-
-    num_updates: int  # optimizer steps
-    clip_fraction: float
-    kl_proximal: float  # per token, from the policy before the batch to the one before each optimizer step
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """What one optimizer step did, or all those of a batch, over all ranks; the same on every rank."""
-
-    loss: float
-    grad_norm: float  # before clipping
-    lr: float
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    critic: Mapping[str, float] = field(default_factory=dict)  # its figures, in a run with a critic
-    lr_factor: float = 1.0  # of the schedule's learning rate, contained in ``lr``
-    passes: tuple[PassFigures, ...] = ()  # in a run with several optimizer steps on a batch
-    layers: Mapping[str, LayerFigures] = field(default_factory=dict)  # by group of layers
-    left_out: tuple[bool, ...] = ()  # of each optimizer step, in order: whether it was an outlier and not made
-    work: Work = NO_WORK  # of all passes of the policy for the batch, over all ranks
-    kept: KeptRows | None = field(default=None, compare=False)  # the log-probabilities that were asked for; on rank 0
 
 
 class Policy:
@@ -86,7 +54,7 @@ class Policy:
         self._dims = dims
         self._cost = scorer.pass_cost
         self._router_replay = router_replay
-        self._family = str(scorer.language_model.config.get_text_config().model_type)
+        self.weights = PolicyWeights(trainable, scorer, dims)
         self._work = NO_WORK  # of this rank since `take_work`
         self.steps_done = 0  # batches, whatever number of optimizer steps each had
         self.device = trainable.device
@@ -137,11 +105,11 @@ class Policy:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
-        ranks and micro-batches simply add up. The objective may scale the step's learning rate by what
+        ranks and micro-batches simply add up. The objective may scale the step's learning rate by
         the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
         Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
         """
-        sums_of_step = _StepSums()
+        sums_of_step = StepSums()
         for number, batch in enumerate(micro_batches, start=1):
             self._trainable.begin(is_last=number == len(micro_batches))
             outcome = self._outcome(batch.to(self.device), objective, reference)
@@ -174,7 +142,7 @@ class Policy:
         observe: Observer | None = None,
     ) -> StepFigures:
         """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
-        sums_of_step = _StepSums()
+        sums_of_step = StepSums()
         with torch.no_grad():
             for batch in micro_batches:
                 outcome = self._outcome(batch.to(self.device), objective, reference)
@@ -196,105 +164,6 @@ class Policy:
         self.steps_done += 1
         if has_learned:
             self._trainable.end_batch()
-
-    def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on ranks that write no files.
-
-        Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
-        ``dtype`` on their device first, so that only the smaller copy is transferred.
-        """
-        copies: dict[str, Tensor] = {}
-        self._visit(
-            lambda _: self._dims.writes_files, lambda name, tensor: copies.__setitem__(name, _to_cpu(tensor, dtype))
-        )
-        return copies
-
-    def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
-        """Return the layout of the model as `copy_to` copies it; the same on every rank, without gathering tensors."""
-        specs = []
-        for name, tensor, _ in self._published():
-            rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            dtype_name = str(rounded).removeprefix("torch.")
-            for own_name, shape in expert_tensors.published(
-                name, tuple(self._trainable.whole_shape(tensor)), self._family
-            ):
-                specs.append(TensorSpec(own_name, dtype_name, shape))
-        return build_layout(specs, bucket_bytes=bucket_bytes)
-
-    def copy_to(self, sink: TensorSink, *, merge: bool = True, rounding: adapter.Rounding | None = None) -> None:
-        """Give a sink its tensors, whole, one after the other. Collective under ZeRO-3, as `snapshot`.
-
-        Adapters are merged, or omitted if ``merge`` is False. ``rounding`` counts the sink's merged weights.
-        """
-        self._visit(sink.names.__contains__, sink.put, merge=merge, rounding=rounding)
-
-    def adapter_config(self) -> AdapterConfig | None:
-        """Return the adapters' configuration; None without adapters."""
-        return adapter.config(self._scorer)
-
-    def modules_beside_adapters(self) -> list[str]:
-        """Return the names of modules that are trained whole beside adapters: a reward model's score."""
-        return sorted({name.removeprefix(_PREFIX).rpartition(".")[0] for name, _ in self._trained_beside_adapters()})
-
-    def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Copy the adapters to the CPU, by their layer's name followed by ``lora_A.weight`` or ``lora_B.weight``.
-
-        A score that is trained beside adapters is among them, under its own name. Rounded to ``dtype``, if given. Empty without adapters and on ranks that write no files; collective under ZeRO-3.
-        """
-        copies: dict[str, Tensor] = {}
-        for name, (down, up, _) in adapter.factors(self._scorer).items():
-            layer = name.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
-            with self._trainable.whole(down, up):
-                if self._dims.writes_files:
-                    copies |= {
-                        f"{layer}.lora_A.weight": _to_cpu(down, dtype),
-                        f"{layer}.lora_B.weight": _to_cpu(up, dtype),
-                    }
-        for name, parameter in self._trained_beside_adapters():
-            with self._trainable.whole(parameter):
-                if self._dims.writes_files:
-                    copies[name.removeprefix(_PREFIX)] = _to_cpu(parameter, dtype)
-        return copies
-
-    def _trained_beside_adapters(self) -> list[tuple[str, Tensor]]:
-        return [
-            (name, parameter)
-            for name, parameter in self._scorer.named_parameters()
-            if parameter.requires_grad and not adapter.is_adapter(name) and adapter.config(self._scorer) is not None
-        ]
-
-    def _published(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor, tuple[Any, ...] | None]]:
-        """Yield what is published, in the same order on all ranks: name, tensor, and the adapter to merge into it."""
-        adapted = adapter.factors(self._scorer) if merge else {}
-        for name, parameter in self._scorer.named_parameters():
-            if not adapter.is_adapter(name):
-                yield self._saved_name(adapter.plain_name(name)), parameter, adapted.get(name)
-        persistent = self._scorer.state_dict().keys()
-        for name, buffer in self._scorer.named_buffers():
-            if name in persistent:
-                yield self._saved_name(name), buffer, None
-
-    def _saved_name(self, name: str) -> str:
-        return vision.saved_name(self._scorer.language_model, name.removeprefix(_PREFIX))
-
-    def _visit(
-        self,
-        wanted: Callable[[str], bool],
-        take: Callable[[str, Tensor], None],
-        *,
-        merge: bool = True,
-        rounding: adapter.Rounding | None = None,
-    ) -> None:
-        """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
-        for name, tensor, low_rank in self._published(merge=merge):
-            with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())) as (whole, *_):
-                if low_rank:
-                    if wanted(name):
-                        take(name, adapter.merged(whole, *low_rank, rounding=rounding))
-                    continue
-                for own_name, part in expert_tensors.parts(name, whole, self._family):
-                    if wanted(own_name):
-                        take(own_name, part)
 
     def capture(self) -> CapturedPart:
         """Copy this rank's part of model, optimizer, schedule and random state, to be written while training goes on."""
@@ -405,31 +274,3 @@ class Policy:
             images=batch.images,
             **what,
         )
-
-
-@dataclass(slots=True)
-class _StepSums:
-    """Adds up the figures of the micro-batches of a step."""
-
-    loss: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-
-    def add(self, outcome: Outcome) -> None:
-        self.loss += float(outcome.loss.detach())
-        for name, value in outcome.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-        for name, value in outcome.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
-
-    def over(self, dims: ParallelDims) -> tuple[float, dict[str, float], dict[str, float]]:
-        loss, *sums = dims.sum([self.loss, *self.sums.values()])
-        top = dims.maximum(list(self.maxima.values()))
-        return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
-
-
-def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    tensor = tensor.detach()
-    if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-        return tensor.to(dtype).to("cpu").contiguous()
-    return tensor.to("cpu", copy=True).contiguous()

@@ -7,18 +7,14 @@ number of ranks. A plan and the packs that it names are enough to make the same 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from penstock.protocol import blob_keys
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
-from penstock.trainer.algorithm.batch import Row, plan_micro_batches, prefixes_of
+from penstock.trainer.algorithm.batch import plan_micro_batches, prefixes_of
 from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
 from penstock.trainer.algorithm.stream_images import PlacedImages
 from penstock.trainer.learner.passes import Passes
@@ -95,39 +91,6 @@ class StepPlan:
     passes: Passes | None = (
         None  # the optimizer steps, of which each share's micro-batches are in order; None: one step
     )
-
-    def to_wire(self) -> list[Any]:
-        """Return the plan as MessagePack types."""
-        return [
-            [[ref.key, ref.size_bytes, ref.sha256] for ref in self.packs],
-            [
-                [r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight, list(r.turn_advantages)]
-                for r in self.rows
-            ],
-            [[list(rows) for rows in share] for share in self.micro_batches],
-            self.version,
-            [list(pair) for pair in self.skipped],
-            self.kl_coefficient,
-            self.token_kl,
-            self.least_age,
-            self.passes and self.passes.to_wire(),
-        ]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
-        """Rebuild what `to_wire` wrote."""
-        packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl, least_age, passes = wire
-        return cls(
-            packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
-            rows=tuple(PlannedRow(*row, turn_advantages=tuple(by_turn)) for *row, by_turn in rows),
-            micro_batches=tuple(tuple(tuple(rows) for rows in share) for share in micro_batches),
-            version=version,
-            skipped=tuple((reason, count) for reason, count in skipped),
-            kl_coefficient=kl_coefficient,
-            token_kl=token_kl,
-            least_age=least_age,
-            passes=passes and Passes.from_wire(passes),
-        )
 
 
 def make_plan(
@@ -223,7 +186,7 @@ def _micro_batches(
             tokens,
             [row.loss_mask for row in rows],
             [row.experts and row.experts.ids for row in rows],
-            [_placed(row, pack) for row, pack in planned],
+            [placed_images(row, pack) for row, pack in planned],
         ),
         pair_cost=capacity.pair_cost,
         padded=capacity.padded,
@@ -282,40 +245,6 @@ def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:
     return [sum(next(remaining) for _ in group.lengths) for group in groups]
 
 
-def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[int, int], Group]) -> list[Row]:
-    """Return the rows of one micro-batch; ``groups`` are keyed by pack number and row group."""
-    rows = []
-    for number in micro_batch:
-        planned = plan.rows[number]
-        group = groups[planned.pack, planned.row_group]
-        trajectory = group.trajectories[planned.trajectory]
-        rows.append(
-            Row(
-                token_ids=trajectory.token_ids,
-                loss_mask=trajectory.loss_mask,
-                behaviour_logprobs=trajectory.behaviour_logprobs,
-                advantage=planned.advantage,
-                weight=planned.weight,
-                ages=_ages(trajectory, plan.version, plan.least_age),
-                sft_weight=planned.sft_weight,
-                turns=[(turn.start, turn.end) for turn in group.turns[planned.trajectory]],
-                turn_advantages=planned.turn_advantages,
-                teacher=group.teacher.rows[planned.trajectory] if group.teacher is not None else None,
-                experts=trajectory.experts.ids if trajectory.experts is not None else None,
-                images=_placed(trajectory, plan.packs[planned.pack]),
-            )
-        )
-    return rows
-
-
-def _placed(trajectory: Trajectory, pack: BlobRef) -> PlacedImages | None:
+def placed_images(trajectory: Trajectory, pack: BlobRef) -> PlacedImages | None:
     """Return a trajectory's images, which are objects of the run whose pack it is from."""
     return None if trajectory.images is None else PlacedImages(blob_keys.owner_of_pack(pack.key), trajectory.images)
-
-
-def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.int32]:
-    """Return each token's age in versions, [T]; 0 where the policy did not sample it."""
-    ages = np.zeros(len(trajectory.token_ids), dtype=np.int32)
-    for run in trajectory.version_runs:
-        ages[run.start : run.end] = max(least, version - run.version)
-    return ages

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import msgpack
 import torch
@@ -29,16 +28,6 @@ class CopyOrder:
     wanted: tuple[int, ...]  # ids of older copies that are still to be published
     bucket_bytes: int
 
-    def to_wire(self) -> list[Any]:
-        """Return the order as MessagePack types."""
-        return [self.copy_id, self.dtype, self.as_adapter, list(self.wanted), self.bucket_bytes]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> CopyOrder:
-        """Rebuild what `to_wire` wrote."""
-        copy_id, dtype, as_adapter, wanted, bucket_bytes = wire
-        return cls(copy_id, dtype, as_adapter, tuple(wanted), bucket_bytes)
-
 
 class WeightCopies:
     """Copies the policy's weights on one rank. `copy` and `root` are called on all ranks together."""
@@ -53,7 +42,7 @@ class WeightCopies:
 
     def copy(self, order: CopyOrder, publisher: RankPublisher | None) -> Weights:
         """Copy what is published; buckets of a model also go to ``publisher`` (all ranks but 0)."""
-        config = self._policy.adapter_config() if order.as_adapter else None
+        config = self._policy.weights.adapter_config() if order.as_adapter else None
         if publisher is not None:
             publisher.discard(order.wanted)
         if config is None:
@@ -80,15 +69,15 @@ class WeightCopies:
     def _copy_adapter(self, order: CopyOrder, base: AdapterBase) -> Weights:
         if self._policy.steps_done == 0:  # the adapter is still zero: the base itself is published
             return ModelWeights(base.buckets, lambda: base.root)
-        tensors = self._policy.adapter_tensors(dtype_of(order.dtype))
+        tensors = self._policy.weights.adapter_tensors(dtype_of(order.dtype))
         factors = {published_name(name): tensor for name, tensor in tensors.items()}
         return AdapterWeights.of(factors, base, copy_id=order.copy_id)
 
     def _copy_buckets(self, order: CopyOrder, *, merge: bool) -> WeightBuckets:
-        layout = self._policy.layout(dtype_of(order.dtype), bucket_bytes=order.bucket_bytes)
+        layout = self._policy.weights.layout(dtype_of(order.dtype), bucket_bytes=order.bucket_bytes)
         share = self._dims.buckets
         buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index], copy_id=order.copy_id)
-        self._policy.copy_to(buckets, merge=merge)
+        self._policy.weights.copy_to(buckets, merge=merge)
         buckets.seal()
         return buckets
 
@@ -98,11 +87,6 @@ class WeightCopies:
         assert rows is not None
         gathered = [row for data in self._dims.ranks.gather(rows) for row in msgpack.unpackb(data)]
         return weights_digest(TensorDigest(name, dtype, tuple(shape), xxh3) for name, dtype, shape, xxh3 in gathered)
-
-
-def name_of(dtype: torch.dtype | None) -> str | None:
-    """Return the name of a dtype as manifests store it."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""What one rank does to publish a model: compares, encodes and stores its own buckets, as rank 0 requests.
+"""What every rank does to publish a model, when rank 0 orders it: compares, encodes and stores its own buckets.
 
 A rank holds its buckets of the *committed* version, the one that the head names, and the copies that wait to be
 published. Neither changes before rank 0 commits a version: a publication that fails changes nothing here, and no
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.protocol import blob_keys
-from penstock.protocol.facts import BlobRef, Count, Wire
+from penstock.protocol.facts import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
@@ -27,6 +28,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.parallel_dims import Share
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets, read_buckets
+from penstock.trainer.rank_orders import order
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are configured
@@ -34,56 +36,25 @@ if TYPE_CHECKING:
 _COPY_DEADLINE_S = 600.0  # a rank that trails rank 0 by more than this is stuck
 
 
-class Digests(Wire):
-    """Answer: every tensor of a rank's buckets, as [name, dtype, shape, xxh3]."""
+@dataclass(frozen=True, slots=True)
+class PatchSize:
+    """The size of the patch of a rank's buckets."""
 
-    tensors: tuple[tuple[str, str, tuple[Count, ...], str], ...] = ()
-    problem: str | None = None  # why there are none
-
-    @classmethod
-    def of(cls, buckets: WeightBuckets) -> Digests:
-        """Wait for the hashes of buckets."""
-        return cls(tensors=tuple((d.name, d.dtype, d.shape, d.xxh3) for d in buckets.digests()))
-
-    def unwrap(self) -> list[TensorDigest]:
-        """Return what `weights_digest` takes."""
-        return [TensorDigest(*tensor) for tensor in self.tensors]
+    num_bytes: int
+    num_changed: int  # words
 
 
-class PatchSize(Wire):
-    """Answer: the size of the patch of a rank's buckets."""
+@dataclass(frozen=True, slots=True)
+class StoredBuckets:
+    """What a rank has stored of a version; ranges index these ``objects``."""
 
-    num_bytes: Count
-    num_changed: Count  # words
-
-
-class StoredBuckets(Wire):
-    """Answer: what a rank has stored of a version; ranges index these ``objects``."""
-
-    objects: tuple[BlobRef, ...] = ()
-    numbers: tuple[Count, ...] = ()  # of the buckets, as many as ``states``
-    states: tuple[BucketState, ...] = ()
-
-
-class Done(Wire):
-    """Answer: the request was carried out."""
-
-
-class Request(Wire):
-    """What rank 0 asks of every rank."""
-
-    action: str
-    copy_id: Count = 0  # which copy of the weights
-    version: Count = 0
-    attempt: str = ""
-    file_name: str = ""  # of the only bucket, if there is one only
-    head: BlobRef | None = None
-    source: Literal["copy", "committed", "retained"] = "copy"  # what is stored whole
-    retain: bool = False  # keep the committed buckets, too, for a full snapshot in the background
+    objects: tuple[BlobRef, ...]
+    numbers: tuple[int, ...]  # of the buckets, as many as ``states``
+    states: tuple[BucketState, ...]
 
 
 class RankPublisher:
-    """The buckets of one rank. Thread-safe: copies come from the training thread, requests on other threads."""
+    """The buckets of one rank. Thread-safe: copies come from the training thread, orders on other threads."""
 
     def __init__(
         self, blobs: Blobs, run_id: str, share: Share | None = None, trusted_keys: TrustedKeys | None = None
@@ -112,29 +83,31 @@ class RankPublisher:
         with self._changed:
             self._copies = {copy_id: copy for copy_id, copy in self._copies.items() if copy_id in wanted}
 
-    def answer(self, request: Request) -> Wire:
-        """Carry out a request of rank 0; raises BlobError."""
-        return _ACTIONS[request.action](self, request)
+    @order
+    def digests(self, copy_id: int) -> list[TensorDigest]:
+        """Return the digest of every tensor of this rank's buckets, waiting for the hashing thread."""
+        return self._copy(copy_id).digests()
 
-    def _digests(self, request: Request) -> Digests:
-        return Digests.of(self._copy(request.copy_id))
+    @order
+    def read_head(self, head: BlobRef, version: PolicyVersion) -> list[TensorDigest]:
+        """Read this rank's buckets of a version from the object store; they are the committed ones from now on.
 
-    def _read_head(self, request: Request) -> Digests:
-        """Read this rank's buckets of a version from the object store; they are the committed ones from now on."""
-        assert request.head is not None
+        Raises PublicationFailed for a head that is unreadable.
+        """
         reader = WeightReader(self._blobs, self._run_id, trusted_keys=self._trusted_keys)
         try:
-            manifest = reader.manifest(request.head, PolicyVersion(request.version))
+            manifest = reader.manifest(head, version)
             numbers = assign_buckets(reader.layout(manifest), self._share.count)[self._share.index]
             self._committed = read_buckets(reader.plan(manifest, None), reader, numbers)
         except UNUSABLE as err:
             self._committed = None
-            return Digests(problem=str(err))
-        return Digests.of(self._committed)
+            raise PublicationFailed(str(err)) from err
+        return self._committed.digests()
 
-    def _compare(self, request: Request) -> PatchSize:
+    @order
+    def compare(self, copy_id: int) -> PatchSize:
         """Encode what differs between a copy and the committed buckets."""
-        copy, base = self._copy(request.copy_id), self._committed
+        copy, base = self._copy(copy_id), self._committed
         assert base is not None
         self._changes = {}
         for number, raw in copy.raw.items():
@@ -144,9 +117,10 @@ class RankPublisher:
         found = self._changes.values()
         return PatchSize(num_bytes=sum(len(e.data) for e in found), num_changed=sum(e.num_changed for e in found))
 
-    def _store_patch(self, request: Request) -> StoredBuckets:
-        """Store the segments that were compared last, in one object."""
-        copy, base = self._copy(request.copy_id), self._committed
+    @order
+    def store_patch(self, copy_id: int, version: PolicyVersion, attempt: str) -> StoredBuckets:
+        """Store the segments that were compared last, in one object; raises BlobError."""
+        copy, base = self._copy(copy_id), self._committed
         assert base is not None
         offset, states = 0, []
         for number, encoded in self._changes.items():
@@ -167,19 +141,49 @@ class RankPublisher:
             )
         objects: tuple[BlobRef, ...] = ()
         if offset:
-            version = PolicyVersion(request.version)
-            key = blob_keys.weights_pack(self._run_id, version, request.attempt, self._share.index)
+            key = blob_keys.weights_pack(self._run_id, version, attempt, self._share.index)
             objects = (self._put(key, b"".join(encoded.data for encoded in self._changes.values())),)
-        return StoredBuckets(objects=objects, numbers=tuple(self._changes), states=tuple(states))
+        return StoredBuckets(objects, tuple(self._changes), tuple(states))
 
-    def _store_whole(self, request: Request) -> StoredBuckets:
-        """Store every bucket as a safetensors file."""
-        buckets = self._source(request)
+    @order
+    def store_whole(self, copy_id: int, version: PolicyVersion, attempt: str, file_name: str = "") -> StoredBuckets:
+        """Store every bucket of a copy as a safetensors file, called ``file_name`` if it is the only one; raises BlobError."""
+        return self._store_whole(self._copy(copy_id), version, attempt, file_name)
+
+    @order
+    def store_committed(self, version: PolicyVersion, attempt: str) -> StoredBuckets:
+        """Store every bucket of the committed version as a safetensors file; raises BlobError."""
+        return self._store_whole(self._committed, version, attempt)
+
+    @order
+    def store_retained(self, version: PolicyVersion, attempt: str) -> StoredBuckets:
+        """Store every bucket that was retained as a safetensors file; raises BlobError."""
+        return self._store_whole(self._retained, version, attempt)
+
+    @order
+    def commit(self, copy_id: int, retain: bool) -> None:
+        """Take a copy as the committed version, against which the next patch is made; ``retain`` it for a full snapshot as well."""
+        self._committed = copy = self._copy(copy_id)
+        self._changes = {}
+        if retain:
+            self._retained = copy
+        with self._changed:
+            self._copies.pop(copy_id, None)
+
+    @order
+    def release(self) -> None:
+        """Release what was retained: the full snapshot is written, or has failed."""
+        self._retained = None
+
+    def _store_whole(
+        self, buckets: WeightBuckets | None, version: PolicyVersion, attempt: str, file_name: str = ""
+    ) -> StoredBuckets:
+        assert buckets is not None
         objects, states = [], []
         for number, raw in buckets.raw.items():
             bucket = buckets.layout.buckets[number]
-            name = request.file_name or shard_name(number, len(buckets.layout.buckets))
-            key = blob_keys.weights_shard(self._run_id, PolicyVersion(request.version), request.attempt, name)
+            name = file_name or shard_name(number, len(buckets.layout.buckets))
+            key = blob_keys.weights_shard(self._run_id, version, attempt, name)
             blob = self._put(key, shard_header(bucket) + raw.tobytes())
             stored = StoredRange(object=len(objects), offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
             objects.append(blob)
@@ -192,29 +196,7 @@ class RankPublisher:
                     new_xxh3=buckets.xxh3(number),
                 )
             )
-        return StoredBuckets(objects=tuple(objects), numbers=tuple(buckets.raw), states=tuple(states))
-
-    def _commit(self, request: Request) -> Done:
-        """Take a copy as the committed version: the next patch is made against it."""
-        self._committed = copy = self._copy(request.copy_id)
-        self._changes = {}
-        if request.retain:
-            self._retained = copy
-        with self._changed:
-            self._copies.pop(request.copy_id, None)
-        return Done()
-
-    def _release(self, _: Request) -> Done:
-        """Release what was retained: the full snapshot is written, or has failed."""
-        self._retained = None
-        return Done()
-
-    def _source(self, request: Request) -> WeightBuckets:
-        if request.source == "copy":
-            return self._copy(request.copy_id)
-        found = self._committed if request.source == "committed" else self._retained
-        assert found is not None
-        return found
+        return StoredBuckets(tuple(objects), tuple(buckets.raw), tuple(states))
 
     def _put(self, key: str, data: bytes) -> BlobRef:
         reference = self._blobs.put(key, data)
@@ -232,14 +214,3 @@ class RankPublisher:
                     "of this rank is behind rank 0; look for a slow or stuck rank"
                 )
             return self._copies[copy_id] if copy_id in self._copies else self._permanent[copy_id]
-
-
-_ACTIONS: Mapping[str, Callable[[RankPublisher, Request], Wire]] = {
-    "digests": RankPublisher._digests,
-    "read_head": RankPublisher._read_head,
-    "compare": RankPublisher._compare,
-    "store_patch": RankPublisher._store_patch,
-    "store_whole": RankPublisher._store_whole,
-    "commit": RankPublisher._commit,
-    "release": RankPublisher._release,
-}

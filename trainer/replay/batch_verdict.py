@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.trainer.learner.policy import StepFigures
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 

@@ -1,7 +1,7 @@
 """Trains again on the batch at which a run stopped by itself, alone, and says whether it fails again.
 
 ```
-stopped/stepN ──▶ groups, settings ──▶ rank group ◀── weights before the step: checkpoint, published version, initial model
+stopped/stepN ──▶ groups, settings ──▶ learner ◀── weights before the step: checkpoint, published version, initial model
                                            │
                                            ├──▶ measure: figures of the batch and of each group
                                            └──▶ learn: the failure, or none
@@ -36,11 +36,11 @@ from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainingDiverged
 from penstock.trainer.groups.batcher import staleness_tokens
-from penstock.trainer.learner.build_rank_group import build_rank_group
+from penstock.trainer.learner.build_learner import build_learner
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
-from penstock.trainer.learner.policy import StepFigures
-from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
@@ -173,13 +173,13 @@ class BatchReplay:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="replay-", dir=self._folder.parent) as scratch:
             weights = self._find_weights(store, Path(scratch))
-            rank_group = self._build(weights)
-            planner = Planner(self._settings, rank_group, self._batch.algorithm)
+            learner = self._build(weights)
+            planner = Planner(self._settings, learner, self._batch.algorithm)
             plan = planner.plan(self._ready, self._batch.version)
-            figures = rank_group.measure(plan, self._ready, keep_rows=len(plan.rows))
+            figures = learner.measure(plan, self._ready, keep_rows=len(plan.rows))
             groups = group_figures(plan, figures, self._ready)
-            planner = Planner(self._settings, rank_group, self._batch.algorithm)  # the first plan has moved its state
-            failure, made = self._failure(planner, rank_group, figures)
+            planner = Planner(self._settings, learner, self._batch.algorithm)  # the first plan has moved its state
+            failure, made = self._failure(planner, learner, figures)
         fields = self._fields(figures if made is None else made, time.monotonic() - started)
         if made is None:  # no step was made
             fields = {name: value for name, value in fields.items() if name not in ("grad_norm", "lr", "lr_set")}
@@ -199,15 +199,15 @@ class BatchReplay:
         )
 
     def _failure(
-        self, planner: Planner, rank_group: RankGroup, measured: StepFigures
+        self, planner: Planner, learner: Learner, measured: StepFigures
     ) -> tuple[Exception | None, StepFigures | None]:
         """Return the error of this batch alone, and the figures of its step if one was made."""
         trainer = self._settings.trainer
         try:
-            figures = learn(planner, rank_group, self._ready, self._batch.version).figures
+            figures = learn(planner, learner, self._ready, self._batch.version).figures
         except TrainingDiverged as err:
             return err, None
-        rank_group.dismiss()
+        learner.dismiss()
         try:
             check = EngineCheck(limit=trainer.max_mismatch, max_violations=1)
             check.check(compare_fresh_tokens(measured.sums, measured.maxima), self._batch.version)
@@ -257,7 +257,7 @@ class BatchReplay:
     def _steps_before(self) -> int:
         return self._batch.step - 1
 
-    def _build(self, weights: _Weights) -> RankGroup:
+    def _build(self, weights: _Weights) -> Learner:
         order = {
             "settings": self._document.decode(),
             "model": str(weights.model.absolute()) if weights.model else None,
@@ -266,10 +266,10 @@ class BatchReplay:
             "folder": str(self._folder.absolute()),
             "steps_done": self._steps_before,
         }
-        rank_group = _build_by_order(self._ranks.broadcast(order), self._ranks)
+        learner = _build_by_order(self._ranks.broadcast(order), self._ranks)
         if weights.checkpoint is not None:
-            rank_group.load(weights.checkpoint[0])
-        return rank_group
+            learner.load(weights.checkpoint[0])
+        return learner
 
 
 def follow(ranks: Ranks) -> None:
@@ -281,7 +281,7 @@ def follow(ranks: Ranks) -> None:
             continue
 
 
-def _build_by_order(order: Mapping[str, Any], ranks: Ranks) -> RankGroup:
+def _build_by_order(order: Mapping[str, Any], ranks: Ranks) -> Learner:
     settings, _ = read_settings(order["settings"].encode(), where="the saved settings")
     initial = Path(order["initial"]) if order["initial"] else settings.model.path
     path = Path(order["model"]) if order["model"] else initial
@@ -297,6 +297,6 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks) -> RankGroup:
     dims = ParallelDims(ranks, settings.trainer.layout)
     packs = StoppedPacks(Path(order["folder"]))
     adapter = Path(order["adapter"]) if order["adapter"] else None
-    rank_group = build_rank_group(settings, dims, packs, open_mixed_pairs(settings), adapter=adapter)
-    rank_group.policy.steps_done = order["steps_done"]  # pairs and mini-batches follow from it
-    return rank_group
+    learner = build_learner(settings, dims, packs, open_mixed_pairs(settings), adapter=adapter)
+    learner.policy.steps_done = order["steps_done"]  # pairs and mini-batches follow from it
+    return learner

@@ -1,7 +1,7 @@
 """Trains again on a run's stored groups, in their recorded order, and compares every version.
 
 ```
-record ──▶ settings of each session ──▶ rank group ◀── initial model, or a checkpoint of the run
+record ──▶ settings of each session ──▶ learner ◀── initial model, or a checkpoint of the run
    │                                        │
    └──▶ groups of each step ─── fetch ───▶ learn ──▶ weights_digest == recorded?
 ```
@@ -31,10 +31,10 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.stored_groups import ready_groups
-from penstock.trainer.learner.build_rank_group import build_rank_group
+from penstock.trainer.learner.build_learner import build_learner
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
@@ -103,7 +103,7 @@ class Replay:
             _refuse_code(record.run_id, self._documents)
         self._read = {key: read_settings(document, where=key) for key, document in self._documents.items()}
         self._replayed_roots: dict[int, str] = {}  # by version
-        self._rank_group: RankGroup | None = None
+        self._learner: Learner | None = None
         self._session = record.sessions[0]
         self.verdict = Verdict(record.run_id)
 
@@ -129,8 +129,8 @@ class Replay:
                 )
                 verdict.findings += problems
             verdict.wall_s, verdict.cpu_s = time.monotonic() - started, time.process_time() - cpu
-        if self._rank_group is not None:
-            self._rank_group.dismiss()
+        if self._learner is not None:
+            self._learner.dismiss()
         if self._ranks.num_ranks > 1:
             self._ranks.broadcast(None)
         return verdict
@@ -210,7 +210,7 @@ class Replay:
             except (BlobMissing, BlobCorrupt, PackError) as err:
                 self.verdict.findings.append(f"step {item.step}: {err}")
                 return
-            learned = learn(planner, self._require_rank_group(), batch, item.trained_version)
+            learned = learn(planner, self._require_learner(), batch, item.trained_version)
             self.verdict.count([group.num_tokens for group in batch])
             self.verdict.findings += other_updates(item, learned.updates, learned.left_out)
             figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
@@ -227,25 +227,25 @@ class Replay:
             return planner
         folder = scratch / f"epoch{session.epoch}"
         folder.mkdir()
-        self._require_rank_group().save(folder)
+        self._require_learner().save(folder)
         return self._enter(session, folder, planner.document())
 
     def _enter(self, session: RecordedSession, checkpoint: Path | None, algorithm: Mapping[str, Any]) -> Planner:
-        """Build the rank group with the settings of a session, from a checkpoint or the initial model."""
-        if self._rank_group is not None:
-            self._rank_group.dismiss()
-            self._rank_group = None  # frees its memory before the next one is built
+        """Build the learner with the settings of a session, from a checkpoint or the initial model."""
+        if self._learner is not None:
+            self._learner.dismiss()
+            self._learner = None  # frees its memory before the next one is built
         self._session = session
         order = {
             "settings": self._documents[session.config.key].decode(),
             "model": str(self._wanted.model.absolute()) if self._wanted.model else None,
             "threads": _num_threads(session),
         }
-        self._rank_group = _build_by_order(self._ranks.broadcast(order), self._ranks, self._blobs)
+        self._learner = _build_by_order(self._ranks.broadcast(order), self._ranks, self._blobs)
         if checkpoint is not None:
-            self._rank_group.load(checkpoint)
+            self._learner.load(checkpoint)
         self._compare_environment()
-        return Planner(self._settings, self._rank_group, algorithm)
+        return Planner(self._settings, self._learner, algorithm)
 
     @property
     def _settings(self) -> TrainerSettings:
@@ -254,20 +254,20 @@ class Replay:
     def _session_of(self, item: RecordedSession | RecordedStep) -> RecordedSession:
         return item if isinstance(item, RecordedSession) else self._record.session_of(item)
 
-    def _require_rank_group(self) -> RankGroup:
-        assert self._rank_group is not None
-        return self._rank_group
+    def _require_learner(self) -> Learner:
+        assert self._learner is not None
+        return self._learner
 
     def _digest(self, dtype: str, *, as_adapter: bool) -> str:
-        rank_group = self._require_rank_group()
-        as_trained = dtype in ("", "as-trained", rank_group.policy.dtype)
-        return rank_group.weights(None if as_trained else getattr(torch, dtype), as_adapter=as_adapter).root()
+        learner = self._require_learner()
+        as_trained = dtype in ("", "as-trained", learner.policy.dtype)
+        return learner.weights(None if as_trained else dtype, as_adapter=as_adapter).root()
 
     def _compare_environment(self) -> None:
         for line in environment_fingerprint.differences(
             self._session.environment,
             environment_fingerprint.environment_fingerprint(
-                {**self._settings.extension_digests, **self._require_rank_group().data_digests}
+                {**self._settings.extension_digests, **self._require_learner().data_digests}
             ),
         ):
             if line not in self.verdict.environment_differences:
@@ -299,7 +299,7 @@ def follow(ranks: Ranks, blobs: Blobs) -> None:
         _build_by_order(order, ranks, blobs).follow()
 
 
-def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> RankGroup:
+def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Learner:
     settings, _ = read_settings(order["settings"].encode(), where="the record's settings")
     if order["model"] is not None:
         model = settings.model.model_copy(update={"path": Path(order["model"])})
@@ -311,4 +311,4 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Ran
         )
     torch.set_num_threads(order["threads"])
     dims = ParallelDims(ranks, settings.trainer.layout)
-    return build_rank_group(settings, dims, blobs, open_mixed_pairs(settings))
+    return build_learner(settings, dims, blobs, open_mixed_pairs(settings))

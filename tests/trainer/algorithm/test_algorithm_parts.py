@@ -21,7 +21,10 @@ from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.ledger import Ledger
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
+from penstock.trainer.learner.learner import Learner
+from penstock.trainer.learner.micro_batches import rows_of
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan
+from penstock.trainer.rank_orders import pack_order, read_order
 from penstock.trainer.telemetry.metrics import reward_parts
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
@@ -205,7 +208,8 @@ def test_rows_carry_token_ages_and_plans_are_unchanged_by_encoding() -> None:
     """A row's tokens carry the versions between sampling and training; a plan that was encoded and decoded is the same plan."""
     group = ready(1, (1.0, 0.0), version=3)
     plan = plan_of([group], AlgorithmSettings(sft_coefficient=0.5), version=7, sft_coefficient=0.5)
-    assert StepPlan.from_wire(plan.to_wire()) == plan
+    _, received = read_order(Learner, pack_order(Learner.step, plan))
+    assert received == {"plan": plan}
     rows = rows_of(plan, [0, 1], {(0, 1): group.group})
     ages = rows[0].ages
     assert ages is not None

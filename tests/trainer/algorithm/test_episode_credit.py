@@ -23,7 +23,10 @@ from penstock.trainer.algorithm.losses.turn_ratio import turn_ratio
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.stored_groups import ready_groups
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, by_trajectory, make_plan, rows_of
+from penstock.trainer.learner.learner import Learner
+from penstock.trainer.learner.micro_batches import rows_of
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, by_trajectory, make_plan
+from penstock.trainer.rank_orders import pack_order, read_order
 
 
 def _turns(*rewards: float, states: Sequence[str] = (), tokens: int = 2) -> list[Turn]:
@@ -85,9 +88,10 @@ def test_every_sampled_token_is_in_one_row_of_the_plan() -> None:
 def test_a_plan_survives_the_way_to_other_ranks() -> None:
     """What a rank that follows builds is what rank 0 built, advantages by turn included."""
     ready, plan = _ready(name="return_to_go", normalise_by_std=True)
-    assert StepPlan.from_wire(plan.to_wire()) == plan
+    _, received = read_order(Learner, pack_order(Learner.step, plan))
+    assert received == {"plan": plan}
     assert [len(row.turn_advantages) for row in plan.rows] == [2, 1, 1, 1, 1, 1]
-    rows = rows_of(StepPlan.from_wire(plan.to_wire()), [0, 1], {(0, 0): ready.group})
+    rows = rows_of(received["plan"], [0, 1], {(0, 0): ready.group})
     batch = build(rows)
     assert batch.turns.index.tolist() == [0, 0, 1, 1, 2, 2]
     assert batch.sequences.index.tolist() == [0, 0, 0, 0, 1, 1]

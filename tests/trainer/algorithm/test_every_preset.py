@@ -36,7 +36,8 @@ from penstock.trainer.algorithm.objective import Objective, Outcome
 from penstock.trainer.algorithm.packed_rows import pack
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.token_credit import TokenCredit
-from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan, rows_of
+from penstock.trainer.learner.micro_batches import rows_of
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan
 
 LONGEST = 10
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)

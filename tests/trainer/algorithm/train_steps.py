@@ -17,9 +17,9 @@ from tests.trainer.learner.rank_check import how
 from penstock.protocol.config.run_file import load
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.planning import Planner
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.reference import RemoteReference
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
@@ -41,7 +41,7 @@ def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[s
     elif settings.needs_reference:
         reference = load_reference(Path(model), how(1, "float32"), policy.device, dims, temperature=1.0)
     nothing: Any = None  # a rank that is given its groups fetches none
-    rank_group = RankGroup(policy, dims, nothing, build_objective(settings), reference)
+    learner = Learner(policy, dims, nothing, build_objective(settings), reference)
     pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
     groups = []
     for number in range(3):
@@ -50,10 +50,10 @@ def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[s
             group = taught(group, loaded.teacher.top_k)
         scored = ScoredGroup(generated=group.summary(number), rewards=(1.0, 0.0, 1.0, 0.0), scorer="test")
         groups.append(ReadyGroup(scored, pack, group))
-    found, planner = [], Planner(loaded, rank_group, {})
+    found, planner = [], Planner(loaded, learner, {})
     for _ in range(NUM_STEPS):
         plan = planner.plan(groups, 5)
-        done = rank_group.step(plan, groups)
+        done = learner.step(plan, groups)
         found.append({"loss": done.loss, "lr": done.lr, "sums": done.sums, **planner.learned(done)})
         found[-1]["advantages"] = [row.advantage for row in plan.rows]
     return found

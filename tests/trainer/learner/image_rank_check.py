@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         objective = build_objective(AlgorithmSettings())
         batches = micro_batches(processor, dims)
         steps = [policy.train_step(batches, objective) for _ in range(NUM_STEPS)]
-        tensors = policy.snapshot()
+        tensors = policy.weights.snapshot()
         results[name] = {
             "loss": [step.loss for step in steps],
             "norm": [step.grad_norm for step in steps],

@@ -156,13 +156,13 @@ def trained(model: Path, folder: Path, plain: Path, how: Optimisation, dims: Par
     steps = [policy.train_step(batches, objective) for _ in range(NUM_STEPS - 1)]
     policy.save(folder)
     steps.append(policy.train_step(batches, objective))
-    tensors = policy.snapshot()
+    tensors = policy.weights.snapshot()
     policy.load(folder)
     policy.train_step(batches, objective)
-    again = policy.snapshot()
+    again = policy.weights.snapshot()
     policy.load(plain)
     policy.train_step(batches, objective)
-    from_plain = policy.snapshot()
+    from_plain = policy.weights.snapshot()
     return {
         "resumed_equal": all(torch.equal(tensor, again[name]) for name, tensor in tensors.items()),
         "loss": [step.loss for step in steps],
@@ -333,7 +333,7 @@ def weights_after(model: Path, checkpoint: Path, dims: ParallelDims) -> dict[str
     policy = load_policy(model, HOW, dims, temperature=1.0)
     policy.load(checkpoint)
     policy.train_step(micro_batches(dims), build_objective(AlgorithmSettings(entropy_coefficient=0.01)))
-    return {name: float(tensor.double().norm()) for name, tensor in policy.snapshot().items()}
+    return {name: float(tensor.double().norm()) for name, tensor in policy.weights.snapshot().items()}
 
 
 def main(arguments: Sequence[str]) -> int:

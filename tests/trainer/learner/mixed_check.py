@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from penstock.protocol.facts import BlobRef, GroupScored, decode
 from penstock.protocol.packs import group_pack
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.learner.build_rank_group import build_rank_group
+from penstock.trainer.learner.build_learner import build_learner
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs, pair_figures
 from penstock.trainer.learner.planning import Planner, learn
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class PackFolder:
-    """Packs below a folder, as `RankGroup` fetches them from an object store."""
+    """Packs below a folder, as `Learner` fetches them from an object store."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -71,37 +71,37 @@ def trained(folder: Path, way: str, ranks: Ranks) -> dict[str, Any]:
     """Make some steps, and the last of them again from a checkpoint (rank 0)."""
     chosen, dims = settings(folder, WAYS[way]), ParallelDims(ranks)
     pairs = open_mixed_pairs(chosen)
-    rank_group = build_rank_group(chosen, dims, PackFolder(folder), pairs)  # type: ignore[arg-type]
+    learner = build_learner(chosen, dims, PackFolder(folder), pairs)  # type: ignore[arg-type]
     if not ranks.is_leader:
-        rank_group.follow()
+        learner.follow()
         return {}
     message = decode((folder / SCORED).read_bytes(), GroupScored)
     groups = group_pack.decode((folder / message.pack.key).read_bytes())
     batch = [ReadyGroup(one, message.pack, groups[one.generated.row_group]) for one in message.groups]
-    planner, steps = Planner(chosen, rank_group, {}), []
+    planner, steps = Planner(chosen, learner, {}), []
     for step in range(NUM_STEPS):
         if step == NUM_STEPS - 1:
             saved = folder / f"{way}-{ranks.num_ranks}"
-            rank_group.save(saved)
-        steps.append(line(rank_group, planner, batch))
-    weights = rank_group.snapshot()
-    rank_group.load(saved)
-    again = line(rank_group, planner, batch)
-    mixed = rank_group._pairs
+            learner.save(saved)
+        steps.append(line(learner, planner, batch))
+    weights = learner.snapshot()
+    learner.load(saved)
+    again = line(learner, planner, batch)
+    mixed = learner._pairs
     found = {
         "prompts": [[pair.prompt.tolist() for pair in mixed.at(step)] for step in range(2)] if mixed else [],
         "steps": steps,
-        "again": again == steps[-1] and same(weights, rank_group.snapshot()),
+        "again": again == steps[-1] and same(weights, learner.snapshot()),
         "checksum": float(sum(tensor.double().abs().sum() for tensor in weights.values())),
-        "digests": rank_group.data_digests,
+        "digests": learner.data_digests,
     }
-    rank_group.dismiss()
+    learner.dismiss()
     return found
 
 
-def line(rank_group: RankGroup, planner: Planner, batch: list[ReadyGroup]) -> dict[str, Any]:
+def line(learner: Learner, planner: Planner, batch: list[ReadyGroup]) -> dict[str, Any]:
     """Make a step and return its figures."""
-    learned = learn(planner, rank_group, batch, 0, keep_groups="all")
+    learned = learn(planner, learner, batch, 0, keep_groups="all")
     figures, kept = learned.figures, learned.figures.kept
     assert kept is not None
     return {

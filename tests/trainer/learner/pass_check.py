@@ -27,9 +27,9 @@ from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.learner.critic import Regression, load_critic
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.planning import Learned, Planner, learn
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
@@ -110,28 +110,28 @@ def sketch(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
     return found
 
 
-def digest(rank_group: RankGroup) -> str:
+def digest(learner: Learner) -> str:
     """Return a hash of the policy's weights."""
     found = hashlib.sha256()
-    for name, tensor in sorted(rank_group.snapshot().items()):
+    for name, tensor in sorted(learner.snapshot().items()):
         found.update(name.encode() + tensor.numpy().tobytes())
     return found.hexdigest()
 
 
-def lead(rank_group: RankGroup, settings: TrainerSettings, groups: list[ReadyGroup], folder: Path) -> dict[str, Any]:
+def lead(learner: Learner, settings: TrainerSettings, groups: list[ReadyGroup], folder: Path) -> dict[str, Any]:
     """Train two batches, then the second one again from a checkpoint."""
-    planner, learned, digests = Planner(settings, rank_group, {}), [], []
+    planner, learned, digests = Planner(settings, learner, {}), [], []
     for step in range(NUM_STEPS):
         if step == 1:
-            rank_group.save(folder)
-        learned.append(learn(planner, rank_group, groups, 0, keep_groups="all" if step else 2))
-        digests.append(digest(rank_group))
-    last = rank_group.snapshot()
-    rank_group.load(folder)
-    again = learn(Planner(settings, rank_group, {}), rank_group, groups, 0)
+            learner.save(folder)
+        learned.append(learn(planner, learner, groups, 0, keep_groups="all" if step else 2))
+        digests.append(digest(learner))
+    last = learner.snapshot()
+    learner.load(folder)
+    again = learn(Planner(settings, learner, {}), learner, groups, 0)
     return {
         "updates": [one.updates for one in learned],
-        "steps_done": rank_group.policy.steps_done,
+        "steps_done": learner.policy.steps_done,
         "loss": [one.figures.loss for one in learned],
         "lr": [one.figures.lr for one in learned],
         "lr_factor": [one.figures.lr_factor for one in learned],
@@ -142,7 +142,7 @@ def lead(rank_group: RankGroup, settings: TrainerSettings, groups: list[ReadyGro
         "critic": [dict(one.figures.critic) for one in learned],
         "kept": [kept(one, groups) for one in learned],
         "weights": sketch(last),
-        "again_equal": (again.figures == learned[1].figures, digest(rank_group) == digests[1]),
+        "again_equal": (again.figures == learned[1].figures, digest(learner) == digests[1]),
     }
 
 
@@ -175,14 +175,14 @@ def main(arguments: Sequence[str]) -> int:
         if settings.algorithm.has_critic:
             credit = TokenCredit(whiten_rewards=settings.algorithm.options_of(gae).whiten_rewards)
             critic = load_critic(Path(model), how, Regression(updates=2, head_start_steps=1), credit, dims)
-        rank_group = RankGroup(policy, dims, blobs, build_objective(settings.algorithm), None, critic)
+        learner = Learner(policy, dims, blobs, build_objective(settings.algorithm), None, critic)
         if ranks.is_leader:
             target = Path(folder) / name
             target.mkdir()
-            results[name] = lead(rank_group, settings, groups, target)
-            rank_group.dismiss()
+            results[name] = lead(learner, settings, groups, target)
+            learner.dismiss()
         else:
-            rank_group.follow()
+            learner.follow()
         ranks.barrier()
     if ranks.is_leader:
         results["hand"] = plain_torch(model, groups, results["plain"]["updates"])

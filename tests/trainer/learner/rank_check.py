@@ -30,18 +30,18 @@ from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.learner.checkpoint_writer import CaptureSlot, CheckpointWriter, serve_writes
+from penstock.trainer.learner.captured_state import CaptureSlot, CheckpointWriter
 from penstock.trainer.learner.critic import Regression, load_critic
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.parallel_layout import ParallelLayout
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets
@@ -107,16 +107,16 @@ class TwoWays:
             self._connections, model_folder=self._model, policy=NEVER, coordinator=self._coordinator
         )
 
-    def publish(self, rank_group: RankGroup) -> dict:
+    def publish(self, learner: Learner) -> dict:
         """Publish the next version by both methods; returns the contents of its manifests."""
         self._version += 1
         version = PolicyVersion(self._version)
-        own = rank_group.weights(wanted=self._together.drop_overtaken())
+        own = learner.weights(wanted=self._together.drop_overtaken())
         assert isinstance(own, ModelWeights)
-        whole = ModelWeights(copy_to_buckets(rank_group.snapshot(), copy_id=version, bucket_bytes=BUCKET_BYTES))
+        whole = ModelWeights(copy_to_buckets(learner.snapshot(), copy_id=version, bucket_bytes=BUCKET_BYTES))
         found = []
         for publisher, weights in ((self._together, own), (self._alone, whole)):
-            publisher.submit(Snapshot(version, version, weights, rank_group.policy.dtype, must_publish=True))
+            publisher.submit(Snapshot(version, version, weights, learner.policy.dtype, must_publish=True))
             publisher.wait_until_published(version, 60.0)
             publisher.unpin(version)
             head = publisher.head
@@ -125,7 +125,7 @@ class TwoWays:
         together, alone = found
         return {
             "same": [_seen(together), together.state_root] == [_seen(alone), alone.state_root],
-            "digests": len({together.state_root, whole.root(), rank_group.copied_root()}),
+            "digests": len({together.state_root, whole.root(), learner.copied_root()}),
             "kind": together.kind,
             "num_buckets": len(together.buckets),
             "num_changed": together.num_changed,
@@ -134,13 +134,13 @@ class TwoWays:
         }
 
 
-def refusals(rank_group: RankGroup, writer: CheckpointWriter, folder: Path, num_ranks: int) -> list[str]:
+def refusals(learner: Learner, writer: CheckpointWriter, folder: Path, num_ranks: int) -> list[str]:
     """Return the errors of writes that each rank in turn cannot make; a copy that was not written is released."""
     found = []
     for rank in range(num_ranks):
         in_its_place = folder / str(rank) / "engine" / f"rank{rank:05d}.safetensors"
         in_its_place.mkdir(parents=True)
-        rank_group.capture()
+        learner.capture()
         try:
             writer.write(folder / str(rank))
         except OSError as err:
@@ -158,7 +158,7 @@ def _seen(manifest: VersionManifest) -> list[dict]:
 
 
 def lead(
-    rank_group: RankGroup,
+    learner: Learner,
     blobs: Blobs,
     message: GroupScored,
     folder: Path,
@@ -167,19 +167,19 @@ def lead(
     writer: CheckpointWriter,
 ) -> dict:
     """Make four steps, with a checkpoint of the state after two; returns what must not depend on the number of ranks."""
-    ready, plan = planned(rank_group, blobs, message, settings)
-    published = [ways.publish(rank_group)] if ways else []
+    ready, plan = planned(learner, blobs, message, settings)
+    published = [ways.publish(learner)] if ways else []
     figures = []
     for step in range(NUM_STEPS):
         if step == 2:
-            rank_group.capture()
-        figures.append(rank_group.step(plan, ready))
+            learner.capture()
+        figures.append(learner.step(plan, ready))
         if step == 2:  # a step after the copy, one after the write
             writer.write(folder)
-    rank_group.load(folder)
-    again = [rank_group.step(plan, ready) for _ in range(2)]
-    tensors = rank_group.snapshot()
-    published += [ways.publish(rank_group)] if ways else []
+    learner.load(folder)
+    again = [learner.step(plan, ready) for _ in range(2)]
+    tensors = learner.snapshot()
+    published += [ways.publish(learner)] if ways else []
     return {
         "published": published,
         "micro_batches": len(plan.micro_batches[0]),
@@ -189,11 +189,11 @@ def lead(
         "lr": [f.lr for f in figures],
         "tokens": figures[0].sums["tokens"],
         "clipped": figures[-1].sums["clipped"],
-        "gaps": rank_group.reference_gaps(all_rows(ready, rank_group.capacity(160)), ready, "k2"),
-        "full_gaps": rank_group.reference_gaps(all_rows(ready, rank_group.capacity(160)), ready, "full"),
+        "gaps": learner.reference_gaps(all_rows(ready, learner.capacity(160)), ready, form="k2"),
+        "full_gaps": learner.reference_gaps(all_rows(ready, learner.capacity(160)), ready, form="full"),
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
-        "adapter": published_adapter(rank_group, tensors),
+        "adapter": published_adapter(learner, tensors),
         "checkpoint_bytes": sum(path.stat().st_size for path in (folder / "engine").iterdir()),
         "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
     }
@@ -212,7 +212,7 @@ class Scene:
     def message(self) -> GroupScored:
         return decode((self.model.parent / "ranks.scored").read_bytes(), GroupScored)
 
-    def build(self, name: str, stage: int, dtype: str, algorithm: str) -> tuple[Policy, RankGroup, AlgorithmSettings]:
+    def build(self, name: str, stage: int, dtype: str, algorithm: str) -> tuple[Policy, Learner, AlgorithmSettings]:
         """Load a case's networks on this rank."""
         dims = self.together if "sequence" in name else self.dims
         full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
@@ -229,9 +229,9 @@ class Scene:
             credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
             critic = load_critic(self.model, how(stage, dtype), CRITIC, credit, dims)
         policy._scorer._chunk_tokens = CHUNK_TOKENS
-        rank_group = RankGroup(policy, dims, self.blobs, build_objective(settings), reference, critic)
-        rank_group.bucket_bytes = BUCKET_BYTES
-        return policy, rank_group, settings
+        learner = Learner(policy, dims, self.blobs, build_objective(settings), reference, critic)
+        learner.bucket_bytes = BUCKET_BYTES
+        return policy, learner, settings
 
 
 def resume_others(scene: Scene, folder: Path) -> dict[str, dict]:
@@ -243,13 +243,13 @@ def resume_others(scene: Scene, folder: Path) -> dict[str, dict]:
     wait_for((other / SAVED).exists, f"the checkpoints of {other.name}", 300.0)
     cases = {name: (dtype, algorithm) for name, _, dtype, algorithm in CASES}
     for name, stage in CROSSED:
-        policy, rank_group, settings = scene.build(name, stage, *cases[name])
+        policy, learner, settings = scene.build(name, stage, *cases[name])
         if ranks.is_leader:
-            rank_group.load(other / name)
-            found[f"{name} at {stage}"] = continued(rank_group, scene, settings)
-            rank_group.dismiss()
+            learner.load(other / name)
+            found[f"{name} at {stage}"] = continued(learner, scene, settings)
+            learner.dismiss()
         else:
-            rank_group.follow()
+            learner.follow()
         found[f"{name} at {stage}"] = found.get(f"{name} at {stage}", {}) | {
             "older": reads_deepspeeds_own(policy, folder / f"older-{name}-{stage}", ranks)
             if stage in (1, 3) and "sequence" not in name
@@ -266,19 +266,19 @@ def reads_deepspeeds_own(policy: Policy, folder: Path, ranks: Ranks) -> bool:
         str(folder), tag="engine", client_state=state, save_latest=False, exclude_frozen_parameters=frozen
     )
     (folder / f"random_state_{ranks.rank}.bin").write_bytes(torch.get_rng_state().numpy().tobytes())
-    before = policy.snapshot()
+    before = policy.weights.snapshot()
     nudge(policy, frozen=False)
     ranks.barrier()
     policy.load(folder)
-    after = policy.snapshot()
+    after = policy.weights.snapshot()
     return policy.steps_done == 7 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def continued(rank_group: RankGroup, scene: Scene, settings: AlgorithmSettings) -> dict:
+def continued(learner: Learner, scene: Scene, settings: AlgorithmSettings) -> dict:
     """Make the two steps that follow the checkpoint."""
-    ready, plan = planned(rank_group, scene.blobs, scene.message, settings)
-    figures = [rank_group.step(plan, ready) for _ in range(2)]
-    tensors = rank_group.snapshot()
+    ready, plan = planned(learner, scene.blobs, scene.message, settings)
+    figures = [learner.step(plan, ready) for _ in range(2)]
+    tensors = learner.snapshot()
     return {
         "loss": [f.loss for f in figures],
         "grad_norm": [f.grad_norm for f in figures],
@@ -289,13 +289,13 @@ def continued(rank_group: RankGroup, scene: Scene, settings: AlgorithmSettings) 
 
 
 def planned(
-    rank_group: RankGroup, blobs: Blobs, message: GroupScored, settings: AlgorithmSettings
+    learner: Learner, blobs: Blobs, message: GroupScored, settings: AlgorithmSettings
 ) -> tuple[list[ReadyGroup], StepPlan]:
     groups = group_pack.decode(blobs.get(message.pack))
     ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
     plan = make_plan(
         ready, credit=credit_rule(settings, longest=10), aggregation="token-mean",
-        max_completion_tokens=10, capacity=rank_group.capacity(160),
+        max_completion_tokens=10, capacity=learner.capacity(160),
     )  # fmt: skip
     return ready, replace(plan, token_kl=0.05) if settings.has_critic else plan
 
@@ -307,9 +307,9 @@ def nudge(policy: Policy, *, frozen: bool = True) -> None:
             getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
 
 
-def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) -> dict:
+def published_adapter(learner: Learner, merged: dict[str, torch.Tensor]) -> dict:
     """Return the published adapters, and True if rank 0's base and the factors give exactly the exported weights."""
-    weights = rank_group.weights(None, as_adapter=True)
+    weights = learner.weights(None, as_adapter=True)
     if not isinstance(weights, AdapterWeights):
         return {}
     base, factors = weights.base.buckets.tensors(), weights.buckets.tensors()
@@ -333,43 +333,39 @@ def main(arguments: Sequence[str]) -> int:
     blobs = Blobs(S3Settings.model_validate(setup["s3"]))
     dims = ParallelDims(ranks)
     own = RankPublisher(blobs, setup["run_id"], dims.buckets)
-    channels = PublishChannels(ranks.channel(), ranks.channel())
+    coordinator = PublishCoordinator(own, ranks)
     ways = None
     if ranks.is_leader:
         bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank_check")
         for run_id in (setup["run_id"], f"{setup['run_id']}-alone"):
             bootstrap(bus, blobs, run_id)
-        ways = TwoWays(Connections(setup["run_id"], bus, blobs), PublishCoordinator(own, channels), Path(model))
-    else:
-        serve_requests(own, channels)
-    copies, channel = CaptureSlot(), ranks.channel()
-    writer = CheckpointWriter(copies, channel if ranks.num_ranks > 1 else None)
-    if not ranks.is_leader:
-        serve_writes(copies, channel)
+        ways = TwoWays(Connections(setup["run_id"], bus, blobs), coordinator, Path(model))
+    copies = CaptureSlot()
+    writer = CheckpointWriter(copies, ranks)
     scene = Scene(Path(model), blobs, dims, ParallelDims(ranks, ParallelLayout(ranks.num_ranks)))
     results = {}
     for name, stage, dtype, algorithm in CASES:
-        policy, rank_group, settings = scene.build(name, stage, dtype, algorithm)
-        rank_group.captured = copies
+        policy, learner, settings = scene.build(name, stage, dtype, algorithm)
+        learner.captured = copies
         if ranks.is_leader:
             target = Path(folder) / name
             target.mkdir(parents=True)
             published = ways if name in PUBLISHED else None
-            results[name] = lead(rank_group, blobs, scene.message, target, settings, published, writer)
+            results[name] = lead(learner, blobs, scene.message, target, settings, published, writer)
             if name == REFUSED:
-                results[name]["refused"] = refusals(rank_group, writer, Path(folder) / "refused", ranks.num_ranks)
-            rank_group.dismiss()
+                results[name]["refused"] = refusals(learner, writer, Path(folder) / "refused", ranks.num_ranks)
+            learner.dismiss()
         else:
-            rank_group.follow(own)
+            learner.follow(own)
         if name in PUBLISHED:
             nudge(policy)
             if ranks.is_leader:
                 assert ways is not None
-                results[name]["published"].append(ways.publish(rank_group))
+                results[name]["published"].append(ways.publish(learner))
                 ways.begin()
-                rank_group.dismiss()
+                learner.dismiss()
             else:
-                rank_group.follow(own)
+                learner.follow(own)
         ranks.barrier()
     crossed = resume_others(scene, Path(folder))
     if ranks.is_leader:

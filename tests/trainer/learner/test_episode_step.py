@@ -1,6 +1,6 @@
 """Episodes of several rows through the whole ring; the weights after the step are those of a computation by hand.
 
-Worker (`PackGenerator`, `PackAnnouncer`), NATS, S3, the reward service's scoring, `Collector`, planner, `RankGroup` and
+Worker (`PackGenerator`, `PackAnnouncer`), NATS, S3, the reward service's scoring, `Collector`, planner, `Learner` and
 `Policy` are the real ones. The optimizer is plain SGD, so that a step is one line by hand.
 """
 
@@ -50,10 +50,10 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import TrainerSettings
 
@@ -235,7 +235,7 @@ def _settings(folder: Path, *overrides: str) -> TrainerSettings:
     return load(TrainerSettings, overrides=[f"model.path={folder}", *common, *overrides]).settings
 
 
-def _learner(settings: TrainerSettings, model: nn.Module, blobs: Any = None) -> tuple[Planner, RankGroup]:
+def _learner(settings: TrainerSettings, model: nn.Module, blobs: Any = None) -> tuple[Planner, Learner]:
     dims: Any = SimpleNamespace(
         ranks=SimpleNamespace(num_ranks=1),
         rows=SimpleNamespace(index=0, count=1),
@@ -245,8 +245,8 @@ def _learner(settings: TrainerSettings, model: nn.Module, blobs: Any = None) -> 
     )
     scorer = CompletionScorer(model, 1.0)
     trainable: Any = Sgd(scorer)
-    rank_group = RankGroup(Policy(trainable, scorer, dims), dims, blobs, build_objective(settings.algorithm))
-    return Planner(settings, rank_group, {}), rank_group
+    learner = Learner(Policy(trainable, scorer, dims), dims, blobs, build_objective(settings.algorithm))
+    return Planner(settings, learner, {}), learner
 
 
 def _turns(group: ReadyGroup) -> Iterator[tuple[int, Any, Any]]:

@@ -9,6 +9,8 @@ from statistics import fmean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 from tests.examples import examples
 from tests.trainer.algorithm.test_algorithm_parts import ready
 from tests.trainer.groups.stored_groups import invent_group, store_scored
@@ -21,10 +23,12 @@ from penstock.protocol.packs.step_logprobs import CLIPPED
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
-from penstock.trainer.learner.passes import Passes, batch_figures, plan_passes
+from penstock.trainer.learner.learner import Learner
+from penstock.trainer.learner.passes import Passes, plan_passes
 from penstock.trainer.learner.planning import num_kept_rows
-from penstock.trainer.learner.policy import StepFigures
+from penstock.trainer.learner.step_figures import StepFigures, batch_figures
 from penstock.trainer.learner.step_plan import Capacity, StepPlan, make_plan
+from penstock.trainer.rank_orders import pack_order, read_order
 from penstock.trainer.recovery.recorded_settings import what_steps_read
 
 NUM_GROUPS = 5
@@ -49,7 +53,7 @@ def test_every_pass_trains_each_group_once(
     assert max(sizes) - min(sizes) <= 1
     assert [sorted(order) for order in found.orders] == [list(range(len(sizes)))] * epochs
     assert len(found.updates(1)) == len(sizes)
-    assert Passes.from_wire(json.loads(json.dumps(found.to_wire()))) == found
+    assert TypeAdapter(Passes).validate_json(to_json(found), strict=True) == found
 
 
 def test_split_and_order_follow_from_seed_and_step() -> None:
@@ -89,7 +93,7 @@ def test_advantages_are_of_the_batch_and_weights_of_the_mini_batch(aggregation: 
     assert whole.passes is None
     for share in split.micro_batches:
         assert sum(passes.sizes) == len(share)
-    assert StepPlan.from_wire(json.loads(json.dumps(split.to_wire()))) == replace(split)
+    assert read_order(Learner, pack_order(Learner.step, split))[1] == {"plan": replace(split)}
     groups = [ready(number, some) for number, some in enumerate(rewards)]
     for number, places in enumerate(passes.groups):
         rows = sorted(row for share in split.micro_batches for piece in passes.cut(share)[number] for row in piece)

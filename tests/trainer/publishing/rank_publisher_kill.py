@@ -22,7 +22,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets, copy_to_buckets, layout_of
@@ -63,11 +63,10 @@ def main() -> None:
     blobs = Blobs(S3Settings.model_validate(setup["s3"]), deadline_s=setup["deadline_s"])
     dims = ParallelDims(ranks)
     own = RankPublisher(blobs, setup["run_id"], dims.buckets)
-    channels = PublishChannels(ranks.channel(), ranks.channel())
+    coordinator = PublishCoordinator(own, ranks)
     if not ranks.is_leader:
         for version in range(NUM_TENSORS):
             own.hold(_own(version, dims))
-        serve_requests(own, channels)
         threading.Event().wait()
     connections = Connections(
         setup["run_id"], Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank 0"), blobs
@@ -78,7 +77,7 @@ def main() -> None:
             connections,
             model_folder=Path(setup["model"]),
             policy=_EVERY_SECOND,
-            coordinator=PublishCoordinator(own, channels),
+            coordinator=coordinator,
         )
         weights = ModelWeights(_own(version, dims))
         publisher.submit(Snapshot(version, version, weights, "float32", must_publish=True))

@@ -30,8 +30,9 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import TensorSpec, build_layout
 from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
+from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.rank_publisher import Digests, RankPublisher, Request
+from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_buckets import assign_buckets
 
@@ -138,20 +139,15 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
 def test_a_rank_reads_no_head_that_its_key_has_not_signed(
     bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path
 ) -> None:
-    """The answer to rank 0 has the reason, and no buckets; with the key that signed it the rank has them."""
+    """The error has the reason; with the key that signed it the rank has the buckets."""
     write_model(tmp_path / "model", seed=0)
     own, stranger = (SigningKey.from_file(signing_key(tmp_path / name)[0], "x") for name in ("own", "other"))
     source = WeightsSource(bus, blobs, run_streams, tmp_path / "model", signing_key=own)
     head = source.publish(0, tensors(0)).manifest
-    request = Request(action="read_head", head=head, version=0)
-    refused = RankPublisher(blobs, run_streams, trusted_keys=stranger.trusted).answer(request)
-    assert isinstance(refused, Digests)
-    assert "signed by key" in (refused.problem or "")
-    assert refused.tensors == ()
-    accepted = RankPublisher(blobs, run_streams, trusted_keys=own.trusted).answer(request)
-    assert isinstance(accepted, Digests)
-    assert accepted.problem is None
-    assert len(accepted.tensors) == len(tensors(0))
+    with pytest.raises(PublicationFailed, match="signed by key"):
+        RankPublisher(blobs, run_streams, trusted_keys=stranger.trusted).read_head(head, PolicyVersion(0))
+    accepted = RankPublisher(blobs, run_streams, trusted_keys=own.trusted).read_head(head, PolicyVersion(0))
+    assert len(accepted) == len(tensors(0))
 
 
 def assert_is(connections: Connections, version: int) -> None:

@@ -150,7 +150,7 @@ class Commits:
                 publishes_adapters=False,
                 run=SimpleNamespace(id=RUN, folder=self.folder), trainer=SimpleNamespace(keep_checkpoints=1)
             ),
-            "rank_group": SimpleNamespace(capture=self._copy),
+            "learner": SimpleNamespace(capture=self._copy),
             "writer": SimpleNamespace(write=self._write),
             "planner": SimpleNamespace(document=dict),
             "events": SimpleNamespace(num_bytes=0, sync=lambda: 0),

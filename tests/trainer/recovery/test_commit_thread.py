@@ -22,8 +22,7 @@ from penstock.trainer.errors import CheckpointError, LeaseLost
 from penstock.trainer.groups.accounting import Entries
 from penstock.trainer.groups.issue import IssuerState
 from penstock.trainer.groups.ledger import Ledger
-from penstock.trainer.learner.captured_state import CapturedState
-from penstock.trainer.learner.checkpoint_writer import CaptureSlot, CheckpointWriter
+from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
 from penstock.trainer.recovery.commit_thread import CommitThread
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 
@@ -78,7 +77,7 @@ class Trainer:
                 publishes_adapters=False, run=SimpleNamespace(id=RUN, folder=self.folder),
                 trainer=SimpleNamespace(keep_checkpoints=2),
             ),
-            "rank_group": SimpleNamespace(capture=capture),
+            "learner": SimpleNamespace(capture=capture),
             "planner": SimpleNamespace(document=dict),
             "issuer": SimpleNamespace(take_state=self._issued),
             "collector": SimpleNamespace(
@@ -219,7 +218,8 @@ def test_every_rank_that_cannot_write_is_named(tmp_path: Path) -> None:
     """Rank 0 wrote its own part: an error all the same, with each rank's reason."""
     slot = CaptureSlot()
     slot.put(CapturedState([]))
-    answers = [b"", b"OSError: full", b"KeyError: 'w'"]
-    channel: Any = SimpleNamespace(ask=lambda _, own: (own(), answers))
+    answers = [b"=null", b"!OSError: full", b"!KeyError: 'w'"]
+    channel = SimpleNamespace(ask=lambda _, own: (own(), answers))
+    ranks: Any = SimpleNamespace(num_ranks=3, is_leader=True, channel=lambda: channel)
     with pytest.raises(OSError, match="rank 2: OSError: full; rank 3: KeyError: 'w'"):
-        CheckpointWriter(slot, channel).write(tmp_path)
+        CheckpointWriter(slot, ranks).write(tmp_path)

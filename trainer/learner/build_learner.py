@@ -1,4 +1,4 @@
-"""Builds the rank group of a run from its settings: policy, reference and critic under DeepSpeed."""
+"""Builds the learner of a run from its settings: policy, reference and critic under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Critic, Regression, load_critic
 from penstock.trainer.learner.image_reader import image_reader
+from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.load_model import load_policy, load_reference
+from penstock.trainer.learner.micro_batches import PackStore
 from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
 from penstock.trainer.learner.pairs.pair_planner import PairPlanner
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.rank_group import PackStore, RankGroup
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference, WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
 
 
-def build_rank_group(
+def build_learner(
     settings: TrainerSettings,
     dims: ParallelDims,
     packs: PackStore,
     pairs: PairSet | None = None,
     *,
     adapter: Path | None = None,
-) -> RankGroup:
+) -> Learner:
     """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings.
 
     Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`). The adapters
@@ -84,7 +85,7 @@ def build_rank_group(
     critic = _critic(settings, how, dims) if algorithm.has_critic else None
     mixed = _mixed(settings, pairs, policy, dims, reference) if pairs is not None else None
     images = image_reader(packs.get, settings.model.path)
-    return RankGroup(policy, dims, packs, build_objective(algorithm), reference, critic, mixed, images)
+    return Learner(policy, dims, packs, build_objective(algorithm), reference, critic, mixed, images)
 
 
 def _mixed(

@@ -1,0 +1,271 @@
+"""The object that every rank holds: it makes the steps of a batch, copies weights, and reads and writes the state.
+
+Rank 0 calls its methods, and all ranks run them (`trainer/rank_orders.py`). Each rank fetches and builds only its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.protocol.trajectory import Group
+from penstock.protocol.weights.layout import BUCKET_BYTES
+from penstock.trainer import crash_points, process_memory
+from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
+from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
+from penstock.trainer.algorithm.objective import PolicyGradient
+from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot
+from penstock.trainer.learner.critic import Critic
+from penstock.trainer.learner.export import export_model
+from penstock.trainer.learner.image_reader import ImageReader
+from penstock.trainer.learner.kept_rows import RowRecorder
+from penstock.trainer.learner.micro_batches import PackStore, Place, check_taught, groups_of, micro_batches_of
+from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
+from penstock.trainer.learner.passes import Passes
+from penstock.trainer.learner.policy import Observer, Policy
+from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
+from penstock.trainer.learner.step_figures import StepFigures, batch_figures, pass_figures
+from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan
+from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.snapshot import Weights
+from penstock.trainer.rank_orders import Here, RankProgram, on_all_ranks
+
+
+class Learner(RankProgram):
+    """One policy on all ranks, with its critic, reference and pairs."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        dims: ParallelDims,
+        packs: PackStore,
+        objective: PolicyGradient,
+        reference: ReferencePolicy | None = None,
+        critic: Critic | None = None,
+        pairs: MixedPairs | None = None,
+        images: ImageReader | None = None,
+    ) -> None:
+        """Build it on every rank with the same networks.
+
+        An objective with a KL term needs the reference; plans whose advantages are rewards need a critic. Every step trains on some
+        of the ``pairs`` too. Rows with images need a reader of ``images``.
+        """
+        super().__init__(dims.ranks)
+        self.policy = policy
+        self._dims = dims
+        self._share = dims.rows
+        self._packs = packs
+        self._objective = objective
+        self._reference = reference
+        self._critic = critic
+        self._pairs = pairs
+        self._images = images
+        self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
+        self.captured = CaptureSlot()
+        self._publisher: RankPublisher | None = None
+        self._num_copies = 0
+        self._copies = WeightCopies(policy, dims, self.copied_root)
+
+    @property
+    def num_steps_done(self) -> int:
+        """Batches that the policy was trained on, earlier sessions included."""
+        return self.policy.steps_done
+
+    @property
+    def data_digests(self) -> dict[str, str]:
+        """What the weights depend on besides groups and settings, with its digest: rows that a step reads itself."""
+        return {"pairs of data.train": self._pairs.fingerprint[:16]} if self._pairs is not None else {}
+
+    def capacity(self, budget_tokens: int) -> Capacity:
+        """Return what micro-batches of at most ``budget_tokens`` are cut for."""
+        return Capacity(budget_tokens, self._share.count, self.policy.pair_cost, self.policy.pads_rows)
+
+    def follow(self, publisher: RankPublisher | None = None) -> None:
+        """Carry out rank 0's orders until `dismiss`; buckets that are copied for a publication go to ``publisher`` (all other ranks)."""
+        self._publisher = publisher
+        super().follow()
+
+    @on_all_ranks
+    def step(self, plan: StepPlan, ready: Here[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepFigures:
+        """Make the optimizer step or steps of a batch; groups of the plan that are not ``ready`` are fetched.
+
+        The figures keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
+        """
+        return self._train(plan, self._groups(plan, ready), keep_rows)
+
+    @on_all_ranks
+    def measure(self, plan: StepPlan, ready: Here[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepFigures:
+        """Report what a step on a batch would minimise, without making it; of several optimizer steps the first pass.
+
+        Nothing is refused: loss and log-probabilities may be no finite numbers.
+        """
+        steps_done = self.policy.steps_done
+        figures = self._train(plan, self._groups(plan, ready), keep_rows, measures=True)
+        self.policy.steps_done = steps_done
+        return figures
+
+    @on_all_ranks
+    def reference_gaps(self, plan: StepPlan, ready: Here[Iterable[ReadyGroup]] = (), *, form: AnyKlForm) -> list[float]:
+        """Return each row's estimated KL from its sampler to the reference, summed over its tokens."""
+        if self._reference is None:
+            raise ValueError("the KL to the reference was requested, and no reference is loaded")
+        groups, share = self._groups(plan, ready), self._share.index
+        if isinstance(self._reference, RemoteReference):
+            check_taught(groups.values(), with_top=False)
+        gaps = [0.0] * len(plan.rows)
+        for numbers, batch in zip(
+            plan.micro_batches[share], micro_batches_of(plan, share, groups, self._images), strict=True
+        ):
+            if form == "full":
+                kl = self.policy.full_kl(batch, self._reference).cpu().double()
+            else:
+                kl = kl_estimate(batch.behaviour_logprobs, self._reference.logprobs(batch), form).double()
+            for number, gap in zip(numbers, batch.sequences.sum(kl).tolist(), strict=False):  # no rows: one empty
+                gaps[number] = gap
+        return self._dims.sum(gaps)
+
+    @on_all_ranks
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copy the whole model to the CPU of rank 0."""
+        return self.policy.weights.snapshot()
+
+    @on_all_ranks
+    def export(self, folder: Path, *, like: Path, verify: bool) -> None:
+        """Write the policy as a model folder, as `export_model` does, which also raises."""
+        export_model(self.policy, self._dims, folder, like=like, verify=verify)
+
+    @on_all_ranks
+    def weights(self, dtype: str | None = None, *, as_adapter: bool = False, wanted: Sequence[int] = ()) -> Weights:
+        """Copy what is published of the policy to the CPUs of all ranks, each its own buckets; rounded to ``dtype``, if given.
+
+        The other ranks hold their buckets under the same copy id, besides the copies that are still ``wanted``. No rank
+        holds more than its buckets and one tensor, even if weights have to be gathered. ``as_adapter`` copies the
+        adapters to rank 0, and once the base that they are applied to. Before the first step the base is published.
+        """
+        self._num_copies += 1
+        order = CopyOrder(self._num_copies, dtype, as_adapter, tuple(wanted), self.bucket_bytes)
+        return self._copies.copy(order, self._publisher)
+
+    @on_all_ranks
+    def copied_root(self) -> str:
+        """Return the root of the model that was copied last, hashed by threads since; on rank 0."""
+        return self._copies.root()
+
+    @on_all_ranks
+    def capture(self) -> None:
+        """Copy every rank's part of a checkpoint in memory, for `CheckpointWriter`."""
+        self.captured.put(self._capture())
+
+    @on_all_ranks
+    def save(self, folder: Path) -> None:
+        """Write the policy's part of a checkpoint; the folder is on storage that all ranks share."""
+        self._capture().write(folder)
+        self.ranks.barrier()
+        process_memory.return_freed_memory()
+
+    @on_all_ranks
+    def load(self, folder: Path) -> None:
+        """Read the policy's part of a checkpoint."""
+        if self._critic is not None:
+            self._critic.load(folder)
+        self.policy.load(folder)
+
+    def _groups(self, plan: StepPlan, ready: Iterable[ReadyGroup]) -> dict[Place, Group]:
+        return groups_of(plan, self._share.index, ready, self._packs)
+
+    def _capture(self) -> CapturedState:
+        critic = [self._critic.capture()] if self._critic is not None else []
+        return CapturedState([*critic, self.policy.capture()])
+
+    def _train(
+        self, plan: StepPlan, groups: Mapping[Place, Group], keep_rows: int, *, measures: bool = False
+    ) -> StepFigures:
+        recorder = RowRecorder(plan.micro_batches[self._share.index], keep_rows) if keep_rows else None
+        figures = replace(self._learn(plan, groups, recorder, measures=measures), work=self.policy.take_work())
+        return figures if recorder is None else replace(figures, kept=recorder.gather(self._dims))
+
+    def _learn(
+        self, plan: StepPlan, groups: Mapping[Place, Group], observe: Observer | None, *, measures: bool
+    ) -> StepFigures:
+        objective = self._objective.with_kl(plan.kl_coefficient)
+        if objective.needs_teacher or isinstance(self._reference, RemoteReference):
+            check_taught(groups.values(), with_top=objective.needs_teacher_kl)
+        priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
+        built = micro_batches_of(plan, self._share.index, groups, self._images)
+        batches = [self._complete(batch, objective, priced) for batch in built]
+        if self._critic is None:
+            return self._update(batches, plan.passes, objective, observe, waits=measures)
+        credited = self._critic.credit(batches, plan.token_kl)
+        waits = measures or self._critic.learns_alone(self.policy.steps_done)
+        figures = self._update(credited.micro_batches, plan.passes, objective, observe, waits=waits)
+        return figures if measures else replace(figures, critic=self._critic.learn(credited))
+
+    def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
+        """Add the other policies' log-probabilities; ``priced`` is the form of a KL in every token's reward."""
+        if objective.needs_proximal:
+            batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch).cpu())
+        if self._reference is None:
+            return batch
+        if objective.needs_reference or priced not in (None, "full"):
+            batch = replace(batch, reference_logprobs=self._reference.logprobs(batch))
+        if priced == "full":
+            batch = replace(batch, reference_kl=self.policy.full_kl(batch, self._reference).cpu())
+        return batch
+
+    def _update(
+        self,
+        batches: Sequence[MicroBatch],
+        passes: Passes | None,
+        objective: PolicyGradient,
+        observe: Observer | None,
+        *,
+        waits: bool = False,
+    ) -> StepFigures:
+        """Make the optimizer steps of a batch; with ``waits`` only measure it, in one pass.
+
+        ``observe`` is called in the first pass, which takes the micro-batches in their order.
+        """
+        take_step = self.policy.measure_step if waits else self.policy.train_step
+        if self._pairs is not None:  # settings allow no other steps with them
+            pairs, mixed = self._pairs.prepare(self.policy.steps_done, objective)
+            return take_step([*batches, *pairs], mixed, self._reference, observe=observe)
+        if passes is None:
+            return take_step(self._bounded(batches), objective, self._reference, observe=observe)
+        pieces, made = passes.cut(batches), list[list[StepFigures]]()
+        for order in passes.orders[:1] if waits else passes.orders:
+            made.append([])
+            for number in order:
+                bounded = self._bounded(pieces[number])
+                watching = observe if len(made) == 1 else None
+                made[-1].append(take_step(bounded, objective, self._reference, ends_batch=False, observe=watching))
+                crash_points.reach(CrashPoint.UPDATED)
+            if passes.is_exceeded(pass_figures(made[-1]).kl_proximal):  # the same on every rank
+                break
+        self.policy.end_batch(has_learned=not waits)
+        return batch_figures(made)
+
+    def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Return the micro-batches of an optimizer step with the drift limit of all of them, if the objective has one."""
+        if self._objective.m2po_budget is None:
+            return batches
+        limit = self._drift_limit(batches, self._objective.m2po_budget, self._objective.m2po_form)
+        return [replace(batch, drift_limit=limit) for batch in batches]
+
+    def _drift_limit(self, batches: Sequence[MicroBatch], budget: float, form: str) -> float:
+        """Return how far a token of the whole batch, over all ranks, may have drifted from its behaviour policy."""
+        squares = []
+        for batch in batches:
+            held = self.policy.logprobs(batch).cpu()
+            log_ratio = held - batch.behaviour_logprobs
+            advantages = self._objective.taught(batch.advantages, held, batch)
+            squares.append(log_ratio.square()[moved_along(log_ratio, advantages)])
+        find = m2po_width if form == "clip" else m2po_limit
+        return find(torch.cat(squares), budget, self._dims.sum)

@@ -1,0 +1,167 @@
+"""The same program on every rank: rank 0 calls a method of an object that every rank holds, and all ranks run it.
+
+An order is the name of a method and its arguments as JSON. The other ranks check the arguments against the method's annotations, and
+run only methods that are marked as orders; nothing is unpickled.
+
+| order | travels by | on the other ranks | answers |
+|---|---|---|---|
+| a call of a method with `on_all_ranks` | broadcast | the training thread, in `RankProgram.follow` | none: the method exchanges what it needs |
+| `RankOrders.ask`, for a method with `order` | a channel of its own | a thread, while training goes on | each rank's result or error |
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints
+
+import msgpack
+import structlog
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from penstock.protocol.errors import PenstockError
+from penstock.trainer.rank_watch import RankActivity
+from penstock.trainer.ranks import Ranks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+Program = TypeVar("Program", bound="RankProgram")
+log = structlog.get_logger("trainer.rank_orders")
+
+_NOT_SENT = "not sent"
+Here = Annotated[T, _NOT_SENT]  # the type of an argument that rank 0 keeps; on the other ranks it has its default
+_MARK = "is_rank_order"
+_DONE, _FAILED = b"=", b"!"  # first byte of an answer; a JSON value or a message follows
+
+
+def order(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Mark a method as one that `RankOrders` may ask for. Arguments and result are annotated with types that JSON can hold."""
+    setattr(method, _MARK, True)
+    return method
+
+
+def on_all_ranks(method: Callable[Concatenate[Program, P], R]) -> Callable[Concatenate[Program, P], R]:
+    """Have all ranks run a method when rank 0 calls it, with the same arguments except those that are `Here`.
+
+    Such a method calls no other one that is decorated so.
+    """
+
+    @functools.wraps(order(method))
+    def lead(self: Program, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.ranks.num_ranks > 1:
+            self.activity.begin(method.__name__, self.num_steps_done)
+            self.ranks.broadcast(pack_order(method, *args, **kwargs))
+        return method(self, *args, **kwargs)
+
+    return lead
+
+
+class RankProgram:
+    """An object that every rank holds. Rank 0 calls its methods; the others run `follow`, which makes the same calls in the same order."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Build it on every rank with the same arguments."""
+        self.ranks = ranks
+        self.activity = RankActivity()
+
+    @property
+    def num_steps_done(self) -> int:
+        """Steps so far, for the report about a rank that hangs."""
+        raise NotImplementedError
+
+    def follow(self) -> None:
+        """Carry out rank 0's orders until `dismiss` (all other ranks)."""
+        while True:
+            self.activity.begin("waiting for rank 0", self.num_steps_done)
+            data = self.ranks.broadcast(None)
+            if data is None:
+                return
+            method, arguments = read_order(type(self), data)
+            self.activity.begin(method.__name__, self.num_steps_done)
+            method(self, **arguments)
+
+    def dismiss(self) -> None:
+        """End `follow` on the other ranks (rank 0)."""
+        self.ranks.broadcast(None)
+
+
+class RankOrders(Generic[T]):
+    """Orders to the objects of one type that all ranks hold, carried out in a thread of each rank while training goes on."""
+
+    def __init__(self, own: T, ranks: Ranks | None, name: str, error: type[Exception]) -> None:
+        """Open a channel on every rank, in the same order; the ranks but 0 carry out orders in a daemon thread called ``name``.
+
+        ``own`` is this rank's object. Without ``ranks`` one process is alone.
+        """
+        self._own, self._error = own, error
+        self._channel = ranks.channel() if ranks is not None and ranks.num_ranks > 1 else None
+        if self._channel is not None and ranks is not None and not ranks.is_leader:
+            threading.Thread(target=self._channel.listen, args=(self._answer,), name=name, daemon=True).start()
+
+    def ask(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Run a method on all ranks, and return the results in the order of ranks (rank 0).
+
+        Raises what it raises on rank 0, ``error`` that names the other ranks that failed, RankUnresponsive for one that exited.
+        """
+        if self._channel is None:
+            return [method(self._own, *args, **kwargs)]
+        data = pack_order(method, *args, **kwargs)
+        own, answers = self._channel.ask(data, lambda: method(self._own, *args, **kwargs))
+        failed = [(rank, answer) for rank, answer in enumerate(answers, start=1) if answer.startswith(_FAILED)]
+        if problems := [f"rank {rank}: {answer[1:].decode()}" for rank, answer in failed]:
+            raise self._error("; ".join(problems))
+        result = _result_type(method)
+        return [own, *(result.validate_json(answer[1:], strict=True) for answer in answers)]
+
+    def _answer(self, data: bytes) -> bytes:
+        try:
+            method, arguments = read_order(type(self._own), data)
+            return _DONE + to_json(method(self._own, **arguments), inf_nan_mode="constants")
+        except Exception as err:  # rank 0 has to receive any error, or it would wait for an answer
+            log.exception("an order of rank 0 failed on this rank")
+            problem = str(err) if isinstance(err, PenstockError) else f"{type(err).__name__}: {err}"
+            return _FAILED + problem.encode()
+
+
+@functools.cache
+def _types(method: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
+    """Return what reads each argument that is sent."""
+    hints = {name: hint for name, hint in get_type_hints(method, include_extras=True).items() if name != "return"}
+    return {
+        name: TypeAdapter(hint) for name, hint in hints.items() if _NOT_SENT not in getattr(hint, "__metadata__", ())
+    }
+
+
+@functools.cache
+def _result_type(method: Callable[..., Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(get_type_hints(method)["return"])
+
+
+def pack_order(method: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+    """Return an order as MessagePack: the method's name, and the arguments that were given and are sent, by name, as JSON."""
+    given, types = inspect.signature(method).bind(None, *args, **kwargs).arguments, _types(method)
+    absolute = {name: value.absolute() if isinstance(value, Path) else value for name, value in given.items()}
+    sent = {name: to_json(value, inf_nan_mode="constants") for name, value in absolute.items() if name in types}
+    data = msgpack.packb([method.__name__, sent])
+    assert data is not None
+    return data
+
+
+def read_order(kind: type, data: bytes) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the method of ``kind`` that an order names, and its arguments.
+
+    Raises ValueError for a method that is not marked, and for arguments of other types.
+    """
+    name, sent = msgpack.unpackb(data)
+    method = inspect.unwrap(getattr(kind, name, pack_order))
+    if not getattr(method, _MARK, False):
+        raise ValueError(
+            f"internal error, please report: rank 0 ordered {name!r}, which is no order of {kind.__name__}"
+        )
+    types = _types(method)
+    return method, {key: types[key].validate_json(value, strict=True) for key, value in sent.items()}
