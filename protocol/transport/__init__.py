@@ -4,7 +4,6 @@ Only this package imports `nats`, and only `s3_requests` imports `minio`; `blobs
 `s3_requests` for everything else. The parts of `bus`:
 
     pending          the thread it runs in, and the results of its calls
-    nats_client      the client library with shorter ways for what every message costs
     nats_connection  the connection they share: retries, deadlines, behaviour while NATS is unreachable
     fact_publisher   publish a fact              acks, delivery, inbox, pull    fetch facts, hold and acknowledge them
     key_value        a bucket                    tail                           watch a stream

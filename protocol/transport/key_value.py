@@ -89,7 +89,7 @@ class KeyValue:
 
     def put(self, key: str, value: bytes, *, ttl_s: float | None = None) -> Pending[int]:
         """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's own is longer."""
-        return self._call(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
+        return self._write(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
 
     def state(self) -> Pending[BucketState]:
         """Return how many keys there are and when they expire."""
@@ -100,11 +100,11 @@ class KeyValue:
 
         Raises CompareAndSwapFailed when the key has another revision.
         """
-        return self._call(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
+        return self._write(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
 
     def delete(self, key: str) -> Pending[bool]:
         """Remove a key."""
-        return self._call(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
+        return self._write(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
     def entries(self, prefix: str = "") -> Pending[list[Entry]]:
         """Read all keys, or those below a ``prefix`` that ends with a dot; in a cluster the answer may lag, see `get`."""
@@ -113,6 +113,13 @@ class KeyValue:
     def _read(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         deadline_s = REQUEST_S - RETRY_S  # the last try must end before the call does, so that its error is raised
         return self._call(lambda: self._connection.retry(action, what=what, deadline_s=deadline_s), what)
+
+    def _write(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
+        async def once() -> T:
+            async with self._connection.while_connected():
+                return await action()
+
+        return self._call(once, what)
 
     def _call(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         async def run() -> T:

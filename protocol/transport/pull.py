@@ -55,7 +55,7 @@ class Pull:
 
     async def open(self) -> None:
         """Subscribe to the answers."""
-        self._sub = await self._connection.client.receive(f"{self._reply}.*", self._on_message)
+        self._sub = await self._connection.client.subscribe(f"{self._reply}.*", cb=self._on_message)
         self._connection.watch(self._changed)
 
     async def close(self) -> None:
@@ -118,7 +118,7 @@ class Pull:
         expires = {"expires": int(linger * 1e9)} if linger > 0 else {}
         await self._request(body | expires, enough, until)
 
-    def _on_message(self, msg: Msg) -> None:
+    async def _on_message(self, msg: Msg) -> None:
         if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._reply)):
             self._arrived.append(msg)
         elif msg.subject == f"{self._reply}.{self._number}" and msg.headers["Status"] != "100":
