@@ -1,7 +1,6 @@
 """The connections of a process: `bus` to NATS, `blobs` to S3.
 
-Only this package imports `nats`, and only `s3_requests` imports `minio`; `blobs` uses `s3_fast_path` for small objects, and
-`s3_requests` for everything else. The parts of `bus`:
+Only this package imports `nats`, and only `s3_client` imports `minio`. The parts of `bus`:
 
     pending          the thread it runs in, and the results of its calls
     nats_connection  the connection they share: retries, deadlines, behaviour while NATS is unreachable
