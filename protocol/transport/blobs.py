@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, files
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
 from penstock.protocol.facts import BlobRef
@@ -134,7 +134,7 @@ class Blobs:
             if partial.stat().st_size != ref.size_bytes or digest.hexdigest() != ref.sha256:
                 partial.unlink()
                 raise BlobCorrupt(f"{ref.key}: the fetched file does not have sha256 {ref.sha256[:12]}…")
-        partial.replace(path)
+        files.replace(partial, path)
 
     def fetch_file(self, stat: BlobStat, path: Path) -> BlobRef:
         """Fetch an object of a listing into a file and return its reference; raises BlobMissing, or BlobCorrupt for another size."""

@@ -22,7 +22,7 @@ from nats.js import JetStreamContext
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable
 from penstock.protocol.transport.nats_errors import ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY
-from penstock.protocol.transport.pending import LoopThread, Pending
+from penstock.protocol.transport.pending import CallThread, Pending
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Connection:
         """Prepare a connection; `open` makes it."""
         self._settings = settings
         self._name = name
-        self._thread = LoopThread(f"bus-{name}")
+        self._thread = CallThread(f"bus-{name}")
         self._in_flight = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._up = asyncio.Event()
         self._watchers: set[asyncio.Event] = set()
@@ -76,7 +76,6 @@ class Connection:
 
     def open(self, deadline_s: float) -> None:
         """Connect, waiting at most ``deadline_s``; raises BusUnreachable or BusRefused."""
-        self._thread.start()
         try:
             self.call(self._connect(deadline_s), f"connect to {self.url}", deadline_s).wait()
         except BaseException:

@@ -6,14 +6,12 @@ worker's engine loads too.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from penstock.protocol.errors import ConfigError, MalformedWeights, StateMismatch
+from penstock.protocol.files import new_folder
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.weights.adapter_format import (
     ADAPTER_CONFIG,
@@ -40,7 +38,7 @@ def export_version(manifest: VersionManifest, folder: Path, *, reader: WeightRea
     plan = reader.plan(model, None)
     layout = reader.layout_of(plan)
     digests: list[TensorDigest] = []
-    with _new_folder(folder) as partial:
+    with new_folder(folder) as partial:
         factors: dict[str, Factors] = {}
         scale = 0.0
         if manifest is not model:
@@ -69,7 +67,7 @@ def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightRea
     if manifest.base is None:
         raise ConfigError(f"version {manifest.version} is not an adapter; export it as a model")
     before = reader.num_bytes
-    with _new_folder(folder) as partial:
+    with new_folder(folder) as partial:
         config, raw = read_adapter(manifest, reader, blobs)
         layout = reader.layout(manifest)
         check_fit(read_factors(config, layout, raw), reader.layout(reader.base(manifest)))
@@ -94,18 +92,3 @@ def read_adapter(manifest: VersionManifest, reader: WeightReader, blobs: Blobs) 
 def _check_root(manifest: VersionManifest, digests: list[TensorDigest]) -> None:
     if (root := manifest.root_of(digests)) != manifest.state_root:
         raise StateMismatch(f"version {manifest.version}: its root is {root}, its manifest says {manifest.state_root}")
-
-
-@contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``folder`` when the block succeeds, and removed otherwise."""
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists; name another folder, or remove it")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
