@@ -17,8 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from penstock.console.evaluation.results import EvaluationResult, Outcome
-from penstock.protocol.files import atomic_write
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 FOLDER = "evaluations"
 GROUPS, RULES, RESULT, PLOT = "groups.jsonl", "rules.json", "result.json", "result.png"

@@ -13,8 +13,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.files import atomic_write
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 log = structlog.get_logger("console.watched_totals")
 

@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import atomic_write
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 FILE = "tags.json"
 MODELS = "models"

@@ -19,8 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import atomic_write
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 
 class Position(BaseModel):

@@ -1,4 +1,7 @@
-"""A key-value bucket. Values are bytes; compare-and-swap by revision."""
+"""A key-value bucket. Values are bytes; compare-and-swap by revision.
+
+Change a value of a bucket that several processes change, by compare-and-swap.
+"""
 
 from __future__ import annotations
 
@@ -216,3 +219,41 @@ class KeyValue:
             for msg in await direct_get(self._connection, f"KV_{self.bucket}", request)
             if (headers := msg.headers or {}) and headers.get("KV-Operation") not in _REMOVED
         ]
+
+
+V = TypeVar("V")
+
+_SWAPS = 16  # that many writers would have to meet in a few milliseconds
+
+
+async def change_value(
+    store: KeyValue,
+    key: str,
+    read: Callable[[], Awaitable[tuple[V, int | None]]],
+    change: Callable[[V], V],
+    write: Callable[[V], bytes],
+) -> tuple[V, int | None]:
+    """Return the changed value and its revision; ``change`` is called again with what another process wrote meanwhile.
+
+    Nothing is written if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and
+    what ``read`` and ``change`` raise.
+
+    Args:
+        store: The bucket.
+        key: The key of the value.
+        read: Returns the present value and its revision; None: it does not exist.
+        change: Returns the value to write.
+        write: Returns a value as bytes.
+    """
+    tries_left = _SWAPS
+    while True:
+        before, revision = await read()
+        after = change(before)
+        if after == before:
+            return before, revision
+        tries_left -= 1
+        try:
+            return after, await store.swap(key, write(after), revision)
+        except CompareAndSwapFailed:
+            if not tries_left:
+                raise

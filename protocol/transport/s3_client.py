@@ -2,6 +2,8 @@
 
 `blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run may
 never need them.
+
+Detect a clock difference that makes an S3 server refuse signed requests (more than 15 minutes); pure.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -28,8 +31,32 @@ from minio.minioadmin import MinioAdmin
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.clock_skew import clock_skew
 from penstock.protocol.transport.tls import client_context, handshake_problem
+
+LIMIT = timedelta(minutes=15)  # of Signature Version 4
+
+
+def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
+    """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
+
+    Args:
+        headers: Of the server's answer; ``Date`` is the server's time.
+        now: This machine's time, with a time zone.
+    """
+    try:
+        theirs = parsedate_to_datetime(headers["Date"])
+    except (KeyError, ValueError):
+        return ""
+    theirs = theirs if theirs.tzinfo else theirs.replace(tzinfo=UTC)
+    apart = abs(now - theirs)
+    if apart <= LIMIT:
+        return ""
+    here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
+    return (
+        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
+        f"{LIMIT.total_seconds() / 60:.0f}: correct the clock that is wrong"
+    )
+
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.blobs")

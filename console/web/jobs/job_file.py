@@ -21,8 +21,7 @@ from penstock.console.tools import runs
 from penstock.console.web import context
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.files import atomic_write
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 JOB = "job.json"
 RUN_FILE = context.RUN_FILE

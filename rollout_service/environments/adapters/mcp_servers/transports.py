@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol import parent_death
-from penstock.protocol.endpoints.resolve import resolve
-from penstock.protocol.endpoints.target_policy import TargetPolicy
+from penstock.protocol.endpoints.target_policy import TargetPolicy, resolve
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments import program_process
 
