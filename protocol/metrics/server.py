@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import ipaddress
 import socket
 from collections.abc import Callable
@@ -50,9 +50,10 @@ class MetricsServer:
         """Stop; a scrape in progress is cut off."""
         assert self._thread is not None
         self._thread.loop.call_soon_threadsafe(self._stop.set)
-        with contextlib.suppress(TimeoutError):
-            self._serving.result(_REQUEST_S)
+        ended = concurrent.futures.wait([self._serving], _REQUEST_S).done
         self._thread.stop()
+        if ended and (err := self._serving.exception()) is not None:
+            log.error("the server of /metrics failed", url=self.url, error=str(err))
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(

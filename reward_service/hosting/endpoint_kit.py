@@ -45,8 +45,6 @@ __all__ = [
     "registered",
 ]
 
-_STOP_S = 10.0
-
 
 class BadRequest(ValueError):
     """The body is not a score request; answer with status 422 and this text."""
