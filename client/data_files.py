@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
 
 Rows = Iterable[Mapping[str, Any]]
@@ -50,7 +51,7 @@ def write_rows(data: Any, folder: Path, name: str) -> Path:
                 num_rows += 1
         if not num_rows:
             raise ConfigError(f"{name}: there is no row; expected a path, or at least one dictionary")
-        return partial.replace(folder / f"{name}-{digest.hexdigest()[:_DIGEST_CHARS]}.jsonl")
+        return files.replace(partial, folder / f"{name}-{digest.hexdigest()[:_DIGEST_CHARS]}.jsonl")
     finally:
         partial.unlink(missing_ok=True)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.client.loop_thread import LoopThread
+from penstock.protocol.loop_thread import LoopThread
 from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
 
+_REGISTER_S = 90.0
 _LEASE_S = 15.0  # a killed process is out of service after this time
 
 
@@ -23,7 +23,6 @@ class RegisteredReward:
         self.name = name
         self._offer = Offer(name, url, version, lease_s=_LEASE_S, more=terms or {})
         self._thread: LoopThread | None = None
-        self._renewing: asyncio.Task[None] | None = None
 
     @classmethod
     def of_url(cls, url: str) -> RegisteredReward:
@@ -37,14 +36,11 @@ class RegisteredReward:
         self.close()
         self._thread = LoopThread("reward-lease")
         address = ServiceAddress(service)
-        self._thread.run(registration.register(address, self._offer))
-        self._thread.run(self._renew(address))
+        self._thread.start(registration.register(address, self._offer)).result(_REGISTER_S)
+        self._thread.start(registration.keep(address, self._offer))
 
     def close(self) -> None:
         """Stop renewing: the reward is out of service when its lease has expired. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.end()
-
-    async def _renew(self, service: ServiceAddress) -> None:
-        self._renewing = asyncio.create_task(registration.keep(service, self._offer))
+            thread.stop()

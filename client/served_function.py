@@ -8,23 +8,27 @@ the main thread, so that ``signal.alarm`` cannot be used in it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import inspect
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from penstock.client.loop_thread import LoopThread
 from penstock.client.registered_reward import RegisteredReward
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.loop_thread import LoopThread
 from penstock.reward_service.api import web_server
 from penstock.reward_service.hosting import hosted_app
 from penstock.reward_service.hosting.hosted_function import HostedFunction
 from penstock.reward_service.user_code import user_file
 
 _TIMEOUT_S = 300.0  # of one call of the reward service
+_DEADLINE_S = 90.0  # of the function's setup, and of a stop
 _STOP_S = 5.0
 _HOST = "127.0.0.1"
 
@@ -58,7 +62,7 @@ class ServedFunction:
         self._bound = web_server.listen(_HOST, 0, key="the port")
         self._done = asyncio.Event()
         try:
-            self._calls_thread.run(reward.open())
+            _within(_DEADLINE_S, self._calls_thread.start(reward.open()))
         except BaseException:
             self._bound.close()
             self._end_threads()
@@ -84,8 +88,9 @@ class ServedFunction:
             return
         if self._registered is not None:
             self._registered.close()
-        self._http_thread.run(self._stop_serving())
-        self._calls_thread.run(self._reward.close(), _STOP_S, must_finish=False)
+        _within(_DEADLINE_S, self._http_thread.start(self._stop_serving()))
+        with contextlib.suppress(TimeoutError):
+            self._calls_thread.start(self._reward.close()).result(_STOP_S)
         self._bound.close()
         self._end_threads()
 
@@ -94,8 +99,20 @@ class ServedFunction:
         await asyncio.wait({asyncio.wrap_future(self._serving)}, timeout=_STOP_S)
 
     def _end_threads(self) -> None:
-        self._http_thread.end()
-        self._calls_thread.end()
+        self._http_thread.stop()
+        self._calls_thread.stop()
+
+
+def _within(deadline_s: float, work: Future[None]) -> None:
+    try:
+        work.result(deadline_s)
+    except TimeoutError:
+        if work.done():  # the function's own
+            raise
+        work.cancel()
+        raise PenstockError(
+            f"the reward's thread did not answer within {deadline_s:.0f} s: a call of the function does not return"
+        ) from None
 
 
 def _innermost(function: Any) -> Any:

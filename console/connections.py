@@ -19,7 +19,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys

@@ -2,7 +2,6 @@
 
 | file              | does                                                                           |
 |-------------------|--------------------------------------------------------------------------------|
-| `parent_death.py` | has the kernel signal a program when its parent exits, then becomes that program |
 | `child.py`        | one child process with a log file, in a process group of its own               |
 | `supervise.py`    | restarts child processes that exit, with back-off, and records the events      |
 | `servers.py`      | nats-server and the S3 server as child processes on the loopback               |

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
-from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.run_file import Loaded, load, split_arguments
+from penstock.protocol.config.shared_sections import RetentionSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id

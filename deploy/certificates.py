@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,6 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import Certificate
+from penstock.protocol.files import atomic_write
 
 SERVICES = ("nats", "s3")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -93,8 +92,8 @@ def write_certificates(
         hosts = [service, *_LOOPBACK, *(hosts_of(path) if path.exists() else ()), *more[service]]
         own = ec.generate_private_key(ec.SECP256R1())
         issued = _issued(service, own.public_key(), list(dict.fromkeys(hosts)), days, key, authority)
-        _write(path.with_suffix(".key"), _private(own), 0o600)
-        _write(path, issued.public_bytes(serialization.Encoding.PEM), 0o644)
+        atomic_write(path.with_suffix(".key"), _private(own), sync=True, mode=0o600)
+        atomic_write(path, issued.public_bytes(serialization.Encoding.PEM), sync=True, mode=0o644)
         written.append(path)
     return written
 
@@ -111,9 +110,9 @@ def signing_key(folder: Path) -> tuple[Path, Path]:
     if not private.exists():
         folder.mkdir(parents=True, exist_ok=True)
         key = ed25519.Ed25519PrivateKey.generate()
-        _write(private, _private(key), 0o600)
+        atomic_write(private, _private(key), sync=True, mode=0o600)
         encoding, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        _write(public, key.public_key().public_bytes(encoding, form), 0o644)
+        atomic_write(public, key.public_key().public_bytes(encoding, form), sync=True, mode=0o644)
     return private, public
 
 
@@ -155,8 +154,8 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(key_file, _private(key), 0o600)
-    _write(file, issued.public_bytes(serialization.Encoding.PEM), 0o644)
+    atomic_write(key_file, _private(key), sync=True, mode=0o600)
+    atomic_write(file, issued.public_bytes(serialization.Encoding.PEM), sync=True, mode=0o644)
     return key, issued
 
 
@@ -244,17 +243,6 @@ def _private(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> byt
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write a file in one step, with its mode from the first byte on."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    Path(name).replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.console.connections import COPIED_INPUTS, STORE
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, files
 from penstock.protocol.errors import ConfigError
 
 _OBJECTS = "objects"
@@ -33,7 +33,7 @@ def copy_input(name: str, run_folder: Path) -> None:
     shutil.copytree(source, partial, symlinks=True)  # a store with links is refused by its servers
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial.rename(target)
+    files.replace(partial, target)
 
 
 def find(name: str, run_folder: Path) -> Path:

@@ -3,7 +3,7 @@
     python -P -m penstock.deploy.s3_policies ROLE                         # for any run
     python -P -m penstock.deploy.s3_policies ROLE --run my-run --bucket penstock
 
-The rights are data in `protocol/object_rights.py`. `penstock bootstrap --s3-users` gives MinIO and its forks these policies
+The rights are data in `protocol/rights.py`. `penstock bootstrap --s3-users` gives MinIO and its forks these policies
 and users; another store takes the printed JSON, which is the policy language of AWS.
 Without ``--run`` a policy holds for any run, as `deploy/nats.conf` does.
 """
@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.object_rights import ObjectRights, object_rights
-from penstock.protocol.rights import ANY_RUN, Role
+from penstock.protocol.rights import ANY_RUN, ObjectRights, Role, object_rights
 from penstock.protocol.subjects import check_run_id
 
 _READ = ("s3:GetObject",)

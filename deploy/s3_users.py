@@ -12,7 +12,7 @@ from penstock.deploy.s3_policies import policies
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.rights import Role
-from penstock.protocol.transport.s3_admin import S3Admin
+from penstock.protocol.transport.s3_client import S3Admin
 
 _SHORTEST = 8  # characters of a secret key that MinIO takes
 

@@ -29,7 +29,7 @@ from penstock.deploy.stored import run_command
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import split_arguments, toml_text
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 

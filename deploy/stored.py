@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.deploy.local import LocalStack
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.record.regular_file import links_below
+from penstock.protocol.files import links_below
 
 _STOP_GRACE_S = 10.0  # of the command, after Ctrl-C
 

@@ -15,6 +15,7 @@ from penstock.protocol.activity import Activity
 from penstock.protocol.endpoints import own_servers
 from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.files import atomic_write
 from penstock.protocol.metrics.certificates import certificate_ends
 from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
@@ -178,7 +179,5 @@ def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> int
     log.info("listening", url=f"{http_tls.scheme(host)}://{host}:{port}")
     if port_file is not None:
         port_file.parent.mkdir(parents=True, exist_ok=True)
-        partial = port_file.with_name(port_file.name + ".partial")
-        partial.write_text(f"{port}\n")
-        partial.replace(port_file)
+        atomic_write(port_file, f"{port}\n")
     return port

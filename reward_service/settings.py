@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import socket
@@ -15,6 +14,7 @@ from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Set
 from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
 from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import http_tls
 from penstock.reward_service.endpoints.access import Access, Role, read_tokens
 
 ADMIN = "admin"  # the name of the holder of token and token_file
@@ -144,7 +144,12 @@ class RewardServiceSection(Section):
 
     @model_validator(mode="after")
     def _token_unless_loopback(self) -> RewardServiceSection:
-        if not _is_loopback(self.host) and not self.token and self.token_file is None and self.tokens_file is None:
+        if (
+            not http_tls.is_loopback(self.host)
+            and not self.token
+            and self.token_file is None
+            and self.tokens_file is None
+        ):
             raise ValueError(
                 f"reward_service.host {self.host} can be reached from other machines: set reward_service.token_file "
                 "(or tokens_file), or listen on 127.0.0.1"
@@ -174,15 +179,6 @@ class RewardSettings(Section):
     s3: S3Settings = Field(default_factory=S3Settings)
     reward: RewardChoice = Field(default_factory=RewardChoice)
     reward_service: RewardServiceSection = Field(default_factory=RewardServiceSection)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _read(file: Path, key: str) -> str:

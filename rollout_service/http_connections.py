@@ -17,8 +17,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from penstock.protocol.endpoints.resolve import resolve
-from penstock.protocol.endpoints.target_policy import TargetPolicy
+from penstock.protocol.endpoints.target_policy import TargetPolicy, resolve
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.tls import client_context, handshake_problem

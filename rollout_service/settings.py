@@ -14,10 +14,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.environment_settings import EnvironmentSettings
-from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.config.shared_sections import MetricsSettings, TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
-from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.engines.update_mode import UpdateMode

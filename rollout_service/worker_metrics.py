@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
 from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer
-from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 
 # Metrics of the heartbeat: key -> name in the table and labels.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from penstock.protocol import internal_errors
-from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.internal_errors import ends_quietly
 from penstock.trainer import process_memory
 
 COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py

@@ -28,8 +28,7 @@ from penstock.protocol.rewards_offered import (
     names_not_offered,
     nearest,
 )
-from penstock.protocol.traces.held_groups import HeldGroups
-from penstock.protocol.traces.traces import NO_TRACES, Traces
+from penstock.protocol.traces.traces import NO_TRACES, HeldGroups, Traces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections

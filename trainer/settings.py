@@ -10,10 +10,8 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.environment_settings import MIXTURE, EnvironmentSettings
-from penstock.protocol.config.retention import RetentionSettings
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.config.teacher_settings import TeacherSettings
-from penstock.protocol.metrics.settings import MetricsSettings
+from penstock.protocol.config.shared_sections import MetricsSettings, RetentionSettings, TeacherSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
 from penstock.trainer.data_settings import COLUMNS, DataSettings, Format

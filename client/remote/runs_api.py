@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,12 +46,7 @@ class RunsApi:
     @property
     def is_here(self) -> bool:
         """True if the API is reached over the loopback: its files are those of this machine."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return http_tls.is_loopback(self.host)
 
     def call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """Return the answer; raises ApiRefused with what the API says is wrong and what to do."""

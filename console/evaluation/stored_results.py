@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from penstock.console.evaluation.results import EvaluationResult, Outcome
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 FOLDER = "evaluations"
 GROUPS, RULES, RESULT, PLOT = "groups.jsonl", "rules.json", "result.json", "result.png"
@@ -50,18 +50,12 @@ def append_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
 
 def rewrite_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
     """Replace all outcomes, atomically."""
-    partial = folder / f"{GROUPS}.partial"
-    partial.write_text("".join(one.model_dump_json() + "\n" for one in outcomes), encoding="utf-8")
-    partial.replace(folder / GROUPS)
+    atomic_write(folder / GROUPS, "".join(one.model_dump_json() + "\n" for one in outcomes))
 
 
 def write_result(folder: Path, result: EvaluationResult) -> Path:
     """Write ``result.json``, atomically; return its path."""
-    path = folder / RESULT
-    partial = folder / f"{RESULT}.partial"
-    partial.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
-    return path
+    return atomic_write(folder / RESULT, result.model_dump_json(indent=1) + "\n")
 
 
 def read_result(folder: Path) -> EvaluationResult | None:

@@ -13,7 +13,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.protocol.facts import Heartbeat
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 log = structlog.get_logger("console.watched_totals")
 
@@ -77,6 +77,4 @@ def load(folder: Path) -> WatchedTotals | None:
 def save(folder: Path, totals: WatchedTotals) -> None:
     """Replace the stored totals by these; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{FILE}.partial"
-    partial.write_text(totals.model_dump_json(), encoding="utf-8")
-    partial.replace(folder / FILE)
+    atomic_write(folder / FILE, totals.model_dump_json())

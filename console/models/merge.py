@@ -21,6 +21,7 @@ from penstock.console.models.tensor_files import (
     write_file,
 )
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import new_folder
 
 RECORD = "merge.json"
 
@@ -40,18 +41,12 @@ def merge_folders(models: Sequence[Path], base: Path | None, to: Path, recipe: R
         _check_same(models[0], opened[0], folder, one)
     if base is not None and opened_base is not None:
         _check_same(models[0], opened[0], base, opened_base)
-    partial = to.with_name(to.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(to) as partial:
         for file in weight_files(models[0]):
             tensors = read_header(file)
             write_file(partial / file.name, tensors, _merged(tensors, opened, opened_base, recipe))
         _copy_rest(models[0], partial)
         (partial / RECORD).write_text(json.dumps(_record(models, base, recipe), indent=1) + "\n", encoding="utf-8")
-        partial.rename(to)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return len(opened[0])
 
 

@@ -21,9 +21,9 @@ from penstock.console.record.stored_chapters import pointer_faults, read_chapter
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, MissingStream, WireError
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
+from penstock.protocol.files import read_regular
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed
 from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
-from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import RUN_ID
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

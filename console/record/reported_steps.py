@@ -13,9 +13,9 @@ from penstock.console.record.step_checks import ReportedSteps
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, WireError
 from penstock.protocol.facts import Count, RunEvent, decode
+from penstock.protocol.files import read_regular
 from penstock.protocol.record.checkpoint_state import CheckpointState
-from penstock.protocol.record.regular_file import read_regular
-from penstock.protocol.record.step_digest import STEP_DIGEST, StepDigest
+from penstock.protocol.record.lineage import STEP_DIGEST, StepDigest
 from penstock.protocol.transport.bus import Bus
 
 METRICS = "metrics.jsonl"

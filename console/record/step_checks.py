@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.console.record.record_fold import Breach
-from penstock.protocol.record.lineage import RecordedStep
-from penstock.protocol.record.step_digest import GROUP_DIGITS, StepDigest, group_digest, step_digest
+from penstock.protocol.record.lineage import GROUP_DIGITS, RecordedStep, StepDigest, group_digest, step_digest
 
 DIFFERS = "differs from its report"
 _SHOWN_STEPS = 5

@@ -16,8 +16,8 @@ from penstock.console.tools.runs import unknown_run
 from penstock.protocol import logs, streams
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import BusRefused, ConfigError
+from penstock.protocol.files import read_regular
 from penstock.protocol.record import run_lock
-from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.bus import Bus
 

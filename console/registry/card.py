@@ -18,7 +18,7 @@ from penstock.console.evaluation.results import EvaluationResult
 from penstock.console.registry.scores import OFFLINE, Scores
 from penstock.console.report import curves
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 
 _MOST_POINTS = 12
 _NOT_SHOWN = ("nats.", "s3.", "run.dir", "retention.")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol import files
 from penstock.protocol.errors import ConfigError, PenstockError
 
 CARD = "README.md"
@@ -49,8 +50,7 @@ def pull(repo: str, to: Path, *, revision: str | None) -> Path:
     if not (partial / "config.json").is_file():
         raise HubFailed(f"{repo} is not a model: it has no config.json; its files are in {partial}")
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's notes about the download
-    partial.rename(to)
-    return to
+    return files.replace(partial, to)
 
 
 def _library() -> Any:

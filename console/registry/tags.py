@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 FILE = "tags.json"
 MODELS = "models"
@@ -84,6 +84,4 @@ def remove(run_folder: Path, name: str) -> Tag:
 
 
 def _write(run_folder: Path, tags: dict[str, Tag]) -> None:
-    partial = run_folder / f"{FILE}.partial"
-    partial.write_text(_Tags(tags=tags).model_dump_json(indent=1) + "\n", encoding="utf-8")
-    partial.replace(run_folder / FILE)
+    atomic_write(run_folder / FILE, _Tags(tags=tags).model_dump_json(indent=1) + "\n")

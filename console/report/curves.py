@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.console.report.event_fields import number
 from penstock.console.report.measures import Evaluation, HeldOut, held_out, recent_reward
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from penstock.console.report import curves, drop_reasons, learning
 from penstock.console.report.curves import Curves
 from penstock.console.report.measures import HeldOut
 from penstock.console.report.run_summary import RunSummary, attention_text
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 
 _WIDTH, _HEIGHT = 60, 8
 _JSON = "report.json"

@@ -13,7 +13,7 @@ from penstock.console import connections
 from penstock.console.tools.chat_engine import ChatEngine, ChatRefused, Message
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 from penstock.protocol.subjects import check_run_id
 
 _CLEAR = "/new"

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.console.tools import reference
-from penstock.protocol.config.foreign_config import ALIASES, RENAMED, advice
-from penstock.protocol.config.foreign_keys.answers import Alias
+from penstock.protocol.config.foreign_config import ALIASES, RENAMED, Alias, advice
 from penstock.protocol.config.setting_description import SettingDescription
 from penstock.protocol.errors import ConfigError
 

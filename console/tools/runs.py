@@ -21,8 +21,8 @@ from penstock.console.report.event_fields import number
 from penstock.console.tables import console
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
+from penstock.protocol.files import read_regular
 from penstock.protocol.record import run_lock
-from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.subjects import RUN_ID, check_run_id
 
 if TYPE_CHECKING:

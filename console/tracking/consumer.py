@@ -27,7 +27,7 @@ from penstock.console.tracking.rows import RowFold
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 from penstock.protocol.transport.bus import Bus
 
 log = structlog.get_logger("console.tracking")

@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 
 class Position(BaseModel):
@@ -56,12 +56,7 @@ class PositionFile:
 
     def save(self) -> None:
         """Replace the file; returns when it is on the disk."""
-        new = self._path.with_suffix(".new")
-        with new.open("w") as file:
-            json.dump(self.position.model_dump(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+        atomic_write(self._path, json.dumps(self.position.model_dump()), sync=True)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from penstock.console.tracking.interface import TRACKERS
 from penstock.console.tracking.settings import TrackSettings
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 
 MODULE = "penstock.console.tracking"
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from penstock.console import connections
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import atomic_write
 
 TOKENS = "console-tokens"  # the default file, in the folder of runs
 BROWSER_S = 30 * 24 * 3600.0  # a browser asks for a new link after this long
@@ -170,14 +171,7 @@ class Access:
             now = time.time()
             tokens = [one for one in _read(self.file) if not one.expires or one.expires > now]
             yield tokens
-            new = self.file.with_name(self.file.name + ".new")
-            new.unlink(missing_ok=True)
-            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(handle, "w") as file:
-                file.writelines(one.line() for one in tokens)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self.file)
+            atomic_write(self.file, "".join(one.line() for one in tokens), sync=True, mode=0o600)
 
 
 def file_of(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:

@@ -13,7 +13,7 @@ from penstock import __version__
 from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.backup import saved_run
 from penstock.deploy.backup.saved_run import SavedObject, SavedRun, SavedStream
-from penstock.protocol import blob_keys, streams
+from penstock.protocol import blob_keys, files, streams
 from penstock.protocol.errors import ConfigError, MissingStream
 from penstock.protocol.facts import decode
 from penstock.protocol.record.lineage import CheckpointCommitted
@@ -50,9 +50,7 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
     _require_stopped(run, bus)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     contents = SavedRun(run_id=run, penstock=__version__, made_at=now, streams=tuple(saved), objects=tuple(objects))
-    partial = folder / f"{saved_run.CONTENTS}.partial"
-    partial.write_text(contents.model_dump_json(indent=1))
-    partial.replace(folder / saved_run.CONTENTS)
+    files.atomic_write(folder / saved_run.CONTENTS, contents.model_dump_json(indent=1))
     return contents
 
 
@@ -124,7 +122,7 @@ def _save_objects(
             return same
         partial = folder / "objects" / f"partial.{hashlib.sha256(stat.key.encode()).hexdigest()}"
         ref = blobs.fetch_file(stat, partial)
-        partial.replace(saved_run.object_file(folder, ref.sha256))
+        files.replace(partial, saved_run.object_file(folder, ref.sha256))
         return SavedObject(key=ref.key, size_bytes=ref.size_bytes, sha256=ref.sha256)
 
     saved = list[SavedObject]()

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import Sha256
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 from penstock.protocol.subjects import check_run_id
 
 CONTENTS = "backup.json"

@@ -1,6 +1,6 @@
 """Which rule each key has, by its name, and by its system where systems differ; data.
 
-Keys without a rule are answered by the tables in `protocol/config/foreign_keys`.
+Keys without a rule are answered by the table `protocol/config/foreign_keys.json`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
-from penstock.protocol.config.foreign_keys.answers import ESTIMATOR
+from penstock.protocol.config.foreign_config import ESTIMATOR
 
 Values = Mapping[str, Any]
 Rule = Callable[[Any, Values], Outcome]

@@ -12,8 +12,7 @@ from penstock.deploy.config_import.found import Found, readable, unassigned
 from penstock.deploy.config_import.rule_table import rule_for
 from penstock.deploy.config_import.rules import epochs
 from penstock.deploy.config_import.translation import Line, Outcome, Translation
-from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, advice, prefix_advice
-from penstock.protocol.config.foreign_keys.answers import Alias
+from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, Alias, advice, prefix_advice
 from penstock.trainer.commands.dpo import DPO
 from penstock.trainer.commands.own_section import OwnSection
 from penstock.trainer.commands.sft_settings import SFT
@@ -60,10 +59,10 @@ _OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dp
 
 def _score(name: str, keys: Collection[str]) -> int:
     """Return how many keys are of one system and of no other."""
-    tables = {other: {*one.TAKEN, *one.RENAMED, *one.ABSENT} for other, one in SYSTEMS.items()}
+    tables = {other: {*one.taken, *one.renamed, *one.absent} for other, one in SYSTEMS.items()}
     others: set[str] = set().union(*(table for other, table in tables.items() if other != name))
     own = SYSTEMS[name]
-    return sum(key in tables[name] - others or prefix_advice(key, own.PREFIXES) is not None for key in keys)
+    return sum(key in tables[name] - others or prefix_advice(key, own.prefixes) is not None for key in keys)
 
 
 def own_section(found: Found) -> OwnSection | None:
@@ -133,7 +132,7 @@ def _outcome(key: str, value: Any, values: Mapping[str, Any], system: str, known
             return Outcome("decide", {}, "a value of another type than that system documents")
     own = SYSTEMS[system]
     return (
-        _answered(key, value, own.TAKEN, own.RENAMED, own.ABSENT.get(key) or prefix_advice(key, own.PREFIXES))
+        _answered(key, value, own.taken, own.renamed, own.absent.get(key) or prefix_advice(key, own.prefixes))
         or _answered(key, value, ALIASES, {}, None)
         or (Outcome("taken", {key: value}) if key in known else None)
         or _answered(key, value, {}, RENAMED, advice(key))

@@ -24,6 +24,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load, split_arguments, toml_text
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Sampling
+from penstock.protocol.files import replace
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.inputs import data_files
 from penstock.trainer.groups.task_packs import evaluation_sampling
@@ -109,10 +110,10 @@ def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextli
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it
-    recorded.replace(kept)
+    replace(recorded, kept)
     if found.folder is None:
         shutil.rmtree(folder / "model", ignore_errors=True)
-        model.rename(folder / "model")
+        replace(model, folder / "model")
         cleaned.callback(shutil.rmtree, folder / "model", ignore_errors=True)
         ours[0] = f"model.path={folder / 'model'}"
         model = folder / "model"

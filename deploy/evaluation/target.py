@@ -15,7 +15,7 @@ from penstock.console.registry import tags
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 from penstock.protocol.subjects import check_run_id
 from penstock.trainer.data.inputs import model_folder
 

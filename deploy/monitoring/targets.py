@@ -23,6 +23,7 @@ from penstock.protocol import heartbeats, logs, streams
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Heartbeat
+from penstock.protocol.files import atomic_write
 from penstock.protocol.transport.bus import Bus
 
 # Any service may write a heartbeat: only an address and Prometheus' own path are taken from it.
@@ -83,9 +84,7 @@ def _put(found: list[dict[str, Any]], file: Path | None) -> None:
         print(text, end="")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text)
-    partial.replace(file)
+    atomic_write(file, text)
 
 
 if __name__ == "__main__":

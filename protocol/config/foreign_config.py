@@ -1,42 +1,90 @@
 """What becomes of a key of another system: taken as a setting, answered with the one to use, or with why there is none.
 
-For users who migrate a configuration. The tables are in `foreign_keys`, one module for each system; a key that several
-systems have is answered as the first of `SYSTEMS` has it. `penstock config import` reads the table of the file's own system
-first. Keys that are similar but not equal are refused with advice: nothing is guessed.
+For users who migrate a configuration. The table is `foreign_keys.json`: for each system the keys that are ``taken`` (exactly the
+same meaning: the settings that it sets), ``renamed`` (another meaning or other values: the setting to use), ``absent`` (why there
+is none, and what does its work) and the ``prefixes`` of keys with one answer. A text ``$name`` stands for an entry of ``texts``,
+``values`` or ``aliases``. A key that several systems have is answered as the first of `SYSTEMS` has it; `penstock config import`
+reads the table of the file's own system first. Keys that are similar but not equal are refused with advice: nothing is guessed.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from penstock.protocol.config.foreign_keys import agentrl, openrlhf, roll, shared, slime, trl, verl
-from penstock.protocol.config.foreign_keys.answers import Alias
-
-SYSTEMS: dict[str, ModuleType] = {
-    "shared": shared,
-    "verl": verl,
-    "roll": roll,
-    "trl": trl,
-    "agentrl": agentrl,
-    "openrlhf": openrlhf,
-    "slime": slime,
-}
+_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("foreign_keys.json").read_text(encoding="utf-8"))
 
 
-def _joined(order: list[ModuleType]) -> tuple[dict[str, Alias], dict[str, str], dict[str, str]]:
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """The Penstock keys that one foreign key sets, and the foreign values with another name here."""
+
+    keys: tuple[str, ...]
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    as_list: bool = False  # a single text is a list of one
+    left_out: tuple[str, ...] = ()  # entries of a list that are always on here
+
+    def value(self, theirs: Any) -> Any:
+        """Return a foreign value as Penstock spells it."""
+        if self.left_out:
+            listed = [theirs] if isinstance(theirs, str) and theirs not in ("None", "none", "null") else theirs
+            return [one for one in listed if one not in self.left_out] if isinstance(listed, list) else listed
+        if self.as_list and isinstance(theirs, str) and theirs not in ("None", "none", "null"):
+            return [theirs]
+        return self.values.get(theirs, theirs) if isinstance(theirs, (str, int)) else theirs
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSystem:
+    """The keys of one system."""
+
+    taken: Mapping[str, Alias]
+    renamed: Mapping[str, str]
+    absent: Mapping[str, str]
+    prefixes: Mapping[str, str]
+
+
+def _alias(form: Any) -> Alias:
+    """Return an alias from its form: a key, a list of keys, a table, or the name of a shared table."""
+    if isinstance(form, str) and form.startswith("$"):
+        form = _TABLE["aliases"][form[1:]]
+    if not isinstance(form, dict):
+        return Alias((form,) if isinstance(form, str) else tuple(form))
+    values = form.get("values", [])
+    pairs = _TABLE["values"][values[1:]] if isinstance(values, str) else values
+    return Alias(tuple(form["keys"]), dict(pairs), form.get("as_list", False), tuple(form.get("left_out", ())))
+
+
+def _texts(answers: Mapping[str, str]) -> dict[str, str]:
+    return {key: _TABLE["texts"][text[1:]] if text.startswith("$") else text for key, text in answers.items()}
+
+
+def _system(table: Mapping[str, Any]) -> ForeignSystem:
+    taken = {key: _alias(form) for key, form in table["taken"].items()}
+    return ForeignSystem(taken, *(_texts(table[part]) for part in ("renamed", "absent", "prefixes")))
+
+
+SYSTEMS: dict[str, ForeignSystem] = {name: _system(table) for name, table in _TABLE["systems"].items()}
+ESTIMATOR = _alias("$estimator")
+
+
+def _joined(order: list[ForeignSystem]) -> tuple[dict[str, Alias], dict[str, str], dict[str, str]]:
     aliases: dict[str, Alias] = {}
     renamed: dict[str, str] = {}
     absent: dict[str, str] = {}
     for system in order:
         known = {*aliases, *renamed, *absent}
-        aliases |= {key: one for key, one in system.TAKEN.items() if key not in known}
-        renamed |= {key: one for key, one in system.RENAMED.items() if key not in known}
-        absent |= {key: one for key, one in system.ABSENT.items() if key not in known}
+        aliases |= {key: one for key, one in system.taken.items() if key not in known}
+        renamed |= {key: one for key, one in system.renamed.items() if key not in known}
+        absent |= {key: one for key, one in system.absent.items() if key not in known}
     return aliases, renamed, absent
 
 
 ALIASES, RENAMED, ABSENT = _joined(list(SYSTEMS.values()))
-_PREFIXES: dict[str, str] = {key: why for system in SYSTEMS.values() for key, why in system.PREFIXES.items()}
+_PREFIXES: dict[str, str] = {key: why for system in SYSTEMS.values() for key, why in system.prefixes.items()}
 
 _INEXACT = (
     "tokens would come from another distribution than the one whose log-probabilities the engine reports and the "
@@ -86,7 +134,7 @@ def ending_in(last: str) -> str | None:
     return next((key for table in (ALIASES, RENAMED, ABSENT) for key in table if key.endswith(dotted)), None)
 
 
-def prefix_advice(dotted: str, prefixes: dict[str, str]) -> str | None:
+def prefix_advice(dotted: str, prefixes: Mapping[str, str]) -> str | None:
     """Return the answer for all keys that begin as this one does, by the longest such beginning."""
     fitting = [prefix for prefix in prefixes if dotted.startswith(prefix) or dotted + "." == prefix]
     return prefixes[max(fitting, key=len)] if fitting else None

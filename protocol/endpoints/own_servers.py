@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.endpoints.resolve import resolve
-from penstock.protocol.endpoints.target_policy import OwnServer
+from penstock.protocol.endpoints.target_policy import OwnServer, resolve
 
 _NATS_PORT = 4222
 _MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses

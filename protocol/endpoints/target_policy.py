@@ -2,14 +2,20 @@
 
 Users give URLs of reward and environment servers, and the usual target *is* private (this machine, a compose network, a cluster service), so a ban
 of private addresses would ban the main use. Instead: an allow-list of networks and host names, and a list of addresses
-that are refused whatever the allow-list says. Pure; the HTTP clients resolve names and check every address they connect to.
+that are refused whatever the allow-list says. The HTTP clients resolve names, in a bounded time, and check every address they
+connect to.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import ipaddress
 import re
+import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -157,3 +163,21 @@ def _unmapped(ip: Address) -> Address:
     if any(ip in network for network in _CARRY_IPV4) and int(ip) > 1:
         return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     return ip.ipv4_mapped or ip.sixtofour or ip
+
+
+_DEADLINE_S = 5.0
+# A pool of their own: a name server that hangs must not block the threads of other work.
+_RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """Return all addresses of a name; raises OSError when it has none, or when no name server answers in time."""
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, look_up)
+    except UnicodeError:  # a part of the name is empty or too long
+        raise OSError(f"{host!a} is no host name") from None
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))

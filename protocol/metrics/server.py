@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import ipaddress
 import socket
-import threading
 from collections.abc import Callable
 
 import structlog
 
+from penstock.protocol.loop_thread import LoopThread
 from penstock.protocol.transport import http_tls, listening_socket
 
 log = structlog.get_logger("metrics")
@@ -35,29 +35,25 @@ class MetricsServer:
         address, bound = self._socket.getsockname()[:2]
         self._hosts = _LOOPBACK_NAMES if ipaddress.ip_address(address).is_loopback else None
         self.url = metrics_url(address, bound)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: LoopThread | None = None
         self._stop = asyncio.Event()
         self._clients: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._work, name="metrics", daemon=True)
 
     def __enter__(self) -> MetricsServer:
         """Start answering."""
-        self._loop = asyncio.new_event_loop()
-        self._thread.start()
+        self._thread = LoopThread("metrics")
+        self._serving = self._thread.start(self._serve())
         log.info("metrics", url=self.url)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop; a scrape in progress is cut off."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(_REQUEST_S)
-
-    def _work(self) -> None:
-        assert self._loop is not None
-        with asyncio.Runner(loop_factory=lambda loop=self._loop: loop) as runner:
-            runner.run(self._serve())
+        assert self._thread is not None
+        self._thread.loop.call_soon_threadsafe(self._stop.set)
+        ended = concurrent.futures.wait([self._serving], _REQUEST_S).done
+        self._thread.stop()
+        if ended and (err := self._serving.exception()) is not None:
+            log.error("the server of /metrics failed", url=self.url, error=str(err))
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(

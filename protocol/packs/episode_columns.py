@@ -19,9 +19,8 @@ import pyarrow as pa
 
 from penstock.protocol.episode import Episode, EpisodeRow, Turn
 from penstock.protocol.errors import PackError
-from penstock.protocol.packs.arrow_lists import list_of, lists
 from penstock.protocol.packs.pack_bounds import MAX_ROW_TOKENS
-from penstock.protocol.packs.pack_rows import Rows
+from penstock.protocol.packs.pack_rows import Rows, list_of, lists
 from penstock.protocol.trajectory import Group, Trajectory
 
 _NONE = -1

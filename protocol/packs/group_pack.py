@@ -38,8 +38,7 @@ from penstock.protocol.packs import (
     pack_footer,
     teacher_columns,
 )
-from penstock.protocol.packs.arrow_lists import list_of, lists
-from penstock.protocol.packs.pack_rows import Rows
+from penstock.protocol.packs.pack_rows import Rows, list_of, lists
 from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
 

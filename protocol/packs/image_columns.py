@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import ImageRef, RowImages
-from penstock.protocol.packs.arrow_lists import list_of, lists
-from penstock.protocol.packs.pack_rows import Rows
+from penstock.protocol.packs.pack_rows import Rows, list_of, lists
 from penstock.protocol.trajectory import Group
 
 FIELDS = (

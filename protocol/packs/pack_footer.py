@@ -1,8 +1,8 @@
 """The row groups in a Parquet footer, read without Parquet's own reader; pure.
 
-pyarrow's view of a column chunk ends the process, by an exception that C++ does not catch, where a chunk is encrypted or its size
-statistics have another length than its levels. So the numbers of the chunks are read here, and such chunks are refused
-before pyarrow sees them. What Thrift's compact encoding says twice, the last one decides, as in Thrift's own reader.
+pyarrow's own reader cannot replace this one: its view of a column chunk (26.0.1) ends the process, by an exception that C++ does
+not catch, where a chunk is encrypted or its size statistics have another length than its levels. So the numbers of the chunks are
+read here, and such chunks are refused before pyarrow sees them. What Thrift's compact encoding says twice, the last one decides, as in Thrift's own reader.
 """
 
 from __future__ import annotations

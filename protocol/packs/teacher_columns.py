@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.packs.arrow_lists import list_of, lists
-from penstock.protocol.packs.pack_rows import Rows
+from penstock.protocol.packs.pack_rows import Rows, list_of, lists
 from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
+from penstock.protocol.files import read_regular
 from penstock.protocol.record.lineage import AccountState
-from penstock.protocol.record.regular_file import read_regular
 
 STATE_FILE = "state.json"
 PARTIAL = ".partial"

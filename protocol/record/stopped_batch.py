@@ -9,8 +9,8 @@ from pydantic import Field, ValidationError
 
 from penstock.protocol.errors import ConfigError, MalformedFact
 from penstock.protocol.facts import Count, Identifier, ScoredGroup, Wire
+from penstock.protocol.files import read_regular
 from penstock.protocol.packs import group_pack
-from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.trajectory import Group
 
 FOLDER = "stopped"  # in the run's folder; below it one folder for each step

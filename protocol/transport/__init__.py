@@ -1,14 +1,12 @@
 """The connections of a process: `bus` to NATS, `blobs` to S3.
 
-Only this package imports `nats`, and only `s3_requests` imports `minio`; `blobs` uses `s3_fast_path` for small objects, and
-`s3_requests` for everything else. The parts of `bus`:
+Only this package imports `nats`, and only `s3_client` imports `minio`. The parts of `bus`:
 
     pending          the thread it runs in, and the results of its calls
-    nats_client      the client library with shorter ways for what every message costs
     nats_connection  the connection they share: retries, deadlines, behaviour while NATS is unreachable
-    fact_publisher   publish a fact              acks, delivery, inbox, pull    fetch facts, hold and acknowledge them
+    fact_publisher   publish a fact              delivery, inbox    fetch facts, hold and acknowledge them
     key_value        a bucket                    tail                           watch a stream
     direct_get       read a stream without a consumer
     stream_admin     create, query and delete streams and consumers
-    refusals         errors for JetStream's answers
+    nats_errors      errors for JetStream's answers
 """

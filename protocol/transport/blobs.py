@@ -1,8 +1,5 @@
 """The connection to the object store.
 
-Small objects and parts of objects are read and written by `s3_fast_path` first; a request that fails there is
-repeated by `s3_requests`, where each failure becomes an error of its own.
-
 Only calls that are safe on every S3 server are offered. Tag, legal-hold, retention and policy calls
 are not: some servers replace or delete the object on them. Conditional writes are not either, since
 several servers ignore them silently; compare-and-swap is done in a key-value bucket of the bus. Keys
@@ -20,15 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, files
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
 from penstock.protocol.facts import BlobRef
-from penstock.protocol.transport.s3_fast_path import S3FastPath
 from penstock.protocol.transport.tls import client_context
 
 if TYPE_CHECKING:
-    from penstock.protocol.transport.s3_requests import S3Requests
+    from penstock.protocol.transport.s3_client import S3Requests
 
 _CHUNK_BYTES = 1024 * 1024
 _DELETE_BATCH = 1000  # the limit of one request
@@ -54,13 +50,11 @@ class Blobs:
         self._deadline_s = deadline_s
         is_encrypted = settings.endpoint.startswith("https://")
         self._tls = client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None
-        half_s = min(60.0, deadline_s) / 2  # the requests need time too
-        self._fast_path = S3FastPath(settings, self._tls, timeout_s=half_s)
 
     @functools.cached_property
     def _requests(self) -> S3Requests:
-        """What the fast path does not do, imported when it is first needed."""
-        from penstock.protocol.transport.s3_requests import S3Requests  # noqa: PLC0415
+        """The client, imported when it is first needed."""
+        from penstock.protocol.transport.s3_client import S3Requests  # noqa: PLC0415
 
         return S3Requests(self._settings, self._tls, deadline_s=self._deadline_s)
 
@@ -84,8 +78,7 @@ class Blobs:
     def put(self, key: str, data: bytes) -> BlobRef:
         """Store an object and return the reference that a message carries."""
         sha256 = hashlib.sha256(data).hexdigest()
-        if not self._fast_path.put(key, data, sha256):
-            self._requests.put(key, data)
+        self._requests.put(key, data)
         return BlobRef(key=key, size_bytes=len(data), sha256=sha256)
 
     def put_file(self, key: str, path: Path) -> BlobRef:
@@ -105,9 +98,8 @@ class Blobs:
         altered it.
         """
         _require_key(ref.key)
-        first = self._fast_path.get(ref)
         whole = f"{ref.size_bytes} bytes"
-        return _verified(ref, first, lambda: self._fetch(ref), ref.size_bytes, ref.sha256, whole, "message")
+        return _verified(ref, lambda: self._fetch(ref), ref.size_bytes, ref.sha256, whole, "message")
 
     def get_unverified(self, key: str) -> bytes:
         """Fetch an object from a listing, without a size or sha256 to verify it by; raises BlobMissing."""
@@ -120,10 +112,9 @@ class Blobs:
         As in `get`, a short or altered answer is fetched once more before it counts as corrupt.
         """
         _require_key(ref.key)
-        first = self._fast_path.get_range(ref, offset, size_bytes)
         part = f"{size_bytes} bytes at {offset}"
         fetch = functools.partial(self._fetch, ref, offset, size_bytes)
-        return _verified(ref, first, fetch, size_bytes, sha256, part, "manifest")
+        return _verified(ref, fetch, size_bytes, sha256, part, "manifest")
 
     def get_file(self, ref: BlobRef, path: Path) -> None:
         """Fetch an object into a file, verified before the file gets its name."""
@@ -143,7 +134,7 @@ class Blobs:
             if partial.stat().st_size != ref.size_bytes or digest.hexdigest() != ref.sha256:
                 partial.unlink()
                 raise BlobCorrupt(f"{ref.key}: the fetched file does not have sha256 {ref.sha256[:12]}…")
-        partial.replace(path)
+        files.replace(partial, path)
 
     def fetch_file(self, stat: BlobStat, path: Path) -> BlobRef:
         """Fetch an object of a listing into a file and return its reference; raises BlobMissing, or BlobCorrupt for another size."""
@@ -198,18 +189,12 @@ def _require_key(key: str) -> None:
 
 
 def _verified(
-    ref: BlobRef,
-    first: bytes | None,
-    fetch: Callable[[], bytes],
-    size_bytes: int,
-    sha256: str,
-    expected: str,
-    source: str,
+    ref: BlobRef, fetch: Callable[[], bytes], size_bytes: int, sha256: str, expected: str, source: str
 ) -> bytes:
-    """Return the verified bytes of ``first``, or of ``fetch`` when they are None or wrong; at most two tries."""
+    """Return the verified bytes that ``fetch`` returns at its first or second call."""
     data, digest = b"", ""
-    for read in (fetch if first is None else lambda: first, fetch):
-        data = read()
+    for _ in range(2):
+        data = fetch()
         digest = hashlib.sha256(data).hexdigest()
         if len(data) == size_bytes and digest == sha256:
             return data

@@ -1,23 +1,193 @@
-"""One message that this process holds until it acknowledges, gives back or dead-letters it."""
+"""One message that this process holds until it acknowledges, gives back or dead-letters it.
+
+Acknowledgements to one consumer, batched: those that arrive while one is under way share the next confirmation.
+
+A server processes the messages of one connection to one consumer in order, so its answer to the last acknowledgement
+of a series confirms all of them; when the connection was lost in between, the whole series is sent again. A request
+for each would cost four times the CPU. Everything here runs on the connection's event loop.
+
+A server that was killed may have lost the delivery state of its consumer, which it stores with a delay. It does not
+answer an acknowledgement of such a message until it has redelivered it, or found it deleted. So after every
+reconnect the reader first has the messages that it holds redelivered.
+
+Which messages were in progress when their reader was killed, so that none of them kills a third one.
+
+A first delivery costs nothing: that its reader was killed follows from a second delivery which nobody asked for. From
+then on the message is marked while it is processed, in the run's scoring bucket, and every reader that returns a message
+in an orderly way (a stop, a retry) records that. So only readers that were killed, or lost their connection for longer than
+the ack wait, are counted.
+
+| delivery                       | record found                  | readers killed so far           |
+|--------------------------------|-------------------------------|---------------------------------|
+| first                          | not read                      | 0                               |
+| later                          | none                          | 1                               |
+| later, after an orderly return | ``started`` is False          | as recorded                     |
+| later, its reader was killed   | ``started`` is True           | as recorded, and one more       |
+
+A record is read from any server of a cluster. One that lags may count a killed reader less, then one more is; or one too many,
+where a message that was returned a moment ago is delivered again.
+
+At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one reader had in
+progress at both times are: the trainer issues their groups again under new ids, so an innocent one costs one attempt.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 import nats.errors
+import structlog
 from nats.aio.msg import Msg
 
 from penstock.protocol import subjects, trace_context
+from penstock.protocol.errors import BusError
 from penstock.protocol.facts import DeadLetter, Fact
-from penstock.protocol.streams import ConsumerSpec
-from penstock.protocol.transport.acks import DURABLE_S, Acks, LatestHandle
+from penstock.protocol.streams import ConsumerSpec, kill_mark_key
 from penstock.protocol.transport.fact_publisher import publish
-from penstock.protocol.transport.kill_marks import KillMarks
-from penstock.protocol.transport.nats_connection import Connection
+from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
 from penstock.protocol.transport.pending import Pending
+
+DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
+LatestHandle = Callable[[], Msg]  # the current handle of a message; a redelivery replaces it
+Redeliver = Callable[[], Awaitable[None]]  # has the server deliver again what it may have lost
+
+
+class Acks:
+    """The acknowledgements of one reader to one consumer."""
+
+    def __init__(self, connection: Connection, spec: ConsumerSpec, redeliver: Redeliver) -> None:
+        """Start with none pending."""
+        self._connection = connection
+        self._spec = spec
+        self._redeliver = redeliver
+        self._known_at: int | None = connection.num_transitions  # when the server last knew all that is held
+        self._waiting: list[tuple[LatestHandle, asyncio.Future[None]]] = []
+        self._is_sending = False
+
+    async def acknowledge(self, latest: LatestHandle) -> None:
+        """Acknowledge a message and wait for the server's confirmation; raises BusUnreachable or BusRefused."""
+        confirmed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((latest, confirmed))
+        if not self._is_sending:
+            self._is_sending = True
+            self._connection.spawn(self._send())
+        await confirmed
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting:
+                series, self._waiting = self._waiting, []
+                await self._confirm(series)
+        finally:
+            self._is_sending = False
+
+    async def _confirm(self, series: list[tuple[LatestHandle, asyncio.Future[None]]]) -> None:
+        handles = [latest for latest, _ in series]
+        failure: Exception | None = None
+        try:
+            await self._connection.retry(
+                lambda: self._attempt(handles), what=f"acknowledgement to {self._spec.stream}", deadline_s=DURABLE_S
+            )
+        except Exception as err:  # noqa: BLE001 the callers that wait raise it
+            failure = err
+        for _, confirmed in series:
+            if confirmed.done():
+                continue  # its caller was cancelled
+            if failure is None:
+                confirmed.set_result(None)
+            else:
+                confirmed.set_exception(failure)
+
+    async def _attempt(self, handles: list[LatestHandle]) -> None:
+        transitions = self._connection.num_transitions
+        if transitions != self._known_at:
+            await self._redeliver()
+        self._known_at = None
+        for latest in handles[:-1]:
+            await self._connection.client.publish(latest().reply)
+        await self._connection.client.request(handles[-1]().reply, timeout=ATTEMPT_S)
+        if self._connection.num_transitions != transitions:  # the server that answered may not have got the others
+            raise nats.errors.ConnectionReconnectingError
+        self._known_at = transitions
+
+
+MOST_KILLED = 2
+log = structlog.get_logger("protocol.bus")
+
+
+class KillMarks:
+    """The records of one consumer's messages. Without NATS none is written, and nothing is quarantined."""
+
+    def __init__(self, connection: Connection, spec: ConsumerSpec) -> None:
+        """Bind to the bucket when a record is first needed."""
+        self._connection = connection
+        self._spec = spec
+        self._store: KeyValue | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether messages of this consumer are marked."""
+        return bool(self._spec.marks_bucket)
+
+    async def begin(self, sequence: int, num_delivered: int) -> int:
+        """Return how many readers were killed while they processed a message, and mark it; call for each delivery but the first."""
+        try:
+            store = await self._bound()
+            entry = await store.get(self._key(sequence), may_lag=True)
+            killed = 1 if entry is None else _killed(entry.value)
+            await store.put(self._key(sequence), _record(killed, started=True))
+        except BusError as err:
+            log.warning("redelivered message not marked", sequence=sequence, error=str(err))
+            return 0
+        if killed:
+            log.warning("message of a reader that was killed", sequence=sequence, killed=killed, delivery=num_delivered)
+        return killed
+
+    async def give_back(self, sequence: int, num_delivered: int) -> None:
+        """Record that a message is returned in an orderly way, before it is."""
+        try:
+            store = await self._bound()
+            entry = await store.get(self._key(sequence), may_lag=True) if num_delivered > 1 else None
+            killed = 0 if entry is None else max(0, _killed(entry.value) - 1)  # this reader's own mark says it started
+            await store.put(self._key(sequence), _record(killed, started=False))
+        except BusError as err:
+            log.debug("return of a message not recorded", sequence=sequence, error=str(err))
+
+    async def forget(self, sequence: int) -> None:
+        """Delete the record of a message that is not delivered again."""
+        try:
+            await (await self._bound()).delete(self._key(sequence))
+        except BusError as err:  # it expires after a day
+            log.debug("mark not deleted", sequence=sequence, error=str(err))
+
+    async def _bound(self) -> KeyValue:
+        if self._store is None:
+            self._store = await KeyValue.bind(self._connection, self._spec.marks_bucket)
+        return self._store
+
+    def _key(self, sequence: int) -> str:
+        return kill_mark_key(self._spec.stage, sequence)
+
+
+def _record(killed: int, *, started: bool) -> bytes:
+    return json.dumps({"killed": killed, "started": started}).encode()
+
+
+def _killed(value: bytes) -> int:
+    """Return how many readers were killed, by a record that an earlier delivery left; 1 for what is no such record."""
+    try:
+        record = json.loads(value)
+        killed, started = record["killed"], record["started"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 1
+    is_record = type(killed) is int and 0 <= killed <= MOST_KILLED and type(started) is bool
+    return killed + started if is_record else 1
+
 
 F = TypeVar("F", bound=Fact)
 

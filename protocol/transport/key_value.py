@@ -1,4 +1,7 @@
-"""A key-value bucket. Values are bytes; compare-and-swap by revision."""
+"""A key-value bucket. Values are bytes; compare-and-swap by revision.
+
+Change a value of a bucket that several processes change, by compare-and-swap.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ class KeyValue:
 
     def put(self, key: str, value: bytes, *, ttl_s: float | None = None) -> Pending[int]:
         """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's own is longer."""
-        return self._call(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
+        return self._write(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
 
     def state(self) -> Pending[BucketState]:
         """Return how many keys there are and when they expire."""
@@ -100,11 +103,11 @@ class KeyValue:
 
         Raises CompareAndSwapFailed when the key has another revision.
         """
-        return self._call(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
+        return self._write(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
 
     def delete(self, key: str) -> Pending[bool]:
         """Remove a key."""
-        return self._call(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
+        return self._write(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
     def entries(self, prefix: str = "") -> Pending[list[Entry]]:
         """Read all keys, or those below a ``prefix`` that ends with a dot; in a cluster the answer may lag, see `get`."""
@@ -113,6 +116,13 @@ class KeyValue:
     def _read(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         deadline_s = REQUEST_S - RETRY_S  # the last try must end before the call does, so that its error is raised
         return self._call(lambda: self._connection.retry(action, what=what, deadline_s=deadline_s), what)
+
+    def _write(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
+        async def once() -> T:
+            async with self._connection.while_connected():
+                return await action()
+
+        return self._call(once, what)
 
     def _call(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         async def run() -> T:
@@ -209,3 +219,41 @@ class KeyValue:
             for msg in await direct_get(self._connection, f"KV_{self.bucket}", request)
             if (headers := msg.headers or {}) and headers.get("KV-Operation") not in _REMOVED
         ]
+
+
+V = TypeVar("V")
+
+_SWAPS = 16  # that many writers would have to meet in a few milliseconds
+
+
+async def change_value(
+    store: KeyValue,
+    key: str,
+    read: Callable[[], Awaitable[tuple[V, int | None]]],
+    change: Callable[[V], V],
+    write: Callable[[V], bytes],
+) -> tuple[V, int | None]:
+    """Return the changed value and its revision; ``change`` is called again with what another process wrote meanwhile.
+
+    Nothing is written if ``change`` returns an equal value. Raises CompareAndSwapFailed if others are always faster, and
+    what ``read`` and ``change`` raise.
+
+    Args:
+        store: The bucket.
+        key: The key of the value.
+        read: Returns the present value and its revision; None: it does not exist.
+        change: Returns the value to write.
+        write: Returns a value as bytes.
+    """
+    tries_left = _SWAPS
+    while True:
+        before, revision = await read()
+        after = change(before)
+        if after == before:
+            return before, revision
+        tries_left -= 1
+        try:
+            return after, await store.swap(key, write(after), revision)
+        except CompareAndSwapFailed:
+            if not tries_left:
+                raise

@@ -10,19 +10,19 @@ import collections
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
 import structlog
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable
-from penstock.protocol.transport.nats_client import LeanClient
 from penstock.protocol.transport.nats_errors import ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY
-from penstock.protocol.transport.pending import LoopThread, Pending
+from penstock.protocol.transport.pending import CallThread, Pending
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
 T = TypeVar("T")
@@ -61,21 +61,21 @@ class Connection:
         """Prepare a connection; `open` makes it."""
         self._settings = settings
         self._name = name
-        self._thread = LoopThread(f"bus-{name}")
+        self._thread = CallThread(f"bus-{name}")
         self._in_flight = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._up = asyncio.Event()
         self._watchers: set[asyncio.Event] = set()
+        self._waits: set[asyncio.Timeout] = set()  # those that end when the connection is lost
         self._down_since: float | None = None
         self._last_error = ""
         self._denials = 0
         self._waited_for: collections.Counter[str] = collections.Counter()
-        self.client = LeanClient()
+        self.client = Client()
         self.js: JetStreamContext = None  # type: ignore[assignment]
         self.num_transitions = 0
 
     def open(self, deadline_s: float) -> None:
         """Connect, waiting at most ``deadline_s``; raises BusUnreachable or BusRefused."""
-        self._thread.start()
         try:
             self.call(self._connect(deadline_s), f"connect to {self.url}", deadline_s).wait()
         except BaseException:
@@ -98,8 +98,11 @@ class Connection:
 
     @property
     def is_clustered(self) -> bool:
-        """Whether the server is one of a cluster: then a stream may have no leader for a while, and a replica may lag."""
-        return bool(self.client._server_info.get("cluster"))
+        """Whether the server is one of a cluster: then a stream may have no leader for a while, and a replica may lag.
+
+        Known by the addresses that the server advertises or the settings list, or by ``nats.replicas``.
+        """
+        return self.replicas > 1 or len(self._settings.addresses) > 1 or bool(self.client.discovered_servers)
 
     @property
     def down_s(self) -> float:
@@ -144,6 +147,21 @@ class Connection:
         """End a `watch`."""
         self._watchers.discard(event)
 
+    @contextlib.asynccontextmanager
+    async def while_connected(self) -> AsyncIterator[None]:
+        """Raise ConnectionReconnectingError in the block when the connection is lost: no answer to a request comes after that."""
+        lost = asyncio.timeout(None)
+        try:
+            async with lost:
+                self._waits.add(lost)
+                yield
+        except TimeoutError:
+            if lost.expired():
+                raise nats.errors.ConnectionReconnectingError from None
+            raise
+        finally:
+            self._waits.discard(lost)
+
     async def wait_until_up(self) -> None:
         """Return once the client is connected; the caller sets the deadline."""
         await self._up.wait()
@@ -181,7 +199,7 @@ class Connection:
                 if not self._up.is_set():
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                         await self._up.wait()
-                async with self._in_flight:
+                async with self._in_flight, self.while_connected():
                     return await attempt()
             except (*NO_ANSWER, nats.js.errors.Error) as err:
                 if isinstance(err, nats.js.errors.Error) and not self._is_for_now(err):
@@ -236,7 +254,7 @@ class Connection:
         await self._require_jetstream()
 
     async def _connect_once(self, options: dict[str, Any]) -> None:
-        client = LeanClient()
+        client = Client()
         try:
             await client.connect(
                 list(self._settings.addresses),
@@ -288,9 +306,9 @@ class Connection:
             self._down_since = time.monotonic()
             log.warning("NATS unreachable", url=self._settings.url, name=self._name)
         self._up.clear()
-        for answer in list(self.client._resp_map.values()):  # else they wait for their own timeouts
-            if not answer.done():
-                answer.set_exception(nats.errors.ConnectionReconnectingError())
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(asyncio.get_running_loop().time())
         self._changed()
 
     async def _on_up(self) -> None:

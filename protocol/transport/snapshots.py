@@ -117,7 +117,8 @@ async def _send(connection: Connection, target: str, chunk: bytes, answer_s: flo
     deadline = time.monotonic() + _CHUNK_S
     while True:
         try:
-            return await connection.client.request(target, chunk, timeout=answer_s)
+            async with connection.while_connected():
+                return await connection.client.request(target, chunk, timeout=answer_s)
         except nats.errors.NoRespondersError:  # no server has got it
             if not connection.is_clustered or time.monotonic() > deadline:
                 raise

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.protocol.endpoints import signature
+from penstock.protocol.retry_after import retry_after_s
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Payload
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_http import Answer, EndpointHttp, NoAnswer
@@ -168,12 +169,3 @@ def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) ->
             f"it was registered to return the parts {', '.join(endpoint.returns_parts)}; missing: {', '.join(missing)}"
         )
     return ""
-
-
-def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds of a ``Retry-After`` header; 0.0 for a date or anything else."""
-    try:
-        seconds = float(headers.get("retry-after", "0"))
-    except ValueError:
-        return 0.0
-    return seconds if 0.0 < seconds < 3600.0 else 0.0

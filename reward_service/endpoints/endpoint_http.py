@@ -17,8 +17,7 @@ from typing import Any, cast
 import httpcore
 import httpx
 
-from penstock.protocol.endpoints.resolve import resolve
-from penstock.protocol.endpoints.target_policy import TargetPolicy
+from penstock.protocol.endpoints.target_policy import TargetPolicy, resolve
 from penstock.protocol.errors import TargetRefused
 from penstock.protocol.transport import http_tls
 from penstock.reward_service.errors import EndpointFailed, EndpointNonsense

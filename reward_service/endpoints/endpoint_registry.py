@@ -17,8 +17,7 @@ from typing import Any
 import structlog
 from pydantic import ValidationError
 
-from penstock.protocol.transport.change_value import change_value
-from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.key_value import KeyValue, change_value
 from penstock.reward_service.endpoints import endpoint_lease
 from penstock.reward_service.endpoints.access import Caller
 from penstock.reward_service.endpoints.endpoint import Endpoint

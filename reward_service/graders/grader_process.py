@@ -13,8 +13,6 @@ does not depend on how busy the machine is. Memory is bounded.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -26,9 +24,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from penstock.protocol.parent_death import end_with_parent
+
 _MEMORY_BYTES = 4 * 1024**3
 _OUT_OF_MEMORY = 3  # exit code
-_SET_PDEATHSIG = 1
 
 
 def serve(
@@ -64,9 +63,7 @@ def serve(
 def _child(parent: int, read_gold: Callable[[str], Any], is_equal: Callable[[Any, str], bool]) -> NoReturn:
     code = 1
     try:
-        with contextlib.suppress(AttributeError, OSError):  # Linux only
-            ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        code = 0 if os.getppid() != parent else _do_jobs(read_gold, is_equal)
+        code = _do_jobs(read_gold, is_equal) if end_with_parent(parent) else 0
     except BaseException:  # noqa: BLE001 the service reports the exit code
         traceback.print_exc()
     finally:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from pydantic import ValidationError
 
 from penstock.protocol.endpoints import signature, strict_json
 from penstock.protocol.endpoints.signature import BadSignature
+from penstock.protocol.loop_thread import LoopThread
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress
@@ -44,8 +44,6 @@ __all__ = [
     "read",
     "registered",
 ]
-
-_STOP_S = 10.0
 
 
 class BadRequest(ValueError):
@@ -108,29 +106,11 @@ def registered(service: ServiceAddress | str, offer: Offer) -> Iterator[None]:
     """
     address = ServiceAddress(service) if isinstance(service, str) else service
     asyncio.run(registration.register(address, offer))
-    renewing = _Renewing(address, offer)
+    thread = LoopThread("lease")
+    if offer.lease_s is not None:
+        thread.start(registration.keep(address, offer))
     try:
         yield
     finally:
-        renewing.stop()
+        thread.stop()
         asyncio.run(registration.unregister(address, offer))
-
-
-class _Renewing:
-    """The thread that renews the lease of a registration."""
-
-    def __init__(self, service: ServiceAddress, offer: Offer) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(registration.keep(service, offer)) if offer.lease_s is not None else None
-        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        if self._task is not None:
-            self._loop.run_until_complete(asyncio.gather(self._task, return_exceptions=True))
-        self._loop.close()
-
-    def stop(self) -> None:
-        if self._task is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(_STOP_S)

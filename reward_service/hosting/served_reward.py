@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import concurrent.futures
 import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from fastapi import FastAPI
 
 from penstock.protocol.endpoints import signature
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.loop_thread import LoopThread
 from penstock.protocol.transport import http_tls
 from penstock.reward_service.api import web_server
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
@@ -195,33 +196,16 @@ async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
 @contextmanager
 def _http_thread(app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
     """Run the HTTP server, and the renewal of the lease, in a thread with its own event loop."""
-    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-    ready = threading.Event()
-
-    async def run() -> None:
-        done = asyncio.Event()
-        started.append((asyncio.get_running_loop(), done))
-        ready.set()
-        renewing = asyncio.create_task(registration.keep(service, offer)) if service is not None else None
-        await web_server.serve(app, bound, done)
-        if renewing is not None:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
-
-    thread = threading.Thread(target=_run_to_end, args=(run(),), name="http", daemon=True)
-    thread.start()
-    ready.wait()
+    thread, done = LoopThread("http"), asyncio.Event()
+    serving = thread.start(web_server.serve(app, bound, done))
+    if service is not None:
+        thread.start(registration.keep(service, offer))
     try:
         yield
     finally:
-        loop, done = started[0]
-        if thread.is_alive():
-            loop.call_soon_threadsafe(done.set)
-        thread.join(5.0)
-
-
-def _run_to_end(action: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(action)
+        thread.loop.call_soon_threadsafe(done.set)
+        concurrent.futures.wait([serving], timeout=5.0)
+        thread.stop()
 
 
 @contextmanager

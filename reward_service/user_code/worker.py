@@ -13,7 +13,6 @@ without the environment variables ``PENSTOCK_*``, and ends with the service.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -29,13 +28,12 @@ from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.extensions import Registry
+from penstock.protocol.parent_death import end_with_parent
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.reward import PureReward, Reward
 from penstock.reward_service.rewards.verdict import Verdict
 from penstock.reward_service.user_code import user_file
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Loaded(Protocol):
@@ -131,17 +129,11 @@ async def _serve(name: str, parameters: dict[str, Any], incoming: BinaryIO, outg
     return 0
 
 
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when the service ends, however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Serve one reward until stdin ends; returns the exit code."""
     name, parameters, parent = arguments
-    _end_with(int(parent))
+    if not end_with_parent(int(parent)):
+        sys.exit(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then closes stdin
     with os.fdopen(os.dup(0), "rb") as incoming, os.fdopen(os.dup(1), "wb") as outgoing:

@@ -9,8 +9,8 @@ import json
 import os
 import socket
 import sys
-from pathlib import Path
 
+from penstock.protocol.files import atomic_write
 from penstock.rollout_service.embedded_engine.memory import keep_freed_memory
 from penstock.rollout_service.embedded_engine.parent_watch import exit_with_parent
 from penstock.rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
@@ -61,9 +61,7 @@ def _prepared() -> list[str] | None:
 def _announce(settings: EngineSettings, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     if settings.port_file is not None:
-        partial = Path(f"{settings.port_file}.{os.getpid()}")
-        partial.write_text(f"{port}\n")
-        partial.replace(settings.port_file)  # a reader finds the whole number or no file
+        atomic_write(settings.port_file, f"{port}\n")
     from penstock.protocol.transport import http_tls  # noqa: PLC0415  after OMP_NUM_THREADS is set
 
     scheme = http_tls.scheme(settings.host)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
 import time
 
-_PR_SET_PDEATHSIG = 1
+from penstock.protocol.parent_death import end_with_parent
+
 _POLL_S = 0.5
 
 
@@ -22,11 +22,7 @@ def exit_with_parent(parent: int | None = None) -> None:
     parent's id covers other systems and the exit of the process.
     """
     parent = os.getppid() if parent is None else parent
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        pass  # not Linux: polling alone
+    end_with_parent(parent)
     threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
 

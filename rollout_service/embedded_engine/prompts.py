@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.protocol.images.tokens import rope_positions
+from penstock.protocol.images.processor import rope_positions
 from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes, Reused
 from penstock.rollout_service.embedded_engine.model.transformer import PromptSpan
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from penstock.protocol.images.tokens import next_position
+from penstock.protocol.images.processor import next_position
 from penstock.rollout_service.embedded_engine.model.sampler import GREEDY_BELOW
 from penstock.rollout_service.embedded_engine.sequence import Sequence
 

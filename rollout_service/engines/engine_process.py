@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from penstock.protocol import parent_death
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.prepared_process import PreparedProcess
 from penstock.rollout_service.errors import EngineUnreachable
 
 LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
 
-_LAUNCHER = Path(__file__).with_name("parent_death.py")
 _NOT_PASSED = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # the worker's import path, its passwords, its environment
 _POLL_S = 0.02
 _STOP_S = 5.0
@@ -25,8 +24,8 @@ _TAIL_BYTES = 4000
 
 
 def with_parent(parent_pid: int, port_file: Path) -> list[str]:
-    """Return the words before a program that ends with this worker and gets a free port; see `parent_death.py`."""
-    return [sys.executable, "-I", "-S", str(_LAUNCHER), str(parent_pid), str(port_file)]
+    """Return the words before a program that ends with this worker and gets a free port; see `protocol/parent_death.py`."""
+    return parent_death.command_words(parent_pid, port_file=port_file)
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Run one program of an episode in a process group of its own, and end all of the group; find those of workers that are gone.
 
-The kernel kills the program when its worker dies (`engines/parent_death.py`). What the program itself had started then, or what had
+The kernel kills the program when its worker dies (`protocol/parent_death.py`). What the program itself had started then, or what had
 left its process group, carries the worker's mark in its environment variables, as the folders do in their names: every worker with
 programs on the machine looks for those of workers that are gone, when it begins and every half minute, and ends and deletes both.
 """
@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.rollout_service.engines import parent_death
+from penstock.protocol import parent_death
 
 log = structlog.get_logger("rollout.program")
 
@@ -44,7 +43,7 @@ class Ended:
 
 async def run(command: Sequence[str], folder: Path, variables: Mapping[str, str], deadline_s: float) -> Ended:
     """Run a command to its end, or for ``deadline_s``; kill what is left of its process group, whatever happens."""
-    words = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *command]
+    words = [*parent_death.command_words(os.getpid()), *command]
     output = Output()
     try:
         process = await asyncio.create_subprocess_exec(

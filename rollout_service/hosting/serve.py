@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
-import ipaddress
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
+from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
 from penstock.rollout_service.environments.over_http.http_environment import read_secrets
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_intermixed_args(arguments)  # run files may stand between options
     environment = served_environment(options.environment)
     secrets = read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
-    if not secrets and not _is_loopback(options.host):
+    if not secrets and not http_tls.is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines: give --secret-file, or listen on 127.0.0.1"
         )
@@ -169,10 +169,3 @@ async def _registered(options: argparse.Namespace, secrets: Sequence[str], url: 
                 yield keeper
     finally:
         await client.close()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -25,8 +25,7 @@ import numpy as np
 from penstock.protocol.config.environment_settings import Thinking
 from penstock.protocol.facts import RowImages
 from penstock.protocol.images.admission import AdmittedImage
-from penstock.protocol.images.processor import ImageProcessor
-from penstock.protocol.images.tokens import expanded, joined
+from penstock.protocol.images.processor import ImageProcessor, expanded, joined
 from penstock.rollout_service.proxy.messages import Message, next_key, root_key
 from penstock.rollout_service.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
 from penstock.rollout_service.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.protocol.errors import PackError
 from penstock.protocol.packs.teacher_columns import num_sampled
 from penstock.protocol.teacher_scores import TeacherRow, TeacherScores

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from penstock.protocol.errors import StateMismatch
 from penstock.protocol.facts import BlobRef, Count, Sha256, Wire
+from penstock.protocol.files import atomic_write
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.digest import TensorDigest, weights_digest
 from penstock.protocol.weights.layout import Bucket, WeightLayout, bucket_digests, shard_header, shard_index, shard_name
@@ -187,9 +188,7 @@ class Slot:
             with self._journal.open("r+b", buffering=0) as file:
                 file.write(data)
         else:
-            partial = self._journal.with_suffix(".partial")
-            partial.write_bytes(data)
-            partial.replace(self._journal)
+            atomic_write(self._journal, data)
         self.state = state
 
 

@@ -15,7 +15,6 @@ import pytest
 
 import penstock
 from penstock.client.events import Event
-from penstock.client.loop_thread import LoopThread
 from penstock.client.remote.remote_backend import RemoteBackend
 from penstock.client.remote.remote_events import RemoteEvents
 from penstock.client.remote.remote_training import RemoteTraining
@@ -29,6 +28,7 @@ from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import RunEvent
+from penstock.protocol.loop_thread import LoopThread
 from penstock.protocol.record import run_lock
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.api import web_server
@@ -79,7 +79,7 @@ def start_console(tmp_path: Path, nats_settings: NatsSettings) -> Iterator[Calla
             thread.loop.call_soon_threadsafe(done.set)
             serving.result(20.0)
             bound.close()
-            thread.end()
+            thread.stop()
 
         running.append(end)
         return Console(f"http://127.0.0.1:{bound.getsockname()[1]}", token, runs)

@@ -18,7 +18,7 @@ from penstock.deploy.s3_users import access_key, create_users
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobStoreRefused
 from penstock.protocol.transport.blobs import Blobs
-from penstock.protocol.transport.s3_admin import S3Admin
+from penstock.protocol.transport.s3_client import S3Admin
 
 ROOT = Path(__file__).parents[2]
 BUCKET = "attacked"

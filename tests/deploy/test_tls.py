@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -20,15 +19,7 @@ from penstock.protocol.errors import BlobError, BlobStoreRefused, BusRefused, Bu
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.s3_fast_path import S3FastPath
-from penstock.protocol.transport.tls import client_context
 from penstock.protocol.weights.signature import SigningKey, TrustedKeys
-
-_SHA256 = hashlib.sha256(b"data").hexdigest()
-
-
-def _fast_path(settings: S3Settings) -> S3FastPath:
-    return S3FastPath(settings, client_context(settings.ca_file, "s3.ca_file"), timeout_s=10)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +40,7 @@ def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_services_get_encrypted_connections(stack: LocalStack) -> None:
-    """Both S3 clients and that of NATS connect with the settings that ``penstock up --tls`` prints."""
+    """The clients of S3 and NATS connect with the settings that ``penstock up --tls`` prints."""
     assert {"PENSTOCK_NATS__CA_FILE", "PENSTOCK_S3__CA_FILE"} <= stack.environment().keys()
     written = (stack.data / "environment").read_text()
     files = {name: written.partition(f"{name}=")[2].partition("\n")[0] for name in (http_tls.CERTIFICATE, http_tls.KEY)}
@@ -62,7 +53,6 @@ def test_services_get_encrypted_connections(stack: LocalStack) -> None:
     assert stack.nats.url.startswith("tls://")
     with Bus.connect(stack.nats, name="test") as bus:
         assert bus is not None
-    assert _fast_path(stack.s3).put("a/fast", b"data", _SHA256)
     blobs = Blobs(stack.s3)
     assert blobs.get(blobs.put("a/b", b"data")) == b"data"
     file = stack.data / "file"
@@ -78,7 +68,6 @@ def test_an_unknown_authority_is_refused_at_once(stack: LocalStack, other_ca: Pa
         s3 = stack.s3.model_copy(update={"ca_file": ca_file})
         with pytest.raises(BlobStoreRefused, match=r"certificate is refused.*s3\.ca_file"):
             Blobs(s3).check("x")
-        assert not _fast_path(s3).put("a/c", b"data", _SHA256)
 
 
 def test_a_wrong_name_is_refused(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +82,6 @@ def test_a_wrong_name_is_refused(stack: LocalStack, tmp_path: Path, monkeypatch:
     try:
         with pytest.raises(BlobStoreRefused, match=r"certificate is refused.*penstock certs FOLDER --name"):
             Blobs(server.settings).check("x")
-        assert not _fast_path(server.settings).put("a/c", b"data", _SHA256)
     finally:
         server.stop()
 

@@ -29,8 +29,8 @@ from penstock.protocol.errors import ChainBroken, MalformedFact, MalformedWeight
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec, patch_segment, raw_segment
 from penstock.protocol.weights.adapter_format import AdapterConfig
-from penstock.protocol.weights.adapter_merge import check_fit, merge_into, read_factors
 from penstock.protocol.weights.bucket_diff import WORD_BYTES
+from penstock.protocol.weights.export import check_fit, merge_into, read_factors
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base

@@ -10,8 +10,7 @@ import pytest
 from penstock.protocol import blob_keys
 from penstock.protocol.facts import ImageRef, RewardRequest, RowImages, Sampling, Task
 from penstock.protocol.images.admission import admit
-from penstock.protocol.images.processor import read_processor
-from penstock.protocol.images.tokens import expanded
+from penstock.protocol.images.processor import expanded, read_processor
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion

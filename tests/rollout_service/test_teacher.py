@@ -15,7 +15,7 @@ import pytest
 
 from penstock.deploy.processes.child import Child
 from penstock.deploy.quickstart_task import write_model
-from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.trajectory import Group
 from penstock.rollout_service.errors import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.protocol.config.teacher_settings import TeacherSettings
+from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.rollout_service.teachers.teacher import Teacher
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.learner.logprobs import CompletionScorer

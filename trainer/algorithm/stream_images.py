@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.facts import ImageRef, RowImages
-from penstock.protocol.images.tokens import rope_positions
+from penstock.protocol.images.processor import rope_positions
 from penstock.trainer.algorithm.packed_rows import PackedRows, Tokens
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
 from collections.abc import Mapping
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from penstock.protocol.parent_death import end_with_parent
+
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
@@ -35,7 +35,5 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
     """Have the kernel kill this rank when the torchrun that started it ends: one that is killed leaves its ranks training."""
     if _OF_TORCHRUN not in environ:
         return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if not end_with_parent(os.getppid()):
         signal.raise_signal(signal.SIGKILL)

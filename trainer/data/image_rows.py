@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.facts import RowImages
-from penstock.protocol.images.admission import AdmittedImage, admit
-from penstock.protocol.images.processor import ImageProcessor
-from penstock.protocol.images.sources import image_bytes
-from penstock.protocol.images.tokens import expanded
+from penstock.protocol.images.admission import AdmittedImage, admit, image_bytes
+from penstock.protocol.images.processor import ImageProcessor, expanded
 from penstock.trainer.data.row_formats import PromptRow
 from penstock.trainer.data.row_images import COLUMN
 from penstock.trainer.errors import MalformedData

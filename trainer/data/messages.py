@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from penstock.protocol.images.sources import IMAGE_TYPES
+from penstock.protocol.images.admission import IMAGE_TYPES
 from penstock.trainer.errors import MalformedData
 
 Chat = tuple[dict[str, Any], ...]

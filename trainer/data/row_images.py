@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.protocol.errors import ImageRefused
-from penstock.protocol.images.sources import IMAGE_TYPES, Source, take_images
+from penstock.protocol.images.admission import IMAGE_TYPES, Source, take_images
 from penstock.trainer.data.messages import Chat, refuse
 from penstock.trainer.data.row_files import Row
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from penstock.protocol import files
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, published_name
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.policy import Policy
@@ -60,7 +61,7 @@ def write_result(
     save_file({published_name(name): tensor for name, tensor in factors.items()}, partial / ADAPTER_WEIGHTS)
     (partial / ADAPTER_CONFIG).write_bytes(_config_json(config, policy.weights.modules_beside_adapters()))
     shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
+    files.replace(partial, final)
 
 
 def _config_json(config: AdapterConfig, saved: Sequence[str]) -> bytes:

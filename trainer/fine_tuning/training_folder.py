@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.files import atomic_write
 from penstock.protocol.record import pause_request
 from penstock.trainer.errors import RunIsHeld
 
@@ -49,12 +49,7 @@ class TrainingFolder:
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
         """Record that the training is over and its model folder complete."""
-        new = self._path / f"{RESULT}.new"
-        with new.open("w", encoding="utf-8") as file:
-            json.dump(outcome, file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path / RESULT)
+        atomic_write(self._path / RESULT, json.dumps(outcome), sync=True)
 
     @property
     def is_pause_requested(self) -> bool:

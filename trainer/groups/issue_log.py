@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.protocol import files
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.trainer.errors import CheckpointError
 
@@ -139,7 +140,7 @@ class IssueLog:
         file = os.open(partial, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = _write(file, b"".join(map(self._lines, issued)) or self._line(0, ()))
-            partial.replace(self._path)
+            files.replace(partial, self._path)
         except OSError:
             os.close(file)
             raise

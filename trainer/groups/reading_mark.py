@@ -17,6 +17,7 @@ import structlog
 
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import BlobRef
+from penstock.protocol.files import atomic_write
 
 log = structlog.get_logger("trainer.groups.reading_mark")
 
@@ -78,9 +79,7 @@ class ReadingMark:
 
     def _write_counts(self) -> None:
         newest = dict(list(self._killed.items())[-_MAX_KNOWN:])
-        partial = self._counts_path.with_suffix(".partial")
-        partial.write_text(json.dumps(newest))
-        partial.replace(self._counts_path)
+        atomic_write(self._counts_path, json.dumps(newest))
 
 
 def _name(pack: BlobRef) -> str:

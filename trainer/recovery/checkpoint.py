@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from penstock.protocol import files
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.record.checkpoint_state import (
     PARTIAL,
@@ -153,8 +154,7 @@ def _is_ours(found: CheckpointState, state: CheckpointState, folder: Path) -> bo
 def _replace_state(folder: Path, data: bytes, confirm: Callable[[], None]) -> None:
     partial = folder / (STATE_FILE + PARTIAL)
     partial.write_bytes(data)
-    durable_folders.sync(partial)
+    files.fsync(partial)
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
-    partial.rename(folder / STATE_FILE)
-    durable_folders.sync(folder)
+    files.replace(partial, folder / STATE_FILE, sync_folder=True)

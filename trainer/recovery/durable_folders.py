@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import NoReturn
 
+from penstock.protocol import files
 from penstock.protocol.record.checkpoint_state import PARTIAL
 from penstock.trainer.errors import CheckpointError
 
@@ -15,32 +16,22 @@ def commit(partial: Path, final: Path) -> None:
     """Give a folder, which `sync_tree` wrote to disk, its final name; a folder of that name is removed."""
     if final.exists():
         remove(final)
-    partial.rename(final)
-    sync(final.parent)
+    files.replace(partial, final, sync_folder=True)
 
 
 def remove(folder: Path) -> None:
     """Rename a folder, then remove it, so that a crash leaves no incomplete one under its name."""
     removed = folder.with_name(folder.name + ".removed" + PARTIAL)
-    folder.rename(removed)
+    files.replace(folder, removed)
     shutil.rmtree(removed)
 
 
 def sync_tree(folder: Path) -> None:
     """Write every file and folder below ``folder`` to disk."""
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(parent) / name)
-        sync(Path(parent))
-
-
-def sync(path: Path) -> None:
-    """Write a file, or the names in a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            files.fsync(Path(parent) / name)
+        files.fsync(Path(parent))
 
 
 def raise_not_written(partial: Path, err: Exception) -> NoReturn:

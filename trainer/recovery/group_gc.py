@@ -1,4 +1,4 @@
-"""Deletes packs, ended episodes, task lists and log-probabilities whose retention has ended (`protocol/config/retention.py`), in a separate thread.
+"""Deletes packs, ended episodes, task lists and log-probabilities whose retention has ended (`protocol/config/shared_sections.py`), in a separate thread.
 
 What is still needed is read from storage, as an audit does: the queues in the order in which a group passes them, so that
 none is missed, then the dead letters, then the record that the newest checkpoint names. The packs of a rescored input
@@ -15,7 +15,7 @@ from datetime import datetime
 import structlog
 
 from penstock.protocol import blob_keys, streams
-from penstock.protocol.config.retention import RetentionSettings, expired
+from penstock.protocol.config.shared_sections import RetentionSettings, expired
 from penstock.protocol.errors import CompareAndSwapFailed, PenstockError, WireError
 from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, decode
 from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol import files
 from penstock.protocol.packs import group_pack
 from penstock.protocol.record.stopped_batch import BATCH, FOLDER, GROUPS, SETTINGS, StoppedBatch
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -65,7 +66,7 @@ def save_batch(run_folder: Path, batch: Sequence[ReadyGroup], stop: Stop, *, con
     _write(partial / GROUPS, group_pack.encode([group.group for group in batch]))
     _write(partial / BATCH, document.model_dump_json(indent=1).encode() + b"\n")
     shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    files.replace(partial, folder)
     return folder
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.protocol import blob_keys
+from penstock.protocol import blob_keys, files
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing
 from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.record.checkpoint_state import (
@@ -276,8 +276,8 @@ def _receive(
         final.parent.mkdir(parents=True, exist_ok=True)
         partial = final.with_name(f"{final.name}.fetched{PARTIAL}")
         blobs.get_file(BlobRef(key=key, size_bytes=sizes[key], sha256=state.files[path]), partial)
-        durable_folders.sync(partial)
-        partial.replace(final)
+        files.fsync(partial)
+        files.replace(partial, final)
         crash_points.reach(CrashPoint.FETCHED)
         return key
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.errors import BlobMissing, SignatureRefused, WireError
+from penstock.protocol.files import read_regular
 from penstock.protocol.record.lineage import RecordedStep
-from penstock.protocol.record.regular_file import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest

@@ -9,12 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
-from penstock.protocol.metrics.histogram import Histogram
-from penstock.protocol.metrics.samples import Samples
+from penstock.protocol.metrics.samples import Histogram, Samples
 from penstock.protocol.metrics.server import MetricsServer
-from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.protocol.metrics.table import METRICS
 from penstock.protocol.transport.stream_admin import StoreState
 from penstock.trainer.learner.health.layer_groups import ALL

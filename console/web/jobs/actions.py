@@ -23,6 +23,7 @@ from penstock.console.web.jobs.job_state import RunState
 from penstock.console.web.launchers.launcher import scheduler_options
 from penstock.console.web.launchers.registry import LAUNCHERS
 from penstock.console.web.problems import Problem
+from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import pause_request
 
@@ -81,7 +82,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
         job_file.write(new, job)
         new.chmod(0o755)
         try:
-            new.rename(folder)
+            files.replace(new, folder)
         except OSError:  # another request was faster
             _refuse_existing(folder)
             raise

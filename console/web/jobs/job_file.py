@@ -21,7 +21,7 @@ from penstock.console.tools import runs
 from penstock.console.web import context
 from penstock.console.web.problems import Problem
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import atomic_write, read_regular
 
 JOB = "job.json"
 RUN_FILE = context.RUN_FILE
@@ -122,20 +122,7 @@ def read_launch(folder: Path) -> Launch | None:
 
 def write(folder: Path, job: Job) -> None:
     """Store a job."""
-    write_whole(folder / JOB, job.model_dump_json(indent=1).encode() + b"\n")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, also one after a crash, finds the old or the new content."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    try:
-        with new.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    atomic_write(folder / JOB, job.model_dump_json(indent=1) + "\n", sync=True)
 
 
 def read_document(path: Path) -> dict[str, Any] | None:
@@ -194,4 +181,4 @@ def _read(path: Path) -> bytes | None:
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
     """Store a JSON object."""
-    write_whole(path, json.dumps(document, indent=1).encode() + b"\n")
+    atomic_write(path, json.dumps(document, indent=1) + "\n", sync=True)

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from penstock.protocol.files import atomic_write
+
 LOCK = "launch.lock"
 LAUNCH = "launch.json"
 ALREADY_RUNNING = 75  # EX_TEMPFAIL
@@ -73,12 +75,7 @@ def started_ticks(pid: int) -> int:
 
 
 def _store(folder: Path, record: dict[str, object]) -> None:
-    new = folder / f".{LAUNCH}.{os.getpid()}"
-    with new.open("w") as file:
-        json.dump(record, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / LAUNCH)
+    atomic_write(folder / LAUNCH, json.dumps(record), sync=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.console import connections, launch
 from penstock.console.tools.rewards import RewardService, RewardServiceError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 
 PORT_FILE = "reward.port"  # in the folder of a local run, see `deploy/local_run.py`
 _LIST_S = 3.0

@@ -21,7 +21,7 @@ from penstock.console.web.reading.page_view import PageView
 from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, PenstockError
-from penstock.protocol.record.regular_file import read_regular
+from penstock.protocol.files import read_regular
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from penstock.protocol.retry_after import retry_after_s
 from penstock.protocol.transport import http_tls
-from penstock.reward_service.endpoints.endpoint_call import retry_after_s
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
 
 _PAUSE_S = 0.5

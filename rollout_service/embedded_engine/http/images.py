@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.facts import MAX_IMAGES
-from penstock.protocol.images import admission, sources
+from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage
-from penstock.protocol.images.processor import ImageProcessor
-from penstock.protocol.images.tokens import expanded
+from penstock.protocol.images.processor import ImageProcessor, expanded
 from penstock.rollout_service.embedded_engine.errors import RequestRefused
 from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody
 from penstock.rollout_service.embedded_engine.sequence import Image, Images
@@ -66,7 +65,7 @@ class ImageReader:
         assert self.processor is not None
         try:
             source = text if text.startswith("data:") or ":" in text[:16] else {"base64": text}
-            data = sources.image_bytes(source)
+            data = admission.image_bytes(source)
             name = hashlib.sha256(data).hexdigest()
             found = self._kept.pop(name, None)
             if found is None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol.facts import RowImages
-from penstock.protocol.images.tokens import collapsed
+from penstock.protocol.images.processor import collapsed
 from penstock.rollout_service.checks.check_task import ImageTokens
 from penstock.rollout_service.engines.completion import shorten
 from penstock.rollout_service.engines.image_prompt import ImagePrompt, refuse_images

@@ -12,13 +12,13 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.protocol.endpoints import signature, strict_json
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.retry_after import retry_after_s
 from penstock.rollout_service.environments.over_http.wire import MAX_DEPTH, Problem, is_deeper
 from penstock.rollout_service.http_connections import Answer, ConnectionFailed, HttpConnections
 
 Body = TypeVar("Body", bound=BaseModel)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_LONGEST_RETRY_AFTER_S = 3600.0
 PASSING = frozenset({429, 502, 503, 504})  # another try may succeed
 
 
@@ -138,11 +138,5 @@ def _refusal(answer: Answer, url: str) -> ServerRefused:
         f"{url} answers HTTP {answer.status}{text}",
         status=answer.status,
         code=code,
-        retry_after_s=_seconds(answer.headers.get("Retry-After", "")),
+        retry_after_s=retry_after_s(answer.headers),
     )
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of a Retry-After header; 0 without one, and for a date."""
-    is_number = text.isascii() and text.isdecimal() and len(text) <= 6
-    return min(float(text), _LONGEST_RETRY_AFTER_S) if is_number else 0.0

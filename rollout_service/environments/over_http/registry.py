@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import structlog
 
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.transport.change_value import change_value
-from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.key_value import KeyValue, change_value
 from penstock.rollout_service.environments.over_http import registration
 from penstock.rollout_service.environments.over_http.registration import (
     Lease,

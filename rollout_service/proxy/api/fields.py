@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import ImageRefused
-from penstock.protocol.images import sources
+from penstock.protocol.images import admission
 from penstock.rollout_service.proxy.messages import ToolCall
 from penstock.rollout_service.proxy.request_errors import constrained, invalid, unsupported
 
@@ -79,7 +79,7 @@ def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> st
             parts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in sources.IMAGE_TYPES:
+        if kind in admission.IMAGE_TYPES:
             raise unsupported("an image in a message of another role than user or tool", where)
         if kind == "refusal" and isinstance(part.get("refusal"), str):
             parts.append(part["refusal"])
@@ -106,7 +106,7 @@ def parts(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> tupl
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in sources.IMAGE_TYPES
+    return isinstance(part, dict) and part.get("type") in admission.IMAGE_TYPES
 
 
 def _image(part: dict[str, Any], where: str) -> bytes:
@@ -115,8 +115,8 @@ def _image(part: dict[str, Any], where: str) -> bytes:
     if detail not in (None, "auto"):
         raise unsupported(f"detail {str(detail)[:40]!r}: the model's image processor decides the resolution", where)
     try:
-        (source,) = sources.take_images([{"content": [part]}])[1]
-        return sources.image_bytes(source)
+        (source,) = admission.take_images([{"content": [part]}])[1]
+        return admission.image_bytes(source)
     except ImageRefused as err:
         raise invalid(f"{where}: {err}", where, code="image_refused") from None
 

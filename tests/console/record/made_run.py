@@ -14,8 +14,14 @@ from penstock.console.record.audit_inputs import gather
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.facts import BlobRef, TaskIssued, TaskList, decode, encode, encode_unbounded
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, folder_name
-from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter, chapters
-from penstock.protocol.record.step_digest import STEP_DIGEST, group_digest, step_digest
+from penstock.protocol.record.lineage import (
+    STEP_DIGEST,
+    CheckpointCommitted,
+    LineageChapter,
+    chapters,
+    group_digest,
+    step_digest,
+)
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion

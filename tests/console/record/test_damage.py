@@ -33,8 +33,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.facts import BlobRef
-from penstock.protocol.record.lineage import LineageChapter, RecordedStep
-from penstock.protocol.record.step_digest import MAX_LISTED
+from penstock.protocol.record.lineage import MAX_LISTED, LineageChapter, RecordedStep
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 

@@ -12,8 +12,14 @@ from tests.pictures import picture, picture_bytes
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.facts import ImageRef, RowImages
 from penstock.protocol.images.admission import AdmittedImage, admit
-from penstock.protocol.images.processor import ImageProcessor
-from penstock.protocol.images.tokens import collapsed, expanded, joined, next_position, rope_positions
+from penstock.protocol.images.processor import (
+    ImageProcessor,
+    collapsed,
+    expanded,
+    joined,
+    next_position,
+    rope_positions,
+)
 
 PAD = 9
 PROCESSOR = ImageProcessor(

@@ -10,7 +10,7 @@ import pytest
 from tests.pictures import picture_bytes
 
 from penstock.protocol.errors import ImageRefused
-from penstock.protocol.images.sources import image_bytes, take_images
+from penstock.protocol.images.admission import image_bytes, take_images
 
 DATA = picture_bytes()
 TEXT = base64.b64encode(DATA).decode()

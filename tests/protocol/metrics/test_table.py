@@ -7,8 +7,7 @@ import re
 import pytest
 
 from penstock.protocol.metrics import exposition
-from penstock.protocol.metrics.histogram import Histogram
-from penstock.protocol.metrics.samples import LabelValues, Samples
+from penstock.protocol.metrics.samples import Histogram, LabelValues, Samples
 from penstock.protocol.metrics.table import MAX_LABEL_LENGTH, MAX_VALUES, METRICS, OPEN_LABELS, OTHER
 
 FIXED_LABELS = {

@@ -17,8 +17,8 @@ from penstock.console.report.report import stored_summary
 from penstock.console.tools.runs import list_folder, print_one
 from penstock.deploy import stored
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import links_below, read_regular
 from penstock.protocol.record.checkpoint_state import CheckpointState, read_state
-from penstock.protocol.record.regular_file import links_below, read_regular
 from penstock.trainer.replay.replay_findings import config_findings
 
 RUN = "foreign"

@@ -13,9 +13,8 @@ from penstock.protocol.facts import DeadLetter, TaskIssued
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.delivery import Delivery, _killed
 from penstock.protocol.transport.inbox import Inbox
-from penstock.protocol.transport.kill_marks import _killed
 
 SHORT = StreamLimits(ack_wait_s=0.4)
 

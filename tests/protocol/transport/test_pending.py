@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock.protocol.errors import BusUnreachable
-from penstock.protocol.transport.pending import LoopThread, Pending, _Mailbox
+from penstock.protocol.transport.pending import CallThread
 
 
 async def _nothing() -> None:
@@ -18,10 +18,9 @@ async def _nothing() -> None:
 
 
 @pytest.fixture
-def thread() -> Iterator[LoopThread]:
+def thread() -> Iterator[CallThread]:
     """A running loop thread."""
-    started = LoopThread("test-pending")
-    started.start()
+    started = CallThread("test-pending")
     yield started
     started.close(_nothing)
 
@@ -35,7 +34,7 @@ async def _fail() -> None:
     raise ValueError("no")
 
 
-def test_each_of_many_callers_gets_its_own_result(thread: LoopThread) -> None:
+def test_each_of_many_callers_gets_its_own_result(thread: CallThread) -> None:
     """No wake-up is lost while threads and loops call at once."""
 
     async def many(first: int) -> list[int]:
@@ -50,7 +49,7 @@ def test_each_of_many_callers_gets_its_own_result(thread: LoopThread) -> None:
         assert [wait.result(60) for wait in waits] == [[k + n for n in range(50)] for k in range(3)]
 
 
-async def _awaited(thread: LoopThread, number: int) -> int:
+async def _awaited(thread: CallThread, number: int) -> int:
     pending = thread.call(_add(number, 1), "add", 30.0)
     found = await pending
     assert pending.done()
@@ -58,7 +57,7 @@ async def _awaited(thread: LoopThread, number: int) -> int:
     return found
 
 
-def test_an_error_is_raised_where_the_result_is_awaited(thread: LoopThread) -> None:
+def test_an_error_is_raised_where_the_result_is_awaited(thread: CallThread) -> None:
     """The call's exception reaches a thread and a coroutine."""
     with pytest.raises(ValueError, match="no"):
         thread.call(_fail(), "fail", 30.0).wait()
@@ -70,7 +69,7 @@ def test_an_error_is_raised_where_the_result_is_awaited(thread: LoopThread) -> N
         asyncio.run(run())
 
 
-def test_a_cancelled_caller_cancels_the_call(thread: LoopThread) -> None:
+def test_a_cancelled_caller_cancels_the_call(thread: CallThread) -> None:
     """What nobody waits for any more does not go on, as a fetch that would hold messages."""
     started, cancelled = threading.Event(), threading.Event()
 
@@ -90,7 +89,7 @@ def test_a_cancelled_caller_cancels_the_call(thread: LoopThread) -> None:
     assert cancelled.wait(30) or not started.is_set()
 
 
-def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: LoopThread) -> None:
+def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: CallThread) -> None:
     """A call that runs when the thread is closed, and one that comes later, say that the bus is closed."""
     started = threading.Event()
 
@@ -105,54 +104,3 @@ def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: LoopThrea
         running.wait()
     with pytest.raises(BusUnreachable, match="a late call: the bus is closed"):
         thread.call(_nothing(), "a late call", 30.0)
-
-
-def test_a_caller_that_is_cancelled_after_the_bus_was_closed_ends_in_peace() -> None:
-    """The last tasks of a service are cancelled when its bus is closed already: there is no call left to cancel."""
-    thread = LoopThread("test-pending")
-    thread.start()
-
-    async def cancelled() -> None:
-        pending: Pending[None] = Pending(thread._mailbox, "never", 30.0)
-        caller = asyncio.create_task(_awaiting(pending))
-        await asyncio.sleep(0)
-        thread.close(_nothing)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
-
-    asyncio.run(cancelled())
-
-
-async def _awaiting(pending: Pending[None]) -> None:
-    await pending
-
-
-def test_a_callback_that_raises_keeps_no_other_one_waiting() -> None:
-    """The loop reports the error, and what was posted behind it still runs."""
-    reported: list[object] = []
-
-    async def run() -> None:
-        loop, ran = asyncio.get_running_loop(), asyncio.Event()
-        loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
-        mailbox = _Mailbox(loop)
-        mailbox.post(_raise)
-        mailbox.post(ran.set)
-        await asyncio.wait_for(ran.wait(), 30.0)
-
-    asyncio.run(run())
-    assert [str(one) for one in reported] == ["no"]
-
-
-def test_every_callback_to_a_closed_loop_is_an_error() -> None:
-    """Not the first one only, or the second caller would wait until its deadline."""
-    loop = asyncio.new_event_loop()
-    loop.close()
-    mailbox = _Mailbox(loop)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="closed"):
-            mailbox.post(_raise)
-
-
-def _raise() -> None:
-    raise ValueError("no")

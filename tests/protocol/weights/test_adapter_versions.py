@@ -13,7 +13,7 @@ from tests.protocol.weights.published_weights import ADAPTER, ADAPTER_LAYOUT, Pu
 from penstock.protocol.errors import ChainBroken, MalformedFact, MalformedWeights
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, adapter_digest, factor_pairs
-from penstock.protocol.weights.adapter_merge import check_fit, merge_into, read_factors
+from penstock.protocol.weights.export import check_fit, merge_into, read_factors
 from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import Held, verify_base

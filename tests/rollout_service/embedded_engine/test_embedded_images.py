@@ -21,8 +21,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.images.admission import admit
-from penstock.protocol.images.processor import ImageProcessor, read_processor
-from penstock.protocol.images.tokens import collapsed, expanded, rope_positions
+from penstock.protocol.images.processor import ImageProcessor, collapsed, expanded, read_processor, rope_positions
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.embedded_engine import run_engine

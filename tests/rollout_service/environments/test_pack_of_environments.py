@@ -16,8 +16,8 @@ from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.expert_choices import Routers
 from penstock.protocol.facts import Sampling, Task
-from penstock.protocol.routers import Routers
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits

@@ -10,8 +10,7 @@ import pytest
 
 from penstock.console.tracking.settings import TrackSettings
 from penstock.deploy.config_show import as_document, load_all
-from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED, SYSTEMS, advice
-from penstock.protocol.config.foreign_keys.answers import Alias
+from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED, SYSTEMS, Alias, advice
 from penstock.protocol.config.run_file import load
 from penstock.protocol.config.sources import split_arguments
 from penstock.protocol.errors import ConfigError
@@ -111,7 +110,7 @@ def test_every_other_key_is_answered_and_none_is_unknown() -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_beginning_answers_for_the_keys_below_it(system: str) -> None:
     """Whole subtrees, such as Megatron's options, have one answer; the longest beginning decides."""
-    for beginning, answer in SYSTEMS[system].PREFIXES.items():
+    for beginning, answer in SYSTEMS[system].prefixes.items():
         assert advice(f"{beginning}some_option") == answer
         [line] = refusal(["model.path=m", f"{beginning}some_option=1"])
         assert line == f"override: {beginning}some_option is a key of another project; {answer}"
@@ -121,7 +120,7 @@ def test_systems_differ_in_one_key_only() -> None:
     """One name has one answer, whichever system it is of; for the other, `config import` reads the table of its own system."""
     answers: dict[str, set[str]] = {}
     for tables in SYSTEMS.values():
-        for table in (tables.TAKEN, tables.RENAMED, tables.ABSENT):
+        for table in (tables.taken, tables.renamed, tables.absent):
             for key, answer in table.items():
                 answers.setdefault(key, set()).add(str(answer.keys if isinstance(answer, Alias) else answer))
     assert {key for key, found in answers.items() if len(found) > 1} == {"train_batch_size"}

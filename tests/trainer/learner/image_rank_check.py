@@ -15,8 +15,7 @@ import numpy as np
 from tests.pictures import picture, picture_bytes
 
 from penstock.protocol.images.admission import AdmittedImage, admit
-from penstock.protocol.images.processor import ImageProcessor, read_processor
-from penstock.protocol.images.tokens import expanded
+from penstock.protocol.images.processor import ImageProcessor, expanded, read_processor
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.build_objective import build_objective

@@ -28,8 +28,7 @@ from penstock.protocol.errors import BlobMissing, ImageRefused, PackError
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.images import admission
 from penstock.protocol.images.admission import AdmittedImage, admit
-from penstock.protocol.images.processor import ImageProcessor, read_processor
-from penstock.protocol.images.tokens import expanded, rope_positions
+from penstock.protocol.images.processor import ImageProcessor, expanded, read_processor, rope_positions
 from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion

@@ -14,11 +14,11 @@ from tests.servers import wait_for
 
 from penstock.protocol import streams, subjects
 from penstock.protocol.activity import Activity
+from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.metrics.samples import LabelValues, Samples
-from penstock.protocol.metrics.settings import MetricsSettings
 from penstock.protocol.metrics.table import METRICS
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion

@@ -13,16 +13,14 @@ import os
 import shutil
 import signal
 import ssl
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.endpoints.resolve import resolve
-from penstock.protocol.endpoints.target_policy import TargetPolicy
+from penstock.protocol import parent_death
+from penstock.protocol.endpoints.target_policy import TargetPolicy, resolve
 from penstock.protocol.errors import ConfigError
-from penstock.rollout_service.engines import parent_death
 from penstock.rollout_service.environments import program_process
 
 _EXIT_S = 1.0  # a server whose input is closed may take that long to exit
@@ -66,7 +64,7 @@ async def over_process(
     import anyio  # noqa: PLC0415 - comes with mcp
 
     own = tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-")
-    words = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), "", *command]
+    words = [*parent_death.command_words(os.getpid()), *command]
     output = program_process.Output()
     try:
         process = await asyncio.create_subprocess_exec(

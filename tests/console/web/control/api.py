@@ -24,6 +24,7 @@ from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem
 from penstock.deploy import config_show
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.files import atomic_write
 
 BASE = "http://127.0.0.1:8800"
 
@@ -68,7 +69,7 @@ class FakeLauncher:
         fcntl.flock(handle, fcntl.LOCK_EX)
         self.running[start.run] = handle
         launch = job_file.Launch(start=start.number, pid=1, started_at=1.0)
-        job_file.write_whole(start.folder / job_file.LAUNCH, launch.model_dump_json().encode())
+        atomic_write(start.folder / job_file.LAUNCH, launch.model_dump_json())
         return f"fake-{start.number}"
 
     def find(self, folder: Path, options: BaseModel, handle: str) -> Found:
@@ -89,7 +90,7 @@ class FakeLauncher:
         launch = job_file.read_launch(folder)
         assert launch is not None
         ended = launch.model_copy(update={"ended_at": 2.0, "exit_code": code})
-        job_file.write_whole(folder / job_file.LAUNCH, ended.model_dump_json().encode())
+        atomic_write(folder / job_file.LAUNCH, ended.model_dump_json())
 
 
 def check_in_process(

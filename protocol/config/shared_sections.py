@@ -1,4 +1,7 @@
-"""How long each part of a run is kept, and which of its objects may be deleted. Pure rules; the trainer with the lease deletes.
+"""Sections of the run file that several services read: ``[metrics]``, ``[retention]`` and ``[teacher]``.
+
+``[metrics]`` says where trainer and rollout workers answer Prometheus, ``[teacher]`` which model workers ask about sampled tokens,
+``[retention]`` how long each part of a run is kept. The rules are pure; the trainer with the lease deletes.
 
 | what                          | how long                                                            |
 |-------------------------------|---------------------------------------------------------------------|
@@ -18,12 +21,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from datetime import datetime
+from pathlib import Path
 from typing import Protocol
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import MAX_TEACHER_TOP_K
 from penstock.protocol.streams import StreamLimits
+
+
+class MetricsSettings(Section):
+    """Prometheus metrics of trainer and rollout workers at ``/metrics``; the reward service answers at its HTTP API."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address that /metrics listens on. There is no token: others than loopback should be reachable by "
+        "Prometheus only.",
+    )
+    trainer_port: int | None = Field(
+        default=None, ge=0, le=65535, description="Port of the trainer's /metrics; 0 takes any free one, None is off."
+    )
+    rollout_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port of a rollout worker's /metrics; 0 takes any free one, as several workers of one machine need; "
+        "None is off.",
+    )
+
 
 _HOUR_S = 3600.0
 
@@ -102,3 +129,66 @@ def expired(
         if hours and (now - stat.modified).total_seconds() > hours * _HOUR_S:
             found.append(stat.key)
     return found
+
+
+class TeacherSettings(Section):
+    """A model of the policy's vocabulary that is not trained; rollout workers store its log-probabilities in every pack."""
+
+    url: str = Field(
+        default="",
+        description="URL of the server that answers for the teacher; several with commas between them, of the same model.",
+    )
+    kind: str = Field(
+        default="sglang",
+        description="What the server speaks: 'sglang' (SGLang's /generate, which Penstock's embedded engine answers too), or your own "
+        "as 'my_package.module:kind' or 'my_teacher.py:kind'.",
+    )
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_TEACHER_TOP_K,
+        description="Likeliest tokens that the teacher names in the place of each sampled one, for algorithm.distill_form = forward.",
+    )
+    api_key_file: Path | None = Field(default=None, description="File with the key that the server was started with.")
+    deadline_s: float = Field(default=120.0, gt=0.0, description="Longest wait for the answer about one group, in s.")
+    attempts: int = Field(
+        default=4,
+        ge=1,
+        description="Requests about one group before its pack is requeued; then worker.task_attempts counts.",
+    )
+    max_requests: int = Field(default=8, ge=1, description="Requests of one worker that are open at once.")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs in ``url``."""
+        return tuple(url.strip().rstrip("/") for url in self.url.split(",") if url.strip())
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        for url in filter(None, map(str.strip, value.split(","))):
+            if not url.startswith(("http://", "https://")) or "@" in url:
+                raise ValueError(
+                    f"expected an address such as http://127.0.0.1:30000 without a password in it, got {url!r}"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _has_a_url(self) -> TeacherSettings:
+        idle = [
+            key
+            for key in type(self).model_fields
+            if key != "url" and getattr(self, key) != type(self).model_fields[key].default
+        ]
+        if idle and not self.urls:
+            raise ValueError(f"teacher.{idle[0]} does nothing while teacher.url is empty; set that too")
+        return self
+
+    def api_key(self) -> str:
+        """Return the server's key, empty when none is needed; raises ConfigError when unreadable."""
+        if self.api_key_file is None:
+            return ""
+        try:
+            return self.api_key_file.read_text().strip()
+        except OSError as err:
+            raise ConfigError(f"teacher.api_key_file = {self.api_key_file}: not readable ({err.strerror})") from None

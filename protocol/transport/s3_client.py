@@ -1,16 +1,20 @@
-"""The requests to the object store that `blobs` makes, repeated until they succeed or fail for good; only this file and `s3_admin` import minio.
+"""The requests to the object store, repeated until they succeed or fail for good, by minio, which only this file imports.
 
-`blobs` imports it with its first request that is not for `s3_fast_path`: the libraries take 0.1 s of CPU to import, and a
-process that looks at a run may never need them.
+`blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run may
+never need them.
+
+Detect a clock difference that makes an S3 server refuse signed requests (more than 15 minutes); pure.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import ssl
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,19 +22,47 @@ from urllib.parse import urlsplit
 import structlog
 import urllib3
 from minio import Minio
+from minio.credentials import StaticProvider
 from minio.datatypes import Object
 from minio.deleteobjects import DeleteError, DeleteObject
-from minio.error import InvalidResponseError, S3Error, ServerError
+from minio.error import InvalidResponseError, MinioAdminException, S3Error, ServerError
+from minio.minioadmin import MinioAdmin
 
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.clock_skew import clock_skew
-from penstock.protocol.transport.tls import handshake_problem
+from penstock.protocol.transport.tls import client_context, handshake_problem
+
+LIMIT = timedelta(minutes=15)  # of Signature Version 4
+
+
+def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
+    """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
+
+    Args:
+        headers: Of the server's answer; ``Date`` is the server's time.
+        now: This machine's time, with a time zone.
+    """
+    try:
+        theirs = parsedate_to_datetime(headers["Date"])
+    except (KeyError, ValueError):
+        return ""
+    theirs = theirs if theirs.tzinfo else theirs.replace(tzinfo=UTC)
+    apart = abs(now - theirs)
+    if apart <= LIMIT:
+        return ""
+    here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
+    return (
+        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
+        f"{LIMIT.total_seconds() / 60:.0f}: correct the clock that is wrong"
+    )
+
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.blobs")
 
+_PART_BYTES = 64 * 1024 * 1024  # a larger object is sent in parts
+_CONNECT_S = 5.0
 _RETRY_S = 0.05
 _RETRY_MAX_S = 2.0
 _WARN_S = 5.0  # a request that is repeated for longer is a line in the log
@@ -41,6 +73,10 @@ _CLOCK_SKEW_CODES = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "Req
 _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _FULL, _FULL_STATUS = {"XMinioStorageFull", "InsufficientStorage"}, 507  # no space left, as MinIO and others say it
 _READS = ("get ", "stat ")  # how requests for one object begin
+_NO_XML_400 = "Response code: 400,"  # how minio reports an answer that is not S3's
+_ADMIN_RETRY_S = 0.2
+_ADMIN_STATUS = re.compile(r"Status: (\d{3})")  # how minio reports an answer of the admin interface
+_ADMIN_CODE = re.compile(r"Code\W{1,4}(\w{3,80})")  # of its body in XML or JSON
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
 
 
@@ -76,7 +112,7 @@ class S3Requests:
             region=settings.region,
             http_client=_XmlPool(
                 maxsize=32,
-                timeout=urllib3.Timeout(connect=5, read=min(60.0, deadline_s)),
+                timeout=urllib3.Timeout(connect=_CONNECT_S, read=min(60.0, deadline_s)),
                 retries=False,
                 ssl_context=tls,
             ),
@@ -96,8 +132,12 @@ class S3Requests:
         self._retry(lambda: self._client.make_bucket(self.bucket), "make bucket", deadline_s=deadline_s)
 
     def put(self, key: str, data: bytes) -> None:
-        """Store an object."""
-        self._retry(lambda: self._client.put_object(self.bucket, key, io.BytesIO(data), len(data)), f"put {key}")
+        """Store an object; one of more than 64 MiB is sent in parts."""
+
+        def once() -> None:
+            self._client.put_object(self.bucket, key, io.BytesIO(data), len(data), part_size=_PART_BYTES)
+
+        self._retry(once, f"put {key}")
 
     def put_file(self, key: str, path: Path) -> None:
         """Store a file; a large one is sent in parts."""
@@ -154,9 +194,7 @@ class S3Requests:
                 problem = f"{err.code}: {apart or err.message}"
             except InvalidResponseError as err:
                 problem = str(err)
-                if err._code == 400 and self._settings.endpoint.startswith(
-                    "http://"
-                ):  # without XML: no S3 server's own
+                if _NO_XML_400 in problem and self._settings.endpoint.startswith("http://"):  # no S3 server's own
                     raise BlobError(
                         f"{what}: {self._settings.endpoint} refused it; is it https://? A server that speaks TLS only answers so"
                     ) from None
@@ -220,3 +258,63 @@ class S3Requests:
                 f"{what}: {endpoint} refused it: {code}: {err.message}{hint if code == 'BadRequest' else ''}"
             )
         return None
+
+
+class S3Admin:
+    """Users and policies of MinIO and its forks, through their admin interface, with the store's own user (deploy/s3_users.py only).
+
+    Every call may be repeated. AWS and other stores have other interfaces: they answer with an error, which says to create
+    the users there by hand.
+    """
+
+    def __init__(self, settings: S3Settings, *, deadline_s: float = 30.0) -> None:
+        """Prepare a client; nothing is sent before the first call."""
+        url = urlsplit(settings.endpoint)
+        self._settings, self._deadline_s = settings, deadline_s
+        is_encrypted = url.scheme == "https"
+        self._client = MinioAdmin(
+            endpoint=url.netloc,
+            credentials=StaticProvider(settings.access_key, settings.secret()),
+            region=settings.region,
+            secure=is_encrypted,
+            http_client=urllib3.PoolManager(
+                timeout=urllib3.Timeout(connect=_CONNECT_S, read=deadline_s),
+                retries=False,
+                ssl_context=client_context(settings.ca_file, "s3.ca_file") if is_encrypted else None,
+            ),
+        )
+
+    def put_policy(self, name: str, policy: Mapping[str, Any]) -> None:
+        """Create a policy, or replace it."""
+        self._call(f"policy {name}", lambda: self._client.policy_add(name, policy=dict(policy)))
+
+    def put_user(self, access_key: str, secret_key: str, *, policy: str) -> None:
+        """Create a user, or give it another secret key; ``policy`` is its only one."""
+        self._call(f"user {access_key}", lambda: self._client.user_add(access_key, secret_key))
+        self._call(f"policy of user {access_key}", lambda: self._client.policy_set(policy, user=access_key))
+
+    def _call(self, what: str, request: Callable[[], object]) -> None:
+        endpoint, deadline = self._settings.endpoint, time.monotonic() + self._deadline_s
+        while True:
+            try:
+                request()
+            except MinioAdminException as err:
+                status, code = _ADMIN_STATUS.search(str(err)), _ADMIN_CODE.search(str(err))
+                problem = f"status {status[1] if status else 'unknown'}{f', {code[1]}' if code else ''}"
+                if status is not None and int(status[1]) < 500:
+                    raise BlobStoreRefused(
+                        f"{what}: {endpoint} refused it ({problem}); s3.access_key must be the store's own user, and the "
+                        "store MinIO or a fork. For another store leave --s3-users out, and create the users there with "
+                        "the policies that `python -P -m penstock.deploy.s3_policies ROLE` prints"
+                    ) from None
+            except (urllib3.exceptions.HTTPError, OSError) as err:
+                if refused := handshake_problem(err, endpoint, "s3.ca_file"):
+                    raise BlobStoreRefused(f"{what}: {refused}") from None
+                problem = f"{type(err).__name__}: {err}"
+            else:
+                return
+            if time.monotonic() + _ADMIN_RETRY_S > deadline:
+                raise BlobStoreUnreachable(
+                    f"{what}: {endpoint} gave no valid answer within {self._deadline_s:.0f} s ({problem})"
+                )
+            time.sleep(_ADMIN_RETRY_S)

@@ -1,0 +1,114 @@
+"""Write files and folders so that a reader, also one after a crash, finds the old content or the new one; nothing else renames.
+
+A rename alone protects from a killed process. Only with ``sync`` is the content on disk, and only with ``sync_folder`` the
+new name, when the machine loses power.
+
+Read a file of a run's folder, which may be a copy from somebody else: never through a link, never a pipe or a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def atomic_write(
+    path: Path, data: bytes | str, *, sync: bool = False, sync_folder: bool = False, mode: int | None = None
+) -> Path:
+    """Replace a file, or create it, in one step; return its path. Raises OSError, and leaves the old file.
+
+    Args:
+        path: The file; its folder exists.
+        data: The content; text is stored as UTF-8.
+        sync: Whether the content is on disk before the file gets its name.
+        sync_folder: Whether the name is on disk, too, when this returns.
+        mode: Permission bits, from the first byte on; None: as the process's umask leaves 0o666.
+    """
+    partial = path.with_name(f".{path.name}.{threading.get_native_id()}.partial")
+    partial.unlink(missing_ok=True)  # of a killed process of the same id
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if mode is not None:
+                os.fchmod(handle, mode)
+            file.write(data.encode() if isinstance(data, str) else data)
+            if sync:
+                file.flush()
+                os.fsync(handle)
+        return replace(partial, path, sync_folder=sync_folder)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def replace(partial: Path, final: Path, *, sync_folder: bool = False) -> Path:
+    """Give a file or folder that is whole its final name, and return this; a file of that name is replaced.
+
+    Raises OSError, also when both are folders and ``final`` is not empty.
+    """
+    partial.replace(final)
+    if sync_folder:
+        fsync(final.parent)
+    return final
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside that gets the name ``folder`` when the block succeeds, and is removed otherwise.
+
+    Raises FileExistsError when ``folder`` exists.
+    """
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists; name another folder, or remove it")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def fsync(path: Path) -> None:
+    """Write a file, or the names in a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+MOST_BYTES = 4 * 1024**3
+
+
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the first ``most`` bytes of a regular file.
+
+    Raises OSError for a link, which could lead to any file of this machine, and for what is no regular file: a pipe would
+    be waited for without end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file; remove it")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(most)
+    finally:
+        os.close(descriptor)
+
+
+def links_below(folder: Path) -> list[Path]:
+    """Return every symbolic link below a folder, and every file there that is neither regular nor a folder."""
+    found = list[Path]()
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            mode = (Path(parent) / name).lstat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                found.append(Path(parent) / name)
+    return found
