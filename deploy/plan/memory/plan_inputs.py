@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from penstock.deploy.plan.memory.estimate import Pass
+from penstock.deploy.plan.memory.method import BFLOAT16, FLOAT32, Method
+from penstock.deploy.plan.memory.model_shape import ModelShape
 from penstock.trainer.algorithm.balanced_bins import balanced, units_of
 from penstock.trainer.algorithm.packed_rows import Prefixes
 from penstock.trainer.attention_choice import Attention, expected_backend
 from penstock.trainer.errors import NotEstimated
-from penstock.trainer.memory_plan.estimate import Pass
-from penstock.trainer.memory_plan.method import BFLOAT16, FLOAT32, Method
-from penstock.trainer.memory_plan.model_shape import ModelShape
 from penstock.trainer.settings import TrainerSettings
 
 

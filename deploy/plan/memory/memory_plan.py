@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from penstock.deploy.plan.memory.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, network
+from penstock.deploy.plan.memory.method import FLOAT32, Method, Needs, Sizes
+from penstock.deploy.plan.memory.model_shape import ModelShape
+from penstock.deploy.plan.memory.plan_inputs import PlanInputs
 from penstock.protocol.weights.layout import BUCKET_BYTES
-from penstock.trainer.memory_plan.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, network
-from penstock.trainer.memory_plan.method import FLOAT32, Method, Needs, Sizes
-from penstock.trainer.memory_plan.model_shape import ModelShape
-from penstock.trainer.memory_plan.plan_inputs import PlanInputs
 
 _COPIES = 2  # of the weights: the newest published one, which the next patch is made against, and the one on its way
 # What libraries hold on a CPU besides tensors, measured: half of it is code that oneDNN compiles for each shape of a product. Experts have

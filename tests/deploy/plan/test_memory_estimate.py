@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from penstock.deploy.plan.memory import estimate
+from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan
+from penstock.deploy.plan.memory.method import Method
+from penstock.deploy.plan.memory.model_shape import read_shape, shape_of
+from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs, plan_inputs
+from penstock.deploy.plan.memory.suggestions import suggestions
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.learner import logprobs
-from penstock.trainer.memory_plan import estimate
-from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan
-from penstock.trainer.memory_plan.method import Method
-from penstock.trainer.memory_plan.model_shape import read_shape, shape_of
-from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs, plan_inputs
-from penstock.trainer.memory_plan.suggestions import suggestions
 from penstock.trainer.settings import TrainerSettings
 
 RECORD = json.loads((Path(__file__).parents[3] / "benchmarks/trainer_memory.json").read_text())

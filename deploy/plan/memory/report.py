@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock.deploy.plan.memory.memory_plan import MemoryPlan, Phase
+from penstock.deploy.plan.memory.method import Needs
+from penstock.deploy.plan.memory.suggestions import Suggestion
 from penstock.trainer.attention_choice import matrix_bytes
-from penstock.trainer.memory_plan.memory_plan import MemoryPlan, Phase
-from penstock.trainer.memory_plan.method import Needs
-from penstock.trainer.memory_plan.suggestions import Suggestion
 
 _GB = 1e9
 

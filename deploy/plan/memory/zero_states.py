@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.trainer.memory_plan.method import FLOAT32, Method, Needs
+from penstock.deploy.plan.memory.method import FLOAT32, Method, Needs
 
 REDUCE_BUCKET = 500_000_000  # elements, DeepSpeed's default
 _ADAMW_TEMPORARY = 2  # tensors as large as what is stepped: the denominator, and its square root

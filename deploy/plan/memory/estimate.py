@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.deploy.plan.memory.method import FLOAT32, Method, Needs
+from penstock.deploy.plan.memory.model_shape import ModelShape
+from penstock.deploy.plan.memory.zero_states import REDUCE_BUCKET, zero_states
 from penstock.trainer.attention_choice import matrix_bytes
-from penstock.trainer.memory_plan.method import FLOAT32, Method, Needs
-from penstock.trainer.memory_plan.model_shape import ModelShape
-from penstock.trainer.memory_plan.zero_states import REDUCE_BUCKET, zero_states
 
 MAX_LOGITS = 32 * 1024 * 1024  # elements of logits in one chunk, as in `learner/logprobs.py`
 LOSS = "log-probabilities and loss"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from penstock.trainer.memory_plan.memory_plan import MemoryPlan
-from penstock.trainer.memory_plan.plan_inputs import PlanInputs
+from penstock.deploy.plan.memory.memory_plan import MemoryPlan
+from penstock.deploy.plan.memory.plan_inputs import PlanInputs
 from penstock.trainer.parallel_layout import ParallelLayout
 
 _LORA_RANK = 16
