@@ -19,6 +19,7 @@ from penstock.protocol.errors import ConfigError
 LOCAL = "--local"
 JSON = "--json"
 _TORCHRUN_STOP_S = "900"  # as PyTorch's variable has it; long enough for a checkpoint of a large model
+_PACKAGES = dict.fromkeys(("sft", "dpo", "rm"), "penstock.fine_tuning")  # of a command that is not the trainer's
 REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
 
 
@@ -62,11 +63,12 @@ def trainer_command(arguments: Sequence[str], environ: Mapping[str, str], comman
 
 
 def trainer(ranks: int, *arguments: str, nodes: Nodes | None = None) -> list[str]:
-    """Return the command line of a command of the trainer on ``ranks`` ranks, of which this node starts its share."""
+    """Return the command line of a command that trains on ``ranks`` ranks, of which this node starts its share."""
+    program = module(_PACKAGES.get(arguments[0], "penstock.trainer"), *arguments)
     if ranks == 1 and nodes is None:
-        return module("penstock.trainer", *arguments)
+        return program
     started = ["--standalone", f"--nproc-per-node={ranks}"] if nodes is None else nodes.torchrun(ranks)
-    return module("torch.distributed.run", *started, "--no-python", "--", *module("penstock.trainer", *arguments))
+    return module("torch.distributed.run", *started, "--no-python", "--", *program)
 
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -99,12 +99,16 @@ class Fork:
             process.join(10.0)
 
 
+_PACKAGES = dict.fromkeys(("sft", "dpo", "rm"), "fine_tuning")
+
+
 class Command(Fork):
-    """``python -m penstock.trainer ...``."""
+    """``python -m penstock.trainer ...``, or the package above it that has the command."""
 
     def __init__(self, folder: Path, *arguments: str, num_ranks: int = 1) -> None:
         """Start it; its output goes to files in ``folder``."""
-        super().__init__(folder, "penstock.trainer.__main__", *arguments, num_ranks=num_ranks)
+        module = f"penstock.{_PACKAGES.get(arguments[0], 'trainer')}.__main__"
+        super().__init__(folder, module, *arguments, num_ranks=num_ranks)
 
 
 class ForkedTrainer:

@@ -18,15 +18,15 @@ from typing import Any, Protocol
 
 import structlog
 
+from penstock.fine_tuning import checkpoints
+from penstock.fine_tuning.background_checkpoints import BackgroundCheckpoints
+from penstock.fine_tuning.checkpoints import TrainingState
+from penstock.fine_tuning.early_stop import Best
+from penstock.fine_tuning.length import Length
+from penstock.fine_tuning.result import Result, move_result, write_result
+from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.errors import TrainingDiverged
-from penstock.trainer.fine_tuning import checkpoints
-from penstock.trainer.fine_tuning.background_checkpoints import BackgroundCheckpoints
-from penstock.trainer.fine_tuning.checkpoints import TrainingState
-from penstock.trainer.fine_tuning.early_stop import Best
-from penstock.trainer.fine_tuning.length import Length
-from penstock.trainer.fine_tuning.result import Result, move_result, write_result
-from penstock.trainer.fine_tuning.training_folder import TrainingFolder
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_figures import StepFigures

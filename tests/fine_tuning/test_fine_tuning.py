@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests.trainer.fine_tuning.check import WHOLE
-from tests.trainer.fine_tuning.trl_rows import pairs, write_labelled, write_pairs, write_turns
+from tests.fine_tuning.check import WHOLE
+from tests.fine_tuning.trl_rows import pairs, write_labelled, write_pairs, write_turns
 from tests.trainer.learner.forks import Fork
 
 from penstock.deploy.quickstart_task import write_model
@@ -25,7 +25,7 @@ TOLERANCE = {"dpo/ipo": 2e-5}  # its values are near 25
 
 
 def _start(folder: Path, *cases: str, num_ranks: int = 1) -> Fork:
-    return Fork(folder, "tests.trainer.fine_tuning.check", str(folder), *cases, num_ranks=num_ranks)
+    return Fork(folder, "tests.fine_tuning.check", str(folder), *cases, num_ranks=num_ranks)
 
 
 def _result(fork: Fork) -> dict[str, Any]:

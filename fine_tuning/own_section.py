@@ -158,7 +158,7 @@ def check_ranks(loaded: Loaded[TrainerSettings], command: str, started: int) -> 
     if loaded.origins["trainer.num_ranks"] != "default" and wanted != started:
         raise ConfigError(
             f"trainer.num_ranks = {wanted}, but {started} process(es) were started; start it with torchrun --nproc-per-node "
-            f"{wanted} -m penstock.trainer {command} ..., or set trainer.num_ranks={started} on the command line"
+            f"{wanted} -m penstock.fine_tuning {command} ..., or set trainer.num_ranks={started} on the command line"
         )
 
 

@@ -1,4 +1,4 @@
-"""The commands that train on given answers: from a run file to a folder, on one rank or several under torchrun."""
+"""A training on given answers: from a run file to a folder, on one rank or several under torchrun."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from importlib import import_module
 
 import structlog
 
+from penstock.fine_tuning.own_section import OwnSection, check_ranks
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request, run_lock
-from penstock.trainer.commands.own_section import OwnSection, check_ranks
 from penstock.trainer.commands.stop_signals import end_with_torchrun, stop_on_signals
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.learner.gguf_model import with_model_folders
@@ -45,7 +45,7 @@ def fine_tune(command: OwnSection, arguments: Sequence[str]) -> int:
     settings = with_model_folders(settings)
     refuse_vision(settings, name)
     # run file errors are reported without importing torch
-    task = import_module(f"penstock.trainer.fine_tuning.{name}")
+    task = import_module(f"penstock.fine_tuning.{name}")
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 
     ranks = Ranks()

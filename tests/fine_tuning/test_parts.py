@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from penstock.console.report import fine_tuned
+from penstock.fine_tuning import checkpoints
+from penstock.fine_tuning.checkpoints import TrainingState
+from penstock.fine_tuning.early_stop import Best
+from penstock.fine_tuning.length import Length, check_warmup
+from penstock.fine_tuning.rm import RewardTask, ScoredBatch
+from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import pause_request
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.errors import CheckpointError, RunIsHeld, TrainingDiverged
-from penstock.trainer.fine_tuning import checkpoints
-from penstock.trainer.fine_tuning.checkpoints import TrainingState
-from penstock.trainer.fine_tuning.early_stop import Best
-from penstock.trainer.fine_tuning.length import Length, check_warmup
-from penstock.trainer.fine_tuning.rm import RewardTask, ScoredBatch
-from penstock.trainer.fine_tuning.training_folder import TrainingFolder
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings

@@ -10,13 +10,13 @@ import structlog
 import torch
 from torch import Tensor
 
+from penstock.fine_tuning.length import Length
+from penstock.fine_tuning.loop import Made, Plan, Training
+from penstock.fine_tuning.result import Result
+from penstock.fine_tuning.session import load_trained, open_folder, optimisation, plan_of
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.pairs import Pair, PairSet
 from penstock.trainer.dpo_settings import DpoSettings
-from penstock.trainer.fine_tuning.length import Length
-from penstock.trainer.fine_tuning.loop import Made, Plan, Training
-from penstock.trainer.fine_tuning.result import Result
-from penstock.trainer.fine_tuning.session import load_trained, open_folder, optimisation, plan_of
 from penstock.trainer.learner.load_model import load_reference
 from penstock.trainer.learner.pairs.pair_planner import PairPlanner, Scorer, mean_tokens_of
 from penstock.trainer.learner.pairs.preference_objective import Answers, mean_figures

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import structlog
 
-from penstock.trainer.fine_tuning import checkpoints
-from penstock.trainer.fine_tuning.checkpoints import TrainingState
+from penstock.fine_tuning import checkpoints
+from penstock.fine_tuning.checkpoints import TrainingState
 from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import structlog
 
+from penstock.fine_tuning.loop import Made, Training
+from penstock.fine_tuning.result import Result
+from penstock.fine_tuning.session import load_trained, open_folder, plan_of
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches
 from penstock.trainer.algorithm.objective import CrossEntropy
 from penstock.trainer.data.turns import Turn, TurnSet
-from penstock.trainer.fine_tuning.loop import Made, Training
-from penstock.trainer.fine_tuning.result import Result
-from penstock.trainer.fine_tuning.session import load_trained, open_folder, plan_of
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks

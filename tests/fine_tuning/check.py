@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors.numpy import load_file
 from structlog.testing import capture_logs
-from tests.trainer.fine_tuning.trl_rows import BATCH, NUM_STEPS
+from tests.fine_tuning.trl_rows import BATCH, NUM_STEPS
 
+from penstock.fine_tuning import dpo, rm, sft
 from penstock.trainer import crash_points
 from penstock.trainer.errors import ExportFailed
-from penstock.trainer.fine_tuning import dpo, rm, sft
 from penstock.trainer.learner import adapter
 from penstock.trainer.publishing.model_folder import ModelFiles
 from penstock.trainer.ranks import Ranks

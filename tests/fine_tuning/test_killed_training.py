@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fine_tuning.check import LONG_STEPS
+from tests.fine_tuning.test_fine_tuning import folder
 from tests.servers import wait_for
-from tests.trainer.fine_tuning.check import LONG_STEPS
-from tests.trainer.fine_tuning.test_fine_tuning import folder
 from tests.trainer.learner.forks import Fork
 
 from penstock.protocol.record.checkpoint_state import PARTIAL
@@ -57,9 +57,7 @@ def test_random_kills_while_checkpoints_are_written_change_nothing(
     """Each start continues from the last whole checkpoint; at the end, lines and weights are those of an uninterrupted training."""
 
     def start(name: str) -> Fork:
-        return Fork(
-            folder, "tests.trainer.fine_tuning.check", str(folder), f"long@{name}-{num_ranks}", num_ranks=num_ranks
-        )
+        return Fork(folder, "tests.fine_tuning.check", str(folder), f"long@{name}-{num_ranks}", num_ranks=num_ranks)
 
     def finished(fork: Fork) -> dict[str, Any]:
         return json.loads(fork.wait(deadline_s=900.0).splitlines()[-1])["long"]

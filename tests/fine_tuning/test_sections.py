@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from penstock import fine_tuning, trainer
+from penstock.fine_tuning.own_section import READ, OwnSection, check_ranks
+from penstock.fine_tuning.sections import DPO, RM, SFT
 from penstock.protocol.config.run_file import load, values_of
 from penstock.protocol.errors import ConfigError
-from penstock.trainer import commands
-from penstock.trainer.commands.dpo import DPO
-from penstock.trainer.commands.own_section import READ, OwnSection, check_ranks
-from penstock.trainer.commands.rm import RM
-from penstock.trainer.commands.sft_settings import SFT
 from penstock.trainer.settings import TrainerSettings
 
 MODEL = "model.path=m"
@@ -85,14 +83,14 @@ def test_every_setting_is_used_or_refused(command: OwnSection):
 
 def test_the_source_reads_what_is_listed():
     """Every key listed as read occurs in the code of the commands, by its section and name."""
-    root = Path(commands.__file__).parent.parent
-    files = [*(root / "fine_tuning").glob("*.py"), *(root / "commands").glob("*.py")]
+    root, own = Path(trainer.__file__).parent, Path(fine_tuning.__file__).parent
+    files = [*own.glob("*.py"), *(root / "commands").glob("*.py")]
     files += [root / f"{name}settings.py" for name in ("", "model_", "data_", "rollout_", "optimizer_")]
     files += [
         root / "data" / f"{name}.py" for name in ("turns", "pairs", "pair_rows", "row_formats", "row_checks", "inputs")
     ]
     code = "\n".join(file.read_text().partition("READ = ")[0] for file in files)
-    code += (root / "commands" / "own_section.py").read_text().partition("def check_ranks")[2]  # after the list itself
+    code += (own / "own_section.py").read_text().partition("def check_ranks")[2]  # after the list itself
     for key in READ - {"run.id", "run.dir"} | SFT.also_read:
         *sections, name = key.split(".")
         owners = [f"settings.{'.'.join(sections)}", sections[-1], "data", "_data", "self"]
@@ -152,7 +150,7 @@ def test_the_number_of_ranks_is_not_ignored():
     """A number of processes that was asked for and not started is refused with both ways out; without one any number is right."""
     asked = load(TrainerSettings, overrides=[MODEL, "trainer.num_ranks=2"])
     with pytest.raises(
-        ConfigError, match=r"--nproc-per-node 2 -m penstock.trainer sft ..., or set trainer.num_ranks=1"
+        ConfigError, match=r"--nproc-per-node 2 -m penstock.fine_tuning sft ..., or set trainer.num_ranks=1"
     ):
         check_ranks(asked, "sft", 1)
     check_ranks(asked, "sft", 2)
