@@ -99,16 +99,16 @@ class Fork:
             process.join(10.0)
 
 
-_PACKAGES = dict.fromkeys(("sft", "dpo", "rm"), "fine_tuning")
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {name: ("fine_tuning", name) for name in ("sft", "dpo", "rm")}
 
 
 class Command(Fork):
     """``python -m penstock.trainer ...``, or the package above it that has the command."""
 
-    def __init__(self, folder: Path, *arguments: str, num_ranks: int = 1) -> None:
+    def __init__(self, folder: Path, command: str, *arguments: str, num_ranks: int = 1) -> None:
         """Start it; its output goes to files in ``folder``."""
-        module = f"penstock.{_PACKAGES.get(arguments[0], 'trainer')}.__main__"
-        super().__init__(folder, module, *arguments, num_ranks=num_ranks)
+        package, *given = _PROGRAMS.get(command, ("trainer", command))
+        super().__init__(folder, f"penstock.{package}.__main__", *given, *arguments, num_ranks=num_ranks)
 
 
 class ForkedTrainer:
