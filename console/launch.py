@@ -20,7 +20,8 @@ LOCAL = "--local"
 JSON = "--json"
 _TORCHRUN_STOP_S = "900"  # as PyTorch's variable has it; long enough for a checkpoint of a large model
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the commands that train and are not the trainer's own
-    name: ("penstock.fine_tuning", name) for name in ("sft", "dpo", "rm")
+    "replay": ("penstock.forensics.replay",),
+    **{name: ("penstock.fine_tuning", name) for name in ("sft", "dpo", "rm")},
 }
 REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
 

@@ -14,7 +14,6 @@ from penstock.trainer.commands.run_command import STOPPED, run_command, start_pr
 
 COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
     "train": ("RUN.TOML [SECTION.KEY=VALUE ...]", "train a run (one rank)"),
-    "replay": ("RUN [RUN.TOML] [--from A] [--to B]", "train a run again from its record and compare the weights"),
     "config": ("RUN.TOML [SECTION.KEY=VALUE ...] [--json]", "print every setting with its origin"),
     "data-check": ("FILE ... [--model FOLDER]", "check what data files can train"),
     "data-rows": ("FILE [--number N]", "print rows of a data file as the input of a reward"),

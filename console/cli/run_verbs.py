@@ -193,7 +193,7 @@ def backup_run(run: str, *arguments: Raw, to: Path) -> None:
     from penstock.console.record import stored_run
 
     stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
-    launch.replace_process(launch.module("penstock.deploy.backup", "backup", run, "--to", str(to), *arguments))
+    launch.replace_process(launch.module("penstock.forensics.backup", "backup", run, "--to", str(to), *arguments))
 
 
 @runs.command(name="restore")
@@ -213,7 +213,7 @@ def restore_run(folder: Path, *arguments: Raw) -> None:
     """
     from penstock.console import launch
 
-    launch.replace_process(launch.module("penstock.deploy.backup", "restore", str(folder), *arguments))
+    launch.replace_process(launch.module("penstock.forensics.backup", "restore", str(folder), *arguments))
 
 
 @record.command(group=INSPECT)

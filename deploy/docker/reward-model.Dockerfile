@@ -16,6 +16,7 @@ COPY trainer trainer
 COPY fine_tuning fine_tuning
 COPY console console
 COPY deploy deploy
+COPY forensics forensics
 COPY client client
 COPY src src
 # Install torch first: its CPU build is small, other builds pull gigabytes. To get it, set TORCH_INDEX to

@@ -13,6 +13,7 @@ COPY trainer trainer
 COPY fine_tuning fine_tuning
 COPY console console
 COPY deploy deploy
+COPY forensics forensics
 COPY client client
 COPY src src
 RUN pip install -c constraints.txt '.[reward]' \

@@ -16,6 +16,7 @@ COPY trainer trainer
 COPY fine_tuning fine_tuning
 COPY console console
 COPY deploy deploy
+COPY forensics forensics
 COPY client client
 COPY src src
 # A torch in the base image is kept; deepspeed is built against the installed torch.

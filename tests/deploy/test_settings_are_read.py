@@ -11,7 +11,16 @@ from penstock.console.tools import reference
 from penstock.protocol.config.setting_description import ANY_NAME
 
 ROOT = Path(__file__).parents[2]
-_PACKAGES = ("protocol", "trainer", "fine_tuning", "rollout_service", "reward_service", "console/tracking", "deploy")
+_PACKAGES = (
+    "protocol",
+    "trainer",
+    "fine_tuning",
+    "rollout_service",
+    "reward_service",
+    "console/tracking",
+    "deploy",
+    "forensics",
+)
 _CHECKS = ("field_validator", "model_validator")  # a setting that only these read is checked, and has no effect
 
 

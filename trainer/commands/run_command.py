@@ -38,13 +38,18 @@ def run_command(
     if not arguments or arguments[0] not in commands:
         sys.stderr.write(_usage(module, commands))
         return USAGE_ERROR
+    return with_errors_explained(arguments[0], arguments[1:], run)
+
+
+def with_errors_explained(name: str, arguments: Sequence[str], run: Callable[[str, Sequence[str]], int]) -> int:
+    """Run a command; return its exit code, 2 for an error that is explained on stderr, 130 after Ctrl-C."""
     try:
-        return run(arguments[0], arguments[1:])
+        return run(name, arguments)
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
         return USAGE_ERROR
     except KeyboardInterrupt:  # a training writes a checkpoint first, once it has started
-        again = f"penstock {arguments[0].replace('-', ' ')} {shlex.join(arguments[1:])}"
+        again = f"penstock {name.replace('-', ' ')} {shlex.join(arguments)}"
         sys.stderr.write(f"\nstopped on request; start it again with: {again.strip()}\n")
         return STOPPED
 

@@ -99,7 +99,10 @@ class Fork:
             process.join(10.0)
 
 
-_PROGRAMS: Mapping[str, tuple[str, ...]] = {name: ("fine_tuning", name) for name in ("sft", "dpo", "rm")}
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "replay": ("forensics.replay",),
+    **{name: ("fine_tuning", name) for name in ("sft", "dpo", "rm")},
+}
 
 
 class Command(Fork):

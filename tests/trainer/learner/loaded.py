@@ -14,7 +14,7 @@ for _name in (
     "peft",
     "transformers.models.qwen3.modeling_qwen3",
     "penstock.trainer.assemble",
-    "penstock.trainer.replay.replay_run",
+    "penstock.forensics.replay.replay_run",
     "penstock.fine_tuning.fine_tune",
     "penstock.fine_tuning.dpo",
     "penstock.fine_tuning.rm",

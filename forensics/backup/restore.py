@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from penstock.deploy.backup import saved_run
-from penstock.deploy.backup.save import COPIES_AT_ONCE, Report
-from penstock.deploy.backup.saved_run import SavedObject, SavedRun
 from penstock.deploy.bootstrap import bootstrap
+from penstock.forensics.backup import saved_run
+from penstock.forensics.backup.save import COPIES_AT_ONCE, Report
+from penstock.forensics.backup.saved_run import SavedObject, SavedRun
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobError, ConfigError, MissingStream
 from penstock.protocol.streams import StreamLimits

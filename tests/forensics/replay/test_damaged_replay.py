@@ -13,6 +13,9 @@ from tests.servers import secret_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.forensics.replay.replay_command import main
+from penstock.forensics.replay.replay_findings import figure_differences
+from penstock.forensics.replay.replay_run import _num_threads
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.record.lineage import RecordedSession
 from penstock.protocol.record.stored_record import StoredRecord
@@ -20,10 +23,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.commands.replay import main
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.replay.replay_findings import figure_differences
-from penstock.trainer.replay.replay_run import _num_threads
 
 RUN = "damaged-replay"
 

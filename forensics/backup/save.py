@@ -11,8 +11,8 @@ from pathlib import Path
 
 from penstock import __version__
 from penstock.console.tools.removal import RunIsActive, running_services
-from penstock.deploy.backup import saved_run
-from penstock.deploy.backup.saved_run import SavedObject, SavedRun, SavedStream
+from penstock.forensics.backup import saved_run
+from penstock.forensics.backup.saved_run import SavedObject, SavedRun, SavedStream
 from penstock.protocol import blob_keys, files, streams
 from penstock.protocol.errors import ConfigError, MissingStream
 from penstock.protocol.facts import decode

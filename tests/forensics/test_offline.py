@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.forensics.conftest import RUN, StoredRun
 from tests.reward_service.processes import EndpointServer, Service
-from tests.trainer.conftest import RUN, StoredRun
 from tests.trainer.learner.forks import Command
 from tests.trainer.test_trainer_loop import metrics
 

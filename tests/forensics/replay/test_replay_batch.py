@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from penstock.console.record import stored_run
 from penstock.deploy.certificates import signing_key
 from penstock.deploy.quickstart_task import write_model
+from penstock.forensics.replay.replay_batch import BatchReplay, fetch_published
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.record.stopped_batch import StoppedBatch, find_batch, read_batch
@@ -27,7 +28,6 @@ from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.stopped_batch import Stop, save_batch
-from penstock.trainer.replay.replay_batch import BatchReplay, fetch_published
 
 
 def saved(home: Path, run_id: str, *, step: int, version: int, config: bytes = b"{}") -> Path:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.console import connections
-from penstock.deploy.backup.restore import restore
-from penstock.deploy.backup.save import checkpoint_elsewhere, inputs_of, save
-from penstock.deploy.backup.saved_run import SavedRun
 from penstock.deploy.bootstrap import ConnectionSettings
+from penstock.forensics.backup.restore import restore
+from penstock.forensics.backup.save import checkpoint_elsewhere, inputs_of, save
+from penstock.forensics.backup.saved_run import SavedRun
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.forensics.replay.batch_verdict import BatchVerdict, group_figures
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef
@@ -47,7 +48,6 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
-from penstock.trainer.replay.batch_verdict import BatchVerdict, group_figures
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
 
 if TYPE_CHECKING:

@@ -23,6 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.forensics.replay.replay_findings import (
+    config_findings,
+    drift,
+    figure_differences,
+    missing_packs,
+    other_updates,
+    signed_versions,
+)
+from penstock.forensics.replay.replay_verdict import Difference, Verdict
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError, RecordBroken
 from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import RecordedSession, RecordedStep
@@ -41,15 +50,6 @@ from penstock.trainer.recovery import environment_fingerprint
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
-from penstock.trainer.replay.replay_findings import (
-    config_findings,
-    drift,
-    figure_differences,
-    missing_packs,
-    other_updates,
-    signed_versions,
-)
-from penstock.trainer.replay.replay_verdict import Difference, Verdict
 from penstock.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Lea
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
             f"the run had trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; "
-            "use `penstock replay`, which starts the right number, or torchrun --nproc-per-node N -m penstock.trainer replay"
+            "use `penstock replay`, which starts the right number, or torchrun --nproc-per-node N -m penstock.forensics.replay"
         )
     torch.set_num_threads(order["threads"])
     dims = ParallelDims(ranks, settings.trainer.layout)

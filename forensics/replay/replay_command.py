@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer replay RUN [run.toml] [section.key=value] [--from A] [--to B] | --batch STEP`: one rank of a replay."""
+"""A replay from its arguments to its exit code, on one rank or several under torchrun."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from penstock.forensics.replay.replay_verdict import describe
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.config.run_file import load, split_arguments
@@ -22,7 +23,6 @@ from penstock.protocol.record.stored_record import StoredRecord, end_of_record
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.learner.gguf_model import model_folder
-from penstock.trainer.replay.replay_verdict import describe
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys
@@ -104,7 +104,7 @@ def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> R
 
 
 def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
-    from penstock.trainer.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
+    from penstock.forensics.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
 
     blobs = Blobs(settings.s3, deadline_s=30.0)
     blobs.check(options.run)
@@ -132,8 +132,8 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
 
 
 def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
-    from penstock.trainer.replay.batch_verdict import describe as describe_batch  # noqa: PLC0415  as above
-    from penstock.trainer.replay.replay_batch import BatchReplay  # noqa: PLC0415
+    from penstock.forensics.replay.batch_verdict import describe as describe_batch  # noqa: PLC0415  as above
+    from penstock.forensics.replay.replay_batch import BatchReplay  # noqa: PLC0415
 
     del files  # they say where the run is
     folder = find_batch(settings.run.folder, options.batch)
@@ -154,7 +154,7 @@ def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Seque
 
 
 def _follow_batch(_: RunLocation, ranks: Ranks) -> None:
-    from penstock.trainer.replay.replay_batch import follow  # noqa: PLC0415  as above
+    from penstock.forensics.replay.replay_batch import follow  # noqa: PLC0415  as above
 
     follow(ranks)
 
@@ -170,6 +170,6 @@ def _keys(given: Path | None) -> TrustedKeys | None:
 
 
 def _follow(settings: RunLocation, ranks: Ranks) -> None:
-    from penstock.trainer.replay.replay_run import follow  # noqa: PLC0415  as above
+    from penstock.forensics.replay.replay_run import follow  # noqa: PLC0415  as above
 
     follow(ranks, Blobs(settings.s3))
