@@ -19,7 +19,7 @@ from tests.trainer.learner.forks import Fork
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, factor_pairs
 
-CURVES = json.loads((Path(__file__).parents[2] / "data" / "trl" / "curves.json").read_text())
+CURVES = json.loads((Path(__file__).parents[1] / "data" / "trl" / "curves.json").read_text())
 TRAINED = sorted(CURVES)
 TOLERANCE = {"dpo/ipo": 2e-5}  # its values are near 25
 
