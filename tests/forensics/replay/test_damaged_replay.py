@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.console.record.made_run import DAMAGES, NUM_STEPS, MadeRun, damaged, make_run
+from tests.forensics.audit.made_run import DAMAGES, NUM_STEPS, MadeRun, damaged, make_run
 from tests.servers import secret_file
 
 from penstock.deploy.bootstrap import bootstrap, delete_run

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.groups import make_generated, make_group, make_scored
 
-from penstock.console.record.audit_checks import AuditInputs, AuditResult, check_record
+from penstock.forensics.audit.audit_checks import AuditInputs, AuditResult, check_record
 from penstock.protocol.facts import AbandonedCompletion, BlobRef
 from penstock.protocol.record.lineage import (
     AccountState,

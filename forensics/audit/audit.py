@@ -11,9 +11,9 @@ from rich.text import Text
 
 from penstock.console import connections
 from penstock.console.printable import printable
-from penstock.console.record.audit_checks import AuditResult, SplitLine, check_record
-from penstock.console.record.audit_inputs import gather
 from penstock.console.tables import console
+from penstock.forensics.audit.audit_checks import AuditResult, SplitLine, check_record
+from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import logs
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs

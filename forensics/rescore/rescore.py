@@ -12,8 +12,8 @@ from pathlib import Path
 
 from penstock.console import connections, launch
 from penstock.console.record.lineage import open_record
-from penstock.console.record.rescoring import GroupToScore, Outcome, Rule, score_again
 from penstock.console.tools.rewards import RewardService, service_url
+from penstock.forensics.rescore.rescoring import GroupToScore, Outcome, Rule, score_again
 from penstock.protocol import blob_keys
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
 from penstock.protocol.errors import ConfigError, PackError, RecordBroken

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.console.record.step_checks import ReportedSteps
+from penstock.forensics.audit.step_checks import ReportedSteps
 from penstock.protocol import subjects
 from penstock.protocol.errors import BusError, WireError
 from penstock.protocol.facts import Count, RunEvent, decode

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.console.record.record_fold import SPLITS, Breach, RecordFold
-from penstock.console.record.step_checks import ReportedSteps, check_steps
+from penstock.forensics.audit.record_fold import SPLITS, Breach, RecordFold
+from penstock.forensics.audit.step_checks import ReportedSteps, check_steps
 from penstock.protocol.facts import Split
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter

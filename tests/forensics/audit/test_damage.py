@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.console.record import made_run
-from tests.console.record.made_run import (
+from tests.forensics.audit import made_run
+from tests.forensics.audit.made_run import (
     DAMAGES,
     DROPPED,
     EVALUATED,
@@ -25,12 +25,12 @@ from tests.console.record.made_run import (
     trained,
 )
 
-from penstock.console.record.audit import show
-from penstock.console.record.audit_checks import AuditResult
-from penstock.console.record.reported_steps import from_events
-from penstock.console.record.step_checks import ReportedSteps, check_steps
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
+from penstock.forensics.audit.audit import show
+from penstock.forensics.audit.audit_checks import AuditResult
+from penstock.forensics.audit.reported_steps import from_events
+from penstock.forensics.audit.step_checks import ReportedSteps, check_steps
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import MAX_LISTED, LineageChapter, RecordedStep

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued, pack_bytes
 
-from penstock.console.record.audit_checks import AuditResult, check_record
-from penstock.console.record.audit_inputs import gather
+from penstock.forensics.audit.audit_checks import AuditResult, check_record
+from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.facts import BlobRef, TaskIssued, TaskList, decode, encode, encode_unbounded
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, folder_name

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.console.record.record_fold import Breach
+from penstock.forensics.audit.record_fold import Breach
 from penstock.protocol.record.lineage import GROUP_DIGITS, RecordedStep, StepDigest, group_digest, step_digest
 
 DIFFERS = "differs from its report"

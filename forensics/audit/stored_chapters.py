@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.console.record.record_fold import Breach
+from penstock.forensics.audit.record_fold import Breach
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, WireError
 from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.record.checkpoint_state import CheckpointState

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from penstock.console.record.audit_checks import LETTERS, STAGES, AuditInputs
-from penstock.console.record.record_fold import Breach
-from penstock.console.record.reported_steps import from_events, from_metrics
-from penstock.console.record.stored_chapters import pointer_faults, read_chapters
+from penstock.forensics.audit.audit_checks import LETTERS, STAGES, AuditInputs
+from penstock.forensics.audit.record_fold import Breach
+from penstock.forensics.audit.reported_steps import from_events, from_metrics
+from penstock.forensics.audit.stored_chapters import pointer_faults, read_chapters
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, MissingStream, WireError
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
