@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from benchmarks.trainer_memory import CONFIGURATIONS, Trained, fields_of, inputs_of
 
+from penstock.deploy.plan.memory.estimate import checkpoint_copy
+from penstock.deploy.plan.memory.model_shape import shape_of
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import AccountState
 from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
-from penstock.trainer.memory_plan.estimate import checkpoint_copy
-from penstock.trainer.memory_plan.model_shape import shape_of
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint

@@ -57,15 +57,15 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from penstock.deploy.quickstart_task import write_model
+from penstock.fine_tuning.dpo import PreferenceTask
+from penstock.fine_tuning.loop import Task
+from penstock.fine_tuning.reward_scorer import load_reward_model
+from penstock.fine_tuning.rm import RewardTask
+from penstock.fine_tuning.session import optimisation
+from penstock.fine_tuning.sft import SftTask
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.data.turns import Turn
-from penstock.trainer.fine_tuning.dpo import PreferenceTask
-from penstock.trainer.fine_tuning.loop import Task
-from penstock.trainer.fine_tuning.rm import RewardTask
-from penstock.trainer.fine_tuning.session import optimisation
-from penstock.trainer.fine_tuning.sft import SftTask
 from penstock.trainer.learner.load_model import load_policy
-from penstock.trainer.learner.reward_scorer import load_reward_model
 from penstock.trainer.learner.trainable import import_deepspeed
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks

@@ -32,6 +32,10 @@ import torch
 from benchmarks.rig import Peak, processor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, MemoryPlan
+from penstock.deploy.plan.memory.method import Method
+from penstock.deploy.plan.memory.model_shape import shape_of
+from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs
 from penstock.trainer import process_memory
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
@@ -42,10 +46,6 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable, import_deepspeed
-from penstock.trainer.memory_plan.memory_plan import CHECKPOINT, COPY, MemoryPlan
-from penstock.trainer.memory_plan.method import Method
-from penstock.trainer.memory_plan.model_shape import shape_of
-from penstock.trainer.memory_plan.plan_inputs import Batch, PlanInputs
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.parallel_layout import ParallelLayout
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets
@@ -389,7 +389,7 @@ def main() -> None:
 
 
 def _add(records: dict[str, Any], file: Path) -> None:
-    """Add to what `tests/trainer/memory_plan` compares the estimates with; peaks in bytes."""
+    """Add to what `tests/deploy/plan` compares the estimates with; peaks in bytes."""
     before = json.loads(file.read_text())["configurations"] if file.exists() else {}
     versions = {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft")}
     machine = {"processor": f"{os.cpu_count()} x {processor()}", "python": platform.python_version(), **versions}

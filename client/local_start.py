@@ -23,12 +23,11 @@ from penstock.console import launch
 from penstock.console.tools.runs import unknown_run
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import LocalRun
+from penstock.fine_tuning.sections import DPO, SFT
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import run_lock
 from penstock.protocol.subjects import check_run_id
-from penstock.trainer.commands.dpo import DPO
-from penstock.trainer.commands.sft_settings import SFT
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.settings import TrainerSettings
 

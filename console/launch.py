@@ -19,6 +19,10 @@ from penstock.protocol.errors import ConfigError
 LOCAL = "--local"
 JSON = "--json"
 _TORCHRUN_STOP_S = "900"  # as PyTorch's variable has it; long enough for a checkpoint of a large model
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the commands that train and are not the trainer's own
+    "replay": ("penstock.forensics.replay",),
+    **{name: ("penstock.fine_tuning", name) for name in ("sft", "dpo", "rm")},
+}
 REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
 
 
@@ -61,12 +65,13 @@ def trainer_command(arguments: Sequence[str], environ: Mapping[str, str], comman
     return trainer(num_ranks(rest, environ), command, *rest, nodes=nodes)
 
 
-def trainer(ranks: int, *arguments: str, nodes: Nodes | None = None) -> list[str]:
-    """Return the command line of a command of the trainer on ``ranks`` ranks, of which this node starts its share."""
+def trainer(ranks: int, command: str, *arguments: str, nodes: Nodes | None = None) -> list[str]:
+    """Return the command line of a command that trains on ``ranks`` ranks, of which this node starts its share."""
+    program = module(*_PROGRAMS.get(command, ("penstock.trainer", command)), *arguments)
     if ranks == 1 and nodes is None:
-        return module("penstock.trainer", *arguments)
+        return program
     started = ["--standalone", f"--nproc-per-node={ranks}"] if nodes is None else nodes.torchrun(ranks)
-    return module("torch.distributed.run", *started, "--no-python", "--", *module("penstock.trainer", *arguments))
+    return module("torch.distributed.run", *started, "--no-python", "--", *program)
 
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

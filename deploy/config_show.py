@@ -18,15 +18,13 @@ from pydantic import BaseModel
 
 from penstock.console.tracking.settings import TrackSettings
 from penstock.deploy.settings_notes import notes
+from penstock.fine_tuning.own_section import OwnSection
+from penstock.fine_tuning.sections import DPO, RM, SFT
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.internal_errors import ends_quietly
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
-from penstock.trainer.commands.dpo import DPO
-from penstock.trainer.commands.own_section import OwnSection
-from penstock.trainer.commands.rm import RM
-from penstock.trainer.commands.sft_settings import SFT
 from penstock.trainer.settings import TrainerSettings
 
 SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings, TrackSettings)

@@ -233,7 +233,7 @@ def _engine_sections(engine: str) -> str:
 def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: threading.Event) -> bool:
     """Run `penstock sft`, again when a signal killed it; returns False when a stop was requested first."""
     started = time.monotonic()
-    command = launch.module("penstock.trainer", "sft", str(run_file), f"model.path={options.folder / 'start'}")
+    command = launch.module("penstock.fine_tuning", "sft", str(run_file), f"model.path={options.folder / 'start'}")
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     child = Child("sft", command, log=options.folder / "logs" / "sft.log", environ=environ)
     for kills_left in reversed(range(_SFT_STARTS)):

@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Files that share what takes long to make, a trained run or an engine: one process of pytest-xdist gets them all.
 _TOGETHER = {
-    "tests/trainer/groups/test_offline.py": "tests/trainer/replay/test_replay.py",
+    "tests/forensics/test_offline.py": "tests/forensics/replay/test_replay.py",
     **{
         f"tests/contracts/test_{name}_contract.py": "tests/contracts"
         for name in ("adapter", "client", "engine", "teacher")

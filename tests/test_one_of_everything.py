@@ -12,7 +12,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = (
-    "client", "console", "deploy", "protocol", "reward_model", "reward_service", "rollout_service", "sandbox", "trainer",
+    "client", "console", "deploy", "fine_tuning", "forensics", "protocol", "reward_model", "reward_service", "rollout_service", "sandbox", "trainer",
 )  # fmt: skip
 _WORDS = (
     "replace",
@@ -82,7 +82,7 @@ def _places() -> Mapping[str, set[str]]:
             {
                 "protocol/files.py",
                 "protocol/parent_death.py",  # a program that imports no package
-                "trainer/fine_tuning/result.py",  # moves what may be on another file system
+                "fine_tuning/result.py",  # moves what may be on another file system
                 "trainer/learner/export.py",
                 "trainer/learner/gguf_model.py",
             },

@@ -193,7 +193,7 @@ def backup_run(run: str, *arguments: Raw, to: Path) -> None:
     from penstock.console.record import stored_run
 
     stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
-    launch.replace_process(launch.module("penstock.deploy.backup", "backup", run, "--to", str(to), *arguments))
+    launch.replace_process(launch.module("penstock.forensics.backup", "backup", run, "--to", str(to), *arguments))
 
 
 @runs.command(name="restore")
@@ -213,7 +213,7 @@ def restore_run(folder: Path, *arguments: Raw) -> None:
     """
     from penstock.console import launch
 
-    launch.replace_process(launch.module("penstock.deploy.backup", "restore", str(folder), *arguments))
+    launch.replace_process(launch.module("penstock.forensics.backup", "restore", str(folder), *arguments))
 
 
 @record.command(group=INSPECT)
@@ -319,8 +319,8 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
         Print one JSON object.
     """
     from penstock.console.record import stored_run
-    from penstock.console.record.rescore import RescoreOptions, rescore, service_for
-    from penstock.console.record.rescoring import Rule, parse_weights
+    from penstock.forensics.rescore.rescore import RescoreOptions, rescore, service_for
+    from penstock.forensics.rescore.rescoring import Rule, parse_weights
 
     rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
     typed = sys.argv[1:] if reward or not serve else [*sys.argv[1:], "--reward", serve[0].stem]
@@ -410,7 +410,7 @@ def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> 
         Print one JSON object instead of the table.
     """
     from penstock.console.record import stored_run
-    from penstock.console.record.audit import audit_run
+    from penstock.forensics.audit.audit import audit_run
 
     stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
     return audit_run(run, arguments, os.environ, fast=fast, as_json=json)

@@ -1,1 +1,1 @@
-"""What a run has recorded: audit, lineage, rescoring; may import tools."""
+"""What a run has recorded, for verbs, page and trackers: lineage, stopped batches, its stores; may import tools."""

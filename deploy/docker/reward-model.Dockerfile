@@ -13,8 +13,10 @@ COPY reward_service reward_service
 COPY reward_model reward_model
 COPY rollout_service rollout_service
 COPY trainer trainer
+COPY fine_tuning fine_tuning
 COPY console console
 COPY deploy deploy
+COPY forensics forensics
 COPY client client
 COPY src src
 # Install torch first: its CPU build is small, other builds pull gigabytes. To get it, set TORCH_INDEX to

@@ -10,8 +10,10 @@ COPY reward_service reward_service
 COPY reward_model reward_model
 COPY rollout_service rollout_service
 COPY trainer trainer
+COPY fine_tuning fine_tuning
 COPY console console
 COPY deploy deploy
+COPY forensics forensics
 COPY client client
 COPY src src
 RUN pip install -c constraints.txt '.[reward]' \

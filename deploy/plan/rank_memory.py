@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.plan.memory import report
+from penstock.deploy.plan.memory.memory_plan import MemoryPlan
+from penstock.deploy.plan.memory.model_shape import ModelShape, read_shape
+from penstock.deploy.plan.memory.plan_inputs import plan_inputs
+from penstock.deploy.plan.memory.suggestions import suggestions
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.memory_plan import report
-from penstock.trainer.memory_plan.memory_plan import MemoryPlan
-from penstock.trainer.memory_plan.model_shape import ModelShape, read_shape
-from penstock.trainer.memory_plan.plan_inputs import plan_inputs
-from penstock.trainer.memory_plan.suggestions import suggestions
 from penstock.trainer.settings import TrainerSettings
 
 _UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}

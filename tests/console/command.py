@@ -8,9 +8,9 @@ from pathlib import Path
 from tests import forked
 
 _PRELOADED = (
-    "penstock.console.record.audit",
+    "penstock.forensics.audit.audit",
     "penstock.console.record.lineage",
-    "penstock.console.record.rescore",
+    "penstock.forensics.rescore.rescore",
     "penstock.console.tools.dead_letters",
     "penstock.console.tools.removal",
     "penstock.console.tools.rewards",

@@ -18,9 +18,6 @@ from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
 from penstock.console.printable import printable
-from penstock.console.record.audit import audit_run
-from penstock.console.record.audit_checks import LETTERS, AuditInputs, check_record
-from penstock.console.record.audit_inputs import gather
 from penstock.console.report import curves, learning, report
 from penstock.console.tools.dead_letters import DeadLetters, print_list
 from penstock.console.tools.removal import running_services
@@ -28,6 +25,9 @@ from penstock.console.tools.resending import RunProgress, refusal
 from penstock.console.tools.reward_errors import print_errors
 from penstock.console.tools.runs import describe, list_broker
 from penstock.deploy.processes.servers import NatsServer
+from penstock.forensics.audit.audit import audit_run
+from penstock.forensics.audit.audit_checks import LETTERS, AuditInputs, check_record
+from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError, MalformedFact
@@ -36,7 +36,7 @@ from penstock.protocol.streams import StreamSpec
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests.console.record import recorded_run as recorded
-from tests.console.record.test_audit_checks import chapters
+from tests.forensics.audit.test_audit_checks import chapters
 from tests.servers import secret_file
 
 INF, NAN = float("inf"), float("nan")

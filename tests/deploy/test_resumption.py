@@ -6,16 +6,16 @@ import contextlib
 import json
 import threading
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
 from penstock.console.live.run_view import RunView
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import quickstart, resumption, train_attached, train_local
+from penstock.fine_tuning import __main__ as fine_tuning
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import config_document, load
-from penstock.trainer import __main__ as trainer
 from penstock.trainer.recovery import finished_run
 from penstock.trainer.settings import TrainerSettings
 
@@ -154,9 +154,9 @@ def test_a_command_of_the_trainer_that_is_stopped_has_no_traceback(
 ):
     """Supervised fine-tuning says what to type to go on from its checkpoint."""
 
-    def stop(_: object) -> int:
+    def stop(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "import_module", lambda _: SimpleNamespace(main=stop))
-    assert trainer.main(["sft", "run.toml", "sft.steps=3"]) == 130
+    monkeypatch.setattr(fine_tuning, "fine_tune", stop)
+    assert fine_tuning.main(["sft", "run.toml", "sft.steps=3"]) == 130
     assert "stopped on request; start it again with: penstock sft run.toml sft.steps=3" in capsys.readouterr().err

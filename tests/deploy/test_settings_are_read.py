@@ -11,7 +11,16 @@ from penstock.console.tools import reference
 from penstock.protocol.config.setting_description import ANY_NAME
 
 ROOT = Path(__file__).parents[2]
-_PACKAGES = ("protocol", "trainer", "rollout_service", "reward_service", "console/tracking", "deploy")
+_PACKAGES = (
+    "protocol",
+    "trainer",
+    "fine_tuning",
+    "rollout_service",
+    "reward_service",
+    "console/tracking",
+    "deploy",
+    "forensics",
+)
 _CHECKS = ("field_validator", "model_validator")  # a setting that only these read is checked, and has no effect
 
 
@@ -61,7 +70,7 @@ def test_the_seed_has_the_readers_that_its_description_names() -> None:
         "trainer/learner/build_learner.py",
         "trainer/settings.py",
         "trainer/learner/planning.py",
-        "trainer/fine_tuning/session.py",
+        "fine_tuning/session.py",
     }
     described = reference.load().settings["run.seed"].description
     for what in (

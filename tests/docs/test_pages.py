@@ -27,7 +27,7 @@ _OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", 
 FOREIGN = ALIASES.keys() | RENAMED.keys() | ABSENT.keys()  # of other systems: the settings loader has an answer
 _NO_KEYS = (".py", ".md", ".json", ".jsonl", ".conf", ".toml")  # files named like a section
 _VERBS = {" ".join(words) for words, _ in commands.verbs()}
-_PATHS = re.compile(r"^(?:docs|protocol|trainer|rollout_service|reward_service|sandbox|reward_model|console|deploy|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
+_PATHS = re.compile(r"^(?:docs|protocol|trainer|fine_tuning|rollout_service|reward_service|sandbox|reward_model|console|deploy|forensics|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
 
 
 def _ids(page: Path) -> str:
@@ -249,7 +249,17 @@ def _anchors(page: Path) -> frozenset[str]:
 def _messages() -> tuple[str, ...]:
     """Return every text of the program, `…` for what is filled in."""
     found = []
-    for folder in ("protocol", "trainer", "rollout_service", "reward_service", "sandbox", "console", "deploy"):
+    for folder in (
+        "protocol",
+        "trainer",
+        "fine_tuning",
+        "rollout_service",
+        "reward_service",
+        "sandbox",
+        "console",
+        "deploy",
+        "forensics",
+    ):
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.JoinedStr):

@@ -25,8 +25,8 @@ import torch
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.ranks import Ranks
-from tests.trainer.fine_tuning import check
-from tests.trainer.fine_tuning.trl_rows import write_labelled, write_pairs, write_turns
+from tests.fine_tuning import check
+from tests.fine_tuning.trl_rows import write_labelled, write_pairs, write_turns
 
 _RECORDED = Path(__file__).resolve().parents[2] / "tests" / "data" / "trl" / "curves.json"
 _LOSS, _NORM = {"dpo/ipo": 2e-5}, 1e-4

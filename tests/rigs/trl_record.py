@@ -1,4 +1,4 @@
-"""Records what TRL's trainers compute on fixed inputs: the fixtures of `tests/trainer/fine_tuning`.
+"""Records what TRL's trainers compute on fixed inputs: the fixtures of `tests/fine_tuning`.
 
 Needs a separate environment, with this repository importable in it:
 
@@ -7,7 +7,7 @@ Needs a separate environment, with this repository importable in it:
     OMP_NUM_THREADS=1 trl/bin/python -m tests.rigs.trl_record losses     # tests/data/trl/losses.json
 
 *curves*: 50 steps of SFTTrainer, DPOTrainer and RewardTrainer on the model of the quickstart (seed 0) and the rows of
-`tests/trainer/fine_tuning/trl_rows.py`, tokenised by Penstock, in their order: float32, AdamW (0.9, 0.999), linear
+`tests/fine_tuning/trl_rows.py`, tokenised by Penstock, in their order: float32, AdamW (0.9, 0.999), linear
 schedule, batches of 2 x 4. *losses*: `DPOTrainer._compute_loss` in float64 on random log-probabilities, with the gradient
 to each of them.
 """
@@ -41,7 +41,7 @@ def main() -> None:
 def record_curves() -> dict[str, Any]:
     from penstock.deploy.quickstart_task import write_model
     from penstock.protocol.chat_tokenizer import ChatTokenizer
-    from tests.trainer.fine_tuning.trl_rows import is_good, pairs
+    from tests.fine_tuning.trl_rows import is_good, pairs
 
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -114,7 +114,7 @@ def run_kto(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str
     """One micro-batch a step: TRL estimates the KL on each, with the completion of the row before."""
     from trl import KTOConfig, KTOTrainer
 
-    from tests.trainer.fine_tuning.trl_rows import BATCH
+    from tests.fine_tuning.trl_rows import BATCH
 
     class Recorded(KTOTrainer):
         def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
@@ -148,7 +148,7 @@ def run_rm(model: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str,
 
 
 def common(lr: float) -> dict[str, Any]:
-    from tests.trainer.fine_tuning.trl_rows import BATCH, MICRO_BATCHES, NUM_STEPS
+    from tests.fine_tuning.trl_rows import BATCH, MICRO_BATCHES, NUM_STEPS
 
     return {
         "output_dir": tempfile.mkdtemp(), "max_steps": NUM_STEPS, "per_device_train_batch_size": BATCH // MICRO_BATCHES,

@@ -10,12 +10,13 @@ import pytest
 
 from penstock.trainer import __main__ as trainer
 from penstock.trainer import prepare
+from penstock.trainer.commands.run_command import STOPPED, USAGE_ERROR
 
 # What it imports later, by name: a second or more of a start would be waited for.
 HEAVY = ("torch", "deepspeed", "transformers", "transformers.models.auto.modeling_auto", "penstock.trainer.assemble")
 
 
-@pytest.mark.parametrize(("given", "code"), [("", trainer.STOPPED), ("\n", trainer.USAGE_ERROR)])
+@pytest.mark.parametrize(("given", "code"), [("", STOPPED), ("\n", USAGE_ERROR)])
 def test_it_begins_when_it_reads_a_line(
     given: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ from penstock.deploy.make_secrets import make_secrets
 from penstock.protocol.config.run_file import load
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
-from penstock.trainer.__main__ import USAGE_ERROR
+from penstock.trainer.commands.run_command import USAGE_ERROR
 from penstock.trainer.settings import TrainerSettings
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'penstock[dev]'")

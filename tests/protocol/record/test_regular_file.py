@@ -11,15 +11,15 @@ from tests.deadline import ends_within
 from penstock.console import connections
 from penstock.console.live import watched_totals
 from penstock.console.record import stored_run
-from penstock.console.record.reported_steps import from_metrics
 from penstock.console.report import curves
 from penstock.console.report.report import stored_summary
 from penstock.console.tools.runs import list_folder, print_one
 from penstock.deploy import stored
+from penstock.forensics.audit.reported_steps import from_metrics
+from penstock.forensics.replay.replay_findings import config_findings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.files import links_below, read_regular
 from penstock.protocol.record.checkpoint_state import CheckpointState, read_state
-from penstock.trainer.replay.replay_findings import config_findings
 
 RUN = "foreign"
 FILES = ("config.json", "report.json", "report.md", "metrics.jsonl", "state.json", "watched.json", "environment")

@@ -54,13 +54,13 @@ from tests.rigs.chaos.kills import (
 )
 
 from penstock.console.live.panel import LivePanel
-from penstock.console.record.audit_checks import AuditResult, check_record
-from penstock.console.record.audit_inputs import gather
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, endpoint_name, worker_name
 from penstock.deploy.processes.child import Child, DeployError, wait_until
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule
+from penstock.forensics.audit.audit_checks import AuditResult, check_record
+from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import logs
 from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import LineageChapter, chapters

@@ -49,14 +49,14 @@ from tests.rigs.fuzz.judge import Evidence, Judge, announcements, remove_undecod
 from tests.rigs.fuzz.report import Finding, Outcome, Recorded, as_line, from_line, show
 from tests.rigs.fuzz.sender import SecuredRun, Sender, Servers
 
-from penstock.console.record.audit_checks import check_record
-from penstock.console.record.audit_inputs import gather
 from penstock.deploy import quickstart_task
 from penstock.deploy.local import connection_environment
 from penstock.deploy.local_run import REWARD, TRAINER, endpoint_name, worker_name
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.processes.supervise import ProcessEvent
+from penstock.forensics.audit.audit_checks import check_record
+from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record.checkpoint_state import committed

@@ -36,11 +36,11 @@ from typing import Any
 
 from tests.rigs.chaos.kills import Observer, plan_kills
 
-from penstock.console.record.audit_checks import check_record
-from penstock.console.record.audit_inputs import gather
 from penstock.deploy import quickstart_task, quickstart_tools
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.processes.supervise import RestartRule
+from penstock.forensics.audit.audit_checks import check_record
+from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import blob_keys, logs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.forensics.replay.replay_verdict import Verdict, describe
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
@@ -18,7 +19,6 @@ from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.recovery.environment_fingerprint import differences, environment_fingerprint
 from penstock.trainer.recovery.recorded_settings import changed_settings, read_settings
-from penstock.trainer.replay.replay_verdict import Verdict, describe
 from penstock.trainer.settings import TrainerSettings
 
 PARTS = '''

@@ -99,12 +99,19 @@ class Fork:
             process.join(10.0)
 
 
-class Command(Fork):
-    """``python -m penstock.trainer ...``."""
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "replay": ("forensics.replay",),
+    **{name: ("fine_tuning", name) for name in ("sft", "dpo", "rm")},
+}
 
-    def __init__(self, folder: Path, *arguments: str, num_ranks: int = 1) -> None:
+
+class Command(Fork):
+    """``python -m penstock.trainer ...``, or the package above it that has the command."""
+
+    def __init__(self, folder: Path, command: str, *arguments: str, num_ranks: int = 1) -> None:
         """Start it; its output goes to files in ``folder``."""
-        super().__init__(folder, "penstock.trainer.__main__", *arguments, num_ranks=num_ranks)
+        package, *given = _PROGRAMS.get(command, ("trainer", command))
+        super().__init__(folder, f"penstock.{package}.__main__", *given, *arguments, num_ranks=num_ranks)
 
 
 class ForkedTrainer:

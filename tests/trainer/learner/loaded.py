@@ -14,11 +14,11 @@ for _name in (
     "peft",
     "transformers.models.qwen3.modeling_qwen3",
     "penstock.trainer.assemble",
-    "penstock.trainer.replay.replay_run",
-    "penstock.trainer.commands.sft",
-    "penstock.trainer.fine_tuning.dpo",
-    "penstock.trainer.fine_tuning.rm",
-    "penstock.trainer.fine_tuning.sft",
+    "penstock.forensics.replay.replay_run",
+    "penstock.fine_tuning.fine_tune",
+    "penstock.fine_tuning.dpo",
+    "penstock.fine_tuning.rm",
+    "penstock.fine_tuning.sft",
     "penstock.trainer.commands.train",
 ):
     import_module(_name)

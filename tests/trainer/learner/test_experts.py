@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
+from penstock.deploy.plan.memory.model_shape import read_shape, shape_of
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
@@ -22,7 +23,6 @@ from penstock.trainer.learner.attention.models import pair_cost
 from penstock.trainer.learner.health.flops import pass_cost
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.model_folder_check import check_routers
-from penstock.trainer.memory_plan.model_shape import read_shape, shape_of
 from penstock.trainer.settings import TrainerSettings
 
 TINY = {

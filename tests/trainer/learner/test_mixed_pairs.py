@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trainer.fine_tuning.trl_rows import pairs
+from tests.fine_tuning.trl_rows import pairs
 from tests.trainer.groups.stored_groups import invent_group
 from tests.trainer.learner.forks import Command, Fork
 from tests.trainer.learner.mixed_check import COEFFICIENT, NUM_PAIRS, SCORED, WAYS

@@ -16,12 +16,12 @@ from tests.servers import wait_for
 from tests.trainer.learner.forks import Command
 from tests.trainer.producer import ScriptedProducer, write_run_file
 
-from penstock.console.record.audit import audit_run
-from penstock.console.record.audit_checks import AuditResult, check_record
-from penstock.console.record.audit_inputs import gather
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.forensics.audit.audit import audit_run
+from penstock.forensics.audit.audit_checks import AuditResult, check_record
+from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import streams
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name

@@ -104,7 +104,7 @@ def test_job_fields_of_given_answers_become_keys_of_their_section(api: Api, laun
     }
     (started,) = launcher.started
     assert started.command[2:] == (
-        "-m", "penstock.trainer", "dpo", str(folder / "run.toml"), "run.id=warm-up", f"run.dir={api.folder}",
+        "-m", "penstock.fine_tuning", "dpo", str(folder / "run.toml"), "run.id=warm-up", f"run.dir={api.folder}",
     )  # fmt: skip
     assert (
         console.client()

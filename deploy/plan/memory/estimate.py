@@ -1,0 +1,164 @@
+"""The memory of one rank in each phase of a step, by formula; pure.
+
+All sizes are bytes. What a layer keeps for its backward pass was read from autograd's saved tensors (transformers 5.23, with
+this trainer's attention over packed rows), what DeepSpeed holds is in `zero_states.py`;
+`benchmarks/trainer_memory.md` has the estimates beside measured peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.deploy.plan.memory.method import FLOAT32, Method, Needs
+from penstock.deploy.plan.memory.model_shape import ModelShape
+from penstock.deploy.plan.memory.zero_states import REDUCE_BUCKET, zero_states
+from penstock.trainer.attention_choice import matrix_bytes
+
+MAX_LOGITS = 32 * 1024 * 1024  # elements of logits in one chunk, as in `learner/logprobs.py`
+LOSS = "log-probabilities and loss"
+_MOST_GATHERED = 1_000_000_000  # parameters, DeepSpeed's default
+_INT64 = 8
+_WITHOUT_ENTROPY, _WITH_ENTROPY = 3, 6  # tensors of the size of the logits
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The largest part of a micro-batch that a rank computes, and how many micro-batches it has in a step."""
+
+    tokens: int  # computed; a shared prompt counts once
+    predictors: int  # sampled tokens, whose log-probabilities are computed
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What training a network takes on one rank."""
+
+    held: Needs  # all the time
+    phases: Mapping[str, Needs]  # besides, at the largest moment of each phase
+
+
+def network(shape: ModelShape, method: Method, largest: Pass) -> Network:
+    """Return what a policy takes on one rank; ``largest`` is its largest micro-batch."""
+    several, trained = largest.count > 1, _trained(shape, method)
+    states = zero_states(trained, _largest_tensor(shape, method), method, several=several)
+    kept, one_layer = _activations(shape, method, largest.tokens)
+    head = largest.tokens * shape.hidden * (FLOAT32 + method.width) + largest.predictors * shape.hidden * method.width
+    kept_on_host = {"activations": kept} if method.activation_offload else {}
+    on_device = 0 if method.activation_offload else kept
+    parameters = {"parameters": (shape.parameters + _adapters(shape, method)) * method.width // method.shares(3)}
+    live = {}
+    if method.zero_stage == 3:  # up to DeepSpeed's limit they stay, once gathered
+        live["gathered parameters"] = min(shape.parameters, _MOST_GATHERED) * method.width
+    # In a first micro-batch gradients appear as activations go; from the second on, they are there from the start.
+    before = {**(states.later_passes.device if several else {}), **live}
+    # From stage 2 on, gradients that do not fit into one bucket are reduced while there are layers before them.
+    left = max(0, trained - REDUCE_BUCKET) if method.zero_stage >= 2 else 0
+    during = {**live, "activations": on_device * left // trained} if left else {}
+    on_host = method.offload == "parameters"
+    return Network(
+        held=Needs(
+            {**({} if on_host else parameters), **states.held.device},
+            {**(parameters if on_host else {}), **states.held.host},
+        ),
+        phases={
+            LOSS: Needs(
+                {**before, "activations": on_device + head, "logits": _logits(shape, method, largest)}, kept_on_host
+            ),
+            "backward": Needs({**before, "activations": on_device + head + one_layer}, kept_on_host),
+            "end of the backward": Needs({**states.backward.device, **live, "activations": one_layer}),
+            "reduction of the gradients": Needs({**states.reduction.device, **during}, cpu=states.reduction.cpu),
+            "optimizer step": states.step,
+        },
+    )
+
+
+def checkpoint_copy(shape: ModelShape, method: Method) -> int:
+    """Return what a rank copies to host memory for a checkpoint: master weights and both moments of its part, in float32.
+
+    At stage 0, where ranks take whole parameters in turn, at least the largest one.
+    """
+    trained = _trained(shape, method)
+    part = trained // method.zero_ranks
+    if method.zero_stage == 0 and method.zero_ranks > 1:
+        part = max(part, _largest_tensor(shape, method))
+    return 3 * FLOAT32 * part
+
+
+def _trained(shape: ModelShape, method: Method) -> int:
+    return _adapters(shape, method) if method.lora_rank else shape.parameters
+
+
+def _adapters(shape: ModelShape, method: Method) -> int:
+    return shape.adapter(method.lora_rank, method.lora_targets)
+
+
+def _largest_tensor(shape: ModelShape, method: Method) -> int:
+    if not method.lora_rank:
+        mixture = shape.mixture
+        of_experts = (
+            mixture.experts * 2 * mixture.intermediate * shape.hidden if mixture else 0
+        )  # gate and up, one tensor
+        return max(shape.table, of_experts, *(inputs * outputs for inputs, outputs in shape.linears.values()))
+    return method.lora_rank * max(max(sizes) for sizes in shape.adapted(method.lora_targets))
+
+
+def _activations(shape: ModelShape, method: Method, tokens: int) -> tuple[int, int]:
+    """Return what the forward pass keeps of all layers, and what the backward pass of one layer adds."""
+    kept, h, m = tokens * _kept_of_token(shape, method), shape.hidden, shape.intermediate
+    temporary = tokens * method.width * max(3 * m, 2 * shape.query + 2 * h)
+    if (
+        method.dense_attention
+    ):  # the weights in float32 and, in another dtype, rounded; and scores and their gradients besides
+        matrix = matrix_bytes(shape.heads, tokens)
+        kept += matrix + (matrix * method.width // FLOAT32 if method.width != FLOAT32 else 0)
+        temporary += 2 * matrix
+    more = num = 0
+    if (mixture := shape.mixture) is not None:
+        num = mixture.layers
+        more = tokens * _kept_of_experts(shape, method) - tokens * 4 * m * method.width  # in the place of the MLP's
+        temporary = max(temporary, tokens * method.width * mixture.top_k * (3 * mixture.intermediate + 2 * h))
+    if method.checkpointing:
+        return shape.layers * tokens * h * method.width, kept + max(0, more) + temporary
+    return shape.layers * kept + num * more, temporary
+
+
+def _kept_of_experts(shape: ModelShape, method: Method) -> int:
+    """Return what the experts of one layer keep of one token: as a dense MLP, for each of its experts, and the router's part."""
+    mixture = shape.mixture
+    assert mixture is not None
+    of_expert = (
+        shape.hidden * 2 + mixture.intermediate * 4
+    )  # input and output, which its gate multiplies; as of a dense MLP
+    indices = 3 * _INT64  # by which tokens are sorted to their experts, and back
+    return mixture.top_k * (of_expert * method.width + indices) + 3 * mixture.experts * FLOAT32
+
+
+def _kept_of_token(shape: ModelShape, method: Method) -> int:
+    """Return what one layer keeps of one token for its backward pass."""
+    b, trains_norms = method.width, not method.lora_rank
+    # A norm keeps its input in float32, and what its weight multiplies.
+    normalised = FLOAT32 + (b if trains_norms else 0)
+    of_heads = normalised if shape.has_head_norms else 0
+    kept = 2 * shape.hidden * (normalised + b)  # two norms, and their outputs as inputs of linear layers
+    kept += 4 * shape.intermediate * b  # gate, its activation, up, their product
+    kept += (shape.query + shape.key_value) * (of_heads + 2 * b)  # rotated queries and keys, values, the output
+    kept += FLOAT32 * (2 + shape.heads)  # scales of the norms, log-sum-exp of attention
+    if shape.has_head_norms:
+        kept += FLOAT32 * (shape.heads + shape.kv_heads)
+    if (
+        method.sequence_parallel > 1
+    ):  # the output again, by tokens; and key heads are repeated where there are fewer than ranks
+        repeated = max(0, method.sequence_parallel - shape.kv_heads) * shape.head_dim
+        kept += (shape.query + 2 * repeated) * b
+    return kept + len(shape.adapted(method.lora_targets)) * method.lora_rank * b
+
+
+def _logits(shape: ModelShape, method: Method, largest: Pass) -> int:
+    """Return the tensors as large as a chunk of logits, in float32: log-probabilities and gradients."""
+    chunk = max(1, MAX_LOGITS // shape.vocabulary)
+    tensors = _WITH_ENTROPY if method.with_entropy else _WITHOUT_ENTROPY
+    logits = tensors * FLOAT32 * min(chunk, largest.predictors) * shape.vocabulary
+    adds_up = largest.predictors > chunk and not method.lora_rank  # the head's gradient, over the chunks
+    return logits + (shape.table * method.width if adds_up else 0)

@@ -1,0 +1,304 @@
+"""The loop of a training on given answers: steps, validations, checkpoints, the result; the same call on every rank.
+
+    resume ─▶ ( step ─▶ validate when due ─▶ checkpoint when due ) × num_steps ─▶ validate ─▶ write the result
+
+A step uses the next positions of the data's order, which follows from the seed, so a checkpoint holds the number of steps and
+no list of rows: a resumed training makes the same steps as one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from penstock.fine_tuning import checkpoints
+from penstock.fine_tuning.background_checkpoints import BackgroundCheckpoints
+from penstock.fine_tuning.checkpoints import TrainingState
+from penstock.fine_tuning.early_stop import Best
+from penstock.fine_tuning.length import Length
+from penstock.fine_tuning.result import Result, move_result, write_result
+from penstock.fine_tuning.training_folder import TrainingFolder
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.errors import TrainingDiverged
+from penstock.trainer.fine_tuning_settings import FineTuningSettings
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.progress import ProgressLine
+from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule
+from penstock.trainer.telemetry.metrics import layer_fields
+
+log = structlog.get_logger("trainer.fine_tuning")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What one step did, over all ranks."""
+
+    figures: StepFigures
+    num_tokens: int  # trained
+    reported: Mapping[str, float]  # further fields of the step's line
+
+
+class Task(Protocol):
+    """What is learned from which rows."""
+
+    policy: Policy
+    num_rows: int
+    has_validation: bool
+
+    def step(self, rows: Sequence[int]) -> Made:
+        """Make one optimizer step on rows; collective."""
+        ...
+
+    def validate(self) -> Mapping[str, float]:
+        """Return figures of the held-out rows, among them ``loss``; collective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything about a training but its rows and weights."""
+
+    name: str  # of the command, in progress lines
+    settings: FineTuningSettings
+    order: DataOrder
+    length: Length
+    output: Path
+    like: Path  # model folder that training starts from
+    dims: ParallelDims
+    fixed: Mapping[str, Any]  # settings that a checkpoint must have been made with
+    data: Mapping[str, str]  # sha256 of the rows' files
+    resume: bool
+    checkpoint_every_s: float
+    keep_checkpoints: int
+    verify_export: bool = True
+    changed_config: Mapping[str, Any] | None = None  # fields of the result's config.json that are not those of ``like``
+
+
+class Training:
+    """One session of a training."""
+
+    def __init__(self, plan: Plan, task: Task, folder: TrainingFolder | None, stop: threading.Event) -> None:
+        """Hold the parts; ``folder`` is that of rank 0, None on the others. ``stop`` asks for a checkpoint and an end."""
+        self._plan = plan
+        self._task = task
+        self._folder = folder
+        self._stop = stop
+        self._dims = plan.dims
+        self._best = Best()
+        self._step = 0
+        self._validated_at = -1
+        self._num_tokens = 0
+        self._seconds = 0.0
+        self._losses: list[float] = []  # the first and the last
+        self._progress = ProgressLine(plan.name, plan.length.num_steps)
+        every = plan.settings.checkpoint_every or plan.length.num_steps + 1
+        self._schedule = CheckpointSchedule(every_steps=every, every_s=plan.checkpoint_every_s, now=time.monotonic())
+        self._checkpoints = BackgroundCheckpoints(
+            task.policy, plan.dims, keep=plan.keep_checkpoints, on_committed=self._schedule.committed
+        )
+        self._newest_state: TrainingState | None = None  # of the checkpoint that was begun last (rank 0)
+
+    def run(self) -> Result | None:
+        """Train to the end and write the result; None if a stop or a pause was requested first, with everything in a checkpoint."""
+        try:
+            return self._run()
+        finally:
+            self._checkpoints.close()
+
+    def _run(self) -> Result | None:
+        self._resume()
+        is_over = self._best.ends(self._plan.settings.early_stop)
+        while self._step < self._plan.length.num_steps and not is_over:
+            self._make_step()
+            if self._is_validation_due():
+                is_over = self._validate()
+            if self._step < self._plan.length.num_steps and not is_over and self._checkpoint_or_stop():
+                return None
+        if self._task.has_validation and self._validated_at != self._step:
+            self._validate()
+        return self._write_result()
+
+    def _make_step(self) -> None:
+        started = time.monotonic()
+        positions = self._plan.length.positions(self._step)
+        made = self._task.step([self._plan.order.at(position).prompt for position in positions])
+        self._step += 1
+        seconds = time.monotonic() - started
+        figures = made.figures
+        if not math.isfinite(figures.loss):
+            raise TrainingDiverged(
+                f"step {self._step}: the loss is {figures.loss}; nothing of this step is kept. "
+                "Lower the learning rate, and start again: the training resumes from its last checkpoint"
+            )
+        self._seconds += seconds
+        self._num_tokens += made.num_tokens
+        self._losses = [*self._losses[:1], figures.loss]
+        if self._folder is not None:
+            self._report(made, seconds)
+
+    def _report(self, made: Made, seconds: float) -> None:
+        assert self._folder is not None
+        figures = made.figures
+        speed = self._num_tokens / max(self._seconds, 1e-9)
+        fields = {
+            "step": self._step, "epoch": self._plan.length.epoch_after(self._step), "loss": figures.loss,
+            "grad_norm": figures.grad_norm, "lr": figures.lr, "tokens_trained": made.num_tokens, **made.reported,
+            **layer_fields(figures.layers),
+            "step_s": seconds,
+        }  # fmt: skip
+        self._folder.write("step", fields)
+        shown = {
+            name.rpartition("/")[2]: value for name, value in made.reported.items() if name == "rewards/accuracies"
+        }
+        self._progress.show(self._step, loss=figures.loss, **shown, lr=figures.lr, tokens_per_s=speed)
+
+    def _is_validation_due(self) -> bool:
+        every = self._plan.settings.eval_every
+        return self._task.has_validation and every > 0 and self._step % every == 0
+
+    def _validate(self) -> bool:
+        """Validate; returns True if the training ends early."""
+        started = time.monotonic()
+        found = self._task.validate()
+        self._validated_at = self._step
+        self._best = self._best.after(self._step, found["loss"])
+        is_best = self._best.step == self._step
+        ends = self._best.ends(self._plan.settings.early_stop)
+        if self._folder is not None:
+            fields = {f"eval_{name}": value for name, value in found.items()}
+            self._folder.write(
+                "eval", {"step": self._step, **fields, "is_best": is_best, "eval_s": time.monotonic() - started}
+            )
+            shown = {name: round(value, 6) for name, value in fields.items()}
+            log.info("validated", step=self._step, **shown, best_step=self._best.step)
+        if is_best and self._plan.settings.keep_best:
+            self._export(self._best_folder())
+        if ends and self._step < self._plan.length.num_steps and self._folder is not None:
+            log.info("stopped early", step=self._step, best_step=self._best.step, best_loss=self._best.loss)
+        return ends
+
+    def _checkpoint_or_stop(self) -> bool:
+        """Begin a checkpoint when rank 0 says so; returns True if the training is to stop, after waiting for it."""
+        started = time.monotonic()
+        choice = None
+        if self._folder is not None:
+            self._checkpoints.check()
+            stops = self._stop.is_set() or self._folder.is_pause_requested
+            is_due = self._schedule.is_due(self._step, started, is_writing=self._checkpoints.is_writing)
+            if is_due or stops:
+                self._wait_for_checkpoint(self._folder)  # before any rank makes its next copy
+            choice = [is_due, stops]
+        is_due, stops = self._dims.ranks.broadcast(choice)
+        if is_due or stops:
+            self._checkpoint(started)
+        if stops and self._folder is not None:
+            self._wait_for_checkpoint(self._folder)
+        return stops
+
+    def _checkpoint(self, started: float) -> None:
+        if self._folder is None:
+            self._checkpoints.begin()
+        else:
+            self._newest_state = self._state()
+            self._checkpoints.begin(self._folder.checkpoints, self._newest_state)
+        self._schedule.written(started=started, now=time.monotonic())
+
+    def _wait_for_checkpoint(self, folder: TrainingFolder) -> None:
+        """Wait until the newest checkpoint is committed; then only its best weights, and newer ones, are needed."""
+        self._checkpoints.wait()
+        if self._newest_state is not None:
+            folder.keep_best({step for step in (self._newest_state.best_step, self._best.step) if step is not None})
+
+    def _state(self) -> TrainingState:
+        assert self._folder is not None
+        return TrainingState(
+            step=self._step,
+            num_ranks=self._dims.ranks.num_ranks,
+            settings=dict(self._plan.fixed),
+            data=dict(self._plan.data),
+            metrics_bytes=self._folder.metrics_bytes,
+            best_step=self._best.step,
+            best_loss=None if self._best.step is None else self._best.loss,
+            num_since_best=self._best.num_since,
+            num_tokens=self._num_tokens,
+            seconds=self._seconds,
+            first_loss=self._losses[0] if self._losses else None,
+            last_loss=self._losses[-1] if self._losses else None,
+        )
+
+    def _resume(self) -> None:
+        """Continue from the newest checkpoint; without one, or with resume off, begin with empty metrics."""
+        found: list[str] | None = None
+        if self._folder is not None:
+            newest = self._newest(self._folder)
+            self._folder.rewind(newest[1].metrics_bytes if newest else 0)
+            found = [] if newest is None else [str(newest[0].absolute()), newest[1].model_dump_json()]
+        place = self._dims.ranks.broadcast(found)
+        if not place:
+            return
+        state = TrainingState.model_validate_json(place[1])
+        self._task.policy.load(Path(place[0]))
+        self._step, self._num_tokens, self._seconds = state.step, state.num_tokens, state.seconds
+        self._best = Best(
+            state.best_step, math.inf if state.best_loss is None else state.best_loss, state.num_since_best
+        )
+        self._losses = [loss for loss in (state.first_loss, state.last_loss) if loss is not None]
+        if self._folder is not None:
+            log.info(
+                "resumed",
+                step=self._step,
+                of=self._plan.length.num_steps,
+                checkpoint=place[0],
+                ranks_before=state.num_ranks,
+            )
+
+    def _newest(self, folder: TrainingFolder) -> tuple[Path, TrainingState] | None:
+        if not self._plan.resume:
+            checkpoints.remove_all(folder.checkpoints)
+            return None
+        newest = checkpoints.newest(folder.checkpoints)
+        if newest is not None:
+            checkpoints.check_same(newest[1], newest[0], settings=self._plan.fixed, data=self._plan.data)
+        return newest
+
+    def _best_folder(self) -> Path | None:
+        return None if self._folder is None or self._best.step is None else self._folder.best(self._best.step)
+
+    def _export(self, folder: Path | None) -> None:
+        plan = self._plan
+        write_result(
+            self._task.policy,
+            self._dims,
+            folder,
+            like=plan.like,
+            changed=plan.changed_config,
+            verify=plan.verify_export,
+        )
+
+    def _write_result(self) -> Result:
+        plan = self._plan
+        if self._folder is not None:
+            self._checkpoints.wait()
+        uses_best = plan.settings.keep_best and self._best.step != self._step
+        best = self._best_folder()
+        if not uses_best:
+            self._export(plan.output if self._folder is not None else None)
+        elif best is not None:
+            move_result(best, plan.output)
+        step = self._best.step if uses_best and self._best.step is not None else self._step
+        result = Result(plan.output, self._step, step, self._num_tokens, self._losses[0], self._losses[-1])
+        if self._folder is not None:
+            log.info("written", folder=str(plan.output), weights_of_step=step)
+            self._folder.keep_best(())
+            self._folder.finish({**asdict(result), "folder": str(plan.output.absolute())})
+            checkpoints.remove_all(self._folder.checkpoints)
+        return result

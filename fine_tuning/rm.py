@@ -1,0 +1,194 @@
+"""Training of a reward model on preferences: Bradley and Terry's model of the last token's score.
+
+The result is a folder that `penstock reward serve-model` serves. A text ends where the chat template ends it, as the server
+renders it, and not after the end token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from penstock.fine_tuning.loop import Made, Training
+from penstock.fine_tuning.result import Result
+from penstock.fine_tuning.reward_scorer import load_reward_model
+from penstock.fine_tuning.session import open_folder, optimisation, plan_of, seed_random_numbers
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.objective import Outcome
+from penstock.trainer.data.pairs import Ids, Pair, PairSet
+from penstock.trainer.learner.pairs.pair_batches import plan_pairs
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import TrainerSettings
+
+log = structlog.get_logger("trainer.rm")
+
+_SCORED_TOGETHER = 2048  # pairs whose micro-batches are planned together
+_ANY_TOKEN = 0  # after a text, so that its last token predicts something; it is never read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredBatch(MicroBatch):
+    """A micro-batch with one reward for each sequence: chosen, rejected, chosen, … of some pairs."""
+
+    margins: Tensor | None = None  # [P] float32
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor | float = 0.0, *, center: float = 0.0) -> Tensor:
+    """Return the loss of each pair from its rewards, [P]: ``-log sigmoid(c - r - margin) + center (c + r)²``.
+
+    Bradley and Terry 1952; margins: arXiv 2307.09288; center: arXiv 2312.09244. TRL's RewardTrainer.
+    """
+    return -torch.nn.functional.logsigmoid(chosen - rejected - margins) + center * (chosen + rejected).square()
+
+
+@dataclass(frozen=True, slots=True)
+class RewardObjective:
+    """Minimises `bradley_terry` over ``num_pairs`` pairs of the whole batch."""
+
+    num_pairs: int
+    center: float
+
+    needs_entropy = False
+    needs_full_kl = False
+    needs_teacher_kl = False
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        batch: MicroBatch,
+        entropies: Tensor | None = None,
+        full_kl: Tensor | None = None,
+        teacher_kl: Tensor | None = None,
+    ) -> Outcome:
+        """Return the loss of a micro-batch, whose rewards are given where others have log-probabilities."""
+        assert isinstance(batch, ScoredBatch)
+        assert batch.margins is not None
+        chosen, rejected = logprobs[0::2], logprobs[1::2]
+        losses = bradley_terry(chosen, rejected, batch.margins, center=self.center)
+        held = logprobs.detach()
+        sums: dict[str, Tensor | float] = {
+            "accuracy": (held[0::2] > held[1::2]).float().sum(),
+            "margin": (held[0::2] - held[1::2]).sum(),
+            "reward_mean": held.sum() / 2.0,
+        }
+        maxima = {"reward_max": held.max(), "reward_min": (-held).max()} if len(held) else {}
+        empty = float("-inf")
+        return Outcome(losses.sum() / self.num_pairs, sums, maxima or {"reward_max": empty, "reward_min": empty})
+
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Return 1: the schedule alone sets the learning rate."""
+        return 1.0
+
+
+class RewardTask:
+    """Learn to score the chosen answer above the rejected one."""
+
+    def __init__(
+        self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
+    ) -> None:
+        """Hold the model and the rows."""
+        self.policy = policy
+        self.num_rows = len(pairs)
+        self.has_validation = held_out is not None
+        self._pairs = pairs
+        self._held_out = held_out
+        self._use_margin = settings.rm.use_margin
+        self._center = settings.rm.center
+        self._budget = settings.trainer.micro_batch_tokens
+        self._dims = dims
+
+    def step(self, rows: Sequence[int]) -> Made:
+        """Make one optimizer step on pairs, of which this rank computes its share."""
+        pairs = [self._pairs[row] for row in rows]
+        objective = RewardObjective(len(pairs), self._center)
+        figures = self.policy.train_step(list(self._micro_batches(pairs)), objective)
+        means = {name: value / len(pairs) for name, value in figures.sums.items()}
+        extremes = {"reward_max": figures.maxima["reward_max"], "reward_min": -figures.maxima["reward_min"]}
+        tokens = sum(2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in pairs)
+        return Made(figures, tokens, {**means, **extremes})
+
+    def validate(self) -> Mapping[str, float]:
+        """Return loss, accuracy and margin of the held-out pairs."""
+        assert self._held_out is not None
+        pairs = [self._held_out[row] for row in range(len(self._held_out))]
+        objective = RewardObjective(len(pairs), self._center)
+        names = ("loss", "accuracy", "margin")
+        found = dict.fromkeys(names, 0.0)
+        with self.policy.without_dropout():
+            for batch in self._micro_batches(pairs):
+                outcome = objective(self.policy.logprobs(batch).cpu(), batch)
+                found["loss"] += float(outcome.loss)
+                for name in names[1:]:
+                    found[name] += float(outcome.sums[name]) / len(pairs)
+        return dict(zip(names, self._dims.sum([found[name] for name in names]), strict=True))
+
+    def _micro_batches(self, pairs: Sequence[Pair]) -> Iterator[ScoredBatch]:
+        for first in range(0, len(pairs), _SCORED_TOGETHER):
+            some = [_longer(pair) for pair in pairs[first : first + _SCORED_TOGETHER]]
+            plan = plan_pairs(some, budget_tokens=self._budget, num_shares=self._dims.rows.count)
+            for part in plan[self._dims.rows.index]:
+                yield self._batch([some[number] for number in part])
+
+    def _batch(self, pairs: Sequence[Pair]) -> ScoredBatch:
+        rows = [_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+        plain = build(rows, prompts=[len(pair.prompt) for pair in pairs for _ in range(2)])
+        margins = torch.tensor([pair.margin if self._use_margin else 0.0 for pair in pairs])
+        return ScoredBatch(**{one.name: getattr(plain, one.name) for one in fields(MicroBatch)}, margins=margins)
+
+
+def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:
+    """Train a reward model from ``model.path`` on the preferences of ``rm.data`` and write the result; on every rank.
+
+    Returns None if ``stop`` was set first: then everything is in a checkpoint.
+    """
+    dims = ParallelDims(ranks, settings.trainer.layout)
+    with open_folder(settings, "rm", dims) as folder:
+        pairs = _open_pairs(settings, settings.rm.files or settings.data.train_files, dims)
+        held_out = _open_pairs(settings, settings.rm.eval_files, dims) if settings.rm.eval_files else None
+        data = {"rm.data": pairs.fingerprint} | ({"rm.eval_data": held_out.fingerprint} if held_out else {})
+        plan = plan_of(settings, "rm", dims, num_rows=len(pairs), data=data)
+        seed_random_numbers(settings, dims)
+        policy, changed = load_reward_model(settings.model.path, optimisation(settings, settings.rm, plan.length), dims)
+        task = RewardTask(policy, pairs, held_out, settings, dims)
+        return Training(replace(plan, changed_config=changed), task, folder, stop).run()
+
+
+def _open_pairs(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
+    data = settings.data
+    tokenizer = ChatTokenizer.read(
+        settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
+    )
+    longest = settings.trainer.micro_batch_tokens // 2 - 1  # both texts of a pair are in one micro-batch
+    pairs = PairSet.open(files, data=data, tokenizer=tokenizer, max_tokens=longest, ends="chat")
+    if dims.writes_files:
+        log.info("pairs", kept=len(pairs), dropped=dict(pairs.dropped))
+    return pairs
+
+
+def _longer(pair: Pair) -> Pair:
+    """Return a pair whose answers are followed by a token that is never read."""
+    after = np.array([_ANY_TOKEN], dtype=np.int32)
+    chosen, rejected = (np.concatenate([answer, after]) for answer in (pair.chosen, pair.rejected))
+    return replace(pair, chosen=chosen, rejected=rejected)
+
+
+def _row(prompt: Ids, answer: Ids) -> Row:
+    """Return a row whose only predicting position is the last token of the text."""
+    length = len(prompt) + len(answer)
+    return Row(
+        token_ids=np.concatenate([prompt, answer]),
+        loss_mask=np.arange(length) == length - 1,
+        behaviour_logprobs=np.zeros(length, dtype=np.float32),
+        advantage=0.0,
+        weight=0.0,
+    )

@@ -1,0 +1,175 @@
+"""A replay from its arguments to its exit code, on one rank or several under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.forensics.replay.replay_verdict import describe
+from penstock.protocol import logs, streams
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, from_overrides
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PenstockError, RecordBroken, WireError
+from penstock.protocol.record.stopped_batch import find_batch
+from penstock.protocol.record.stored_record import StoredRecord, end_of_record
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer.learner.gguf_model import model_folder
+
+if TYPE_CHECKING:
+    from penstock.protocol.weights.signature import TrustedKeys
+    from penstock.trainer.ranks import Ranks
+
+ERROR = 2  # exit code of an error that is explained on stderr
+DIFFERS = 1
+_TRUSTED_KEYS = f"{ENVIRONMENT_PREFIX}WORKER__TRUSTED_KEYS_FILE"
+
+
+class RunLocation(BaseModel):
+    """The sections that locate a run; everything else is in its record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunSettings = RunSettings()
+    nats: NatsSettings = NatsSettings()
+    s3: S3Settings = S3Settings()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Replay a run; returns 0 if every version is identical, 1 if not, 2 for an error on stderr."""
+    options, rest = _options(arguments)
+    files, overrides = split_arguments(rest)
+    settings = _location(options.run, files, overrides)
+    logs.configure("replay", level="warning")
+    from penstock.trainer.ranks import Ranks  # noqa: PLC0415  argument errors are reported without importing torch
+
+    ranks = Ranks()
+    code = 0
+    try:
+        lead, others = (_lead_batch, _follow_batch) if options.batch else (_lead, _follow)
+        code = ranks.broadcast(lead(options, settings, files, ranks) if ranks.is_leader else others(settings, ranks))
+    except (BlobMissing, BlobCorrupt, WireError, RecordBroken) as err:
+        sys.stderr.write(f"the record cannot be replayed: {err}\n")
+        code = DIFFERS
+    except PenstockError as err:
+        sys.stderr.write(f"{err}\n")
+        code = ERROR
+    ranks.leave(code)
+    return code
+
+
+def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="penstock replay", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", help="run id")
+    parser.add_argument(
+        "--from", dest="first", type=int, help="start from the newest checkpoint at or before this version"
+    )
+    parser.add_argument("--to", dest="last", type=int, help="last version to replay")
+    parser.add_argument(
+        "--batch", help="train once on the batch at which the run stopped by itself, alone: its step, or its folder"
+    )
+    parser.add_argument("--model", type=Path, help="folder or GGUF file of the initial model (default: as recorded)")
+    parser.add_argument("--user-code", action="store_true", help="run the code that the record names by path")
+    parser.add_argument(
+        "--trusted-keys",
+        type=Path,
+        help=f"public keys, one of which has signed the stored weights (default: ${_TRUSTED_KEYS})",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    options, rest = parser.parse_known_args(arguments)
+    if options.batch and (options.first is not None or options.last is not None):
+        raise ConfigError("--batch trains on one saved batch alone; leave out --from and --to")
+    return options, rest
+
+
+def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
+    """Return where the run is; raises ConfigError for an override of a recorded setting."""
+    recorded = [
+        one for one in from_overrides(overrides, []) if one.path[0].replace("-", "_") not in RunLocation.model_fields
+    ]
+    if recorded:
+        raise ConfigError(
+            f"{'.'.join(recorded[0].path)} cannot be set: a replay uses the settings in the run's record; set only run.dir, "
+            "nats and s3, and --model for the folder of the initial model"
+        )
+    return load(RunLocation, files=files, overrides=[*overrides, f"run.id={run_id}"], environ=os.environ).settings
+
+
+def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
+    from penstock.forensics.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
+
+    blobs = Blobs(settings.s3, deadline_s=30.0)
+    blobs.check(options.run)
+
+    def pointer() -> bytes | None:
+        with Bus.connect(settings.nats, name="replay", deadline_s=5.0) as bus:
+            entry = bus.key_value(streams.state_bucket(options.run).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+            return None if entry is None else entry.value
+
+    record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
+    model = model_folder(options.model) if options.model else None
+    wanted = Wanted(options.first, options.last, model, tuple(files), options.user_code, _keys(options.trusted_keys))
+
+    def show(version: int) -> None:
+        if not options.json and sys.stderr.isatty():
+            sys.stderr.write(f"\rversion {version} is identical\x1b[K")
+
+    verdict = Replay(record, blobs, ranks, settings.run.folder, wanted).run(show)
+    if options.json:
+        sys.stdout.write(json.dumps(verdict.to_document()) + "\n")
+    else:
+        sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
+        sys.stdout.write(describe(verdict))
+    return 0 if verdict.holds else DIFFERS
+
+
+def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
+    from penstock.forensics.replay.batch_verdict import describe as describe_batch  # noqa: PLC0415  as above
+    from penstock.forensics.replay.replay_batch import BatchReplay  # noqa: PLC0415
+
+    del files  # they say where the run is
+    folder = find_batch(settings.run.folder, options.batch)
+    model = model_folder(options.model) if options.model else None
+    keys = _keys(options.trusted_keys)
+    replay = BatchReplay(
+        settings.run.folder,
+        folder,
+        ranks,
+        run_id=options.run,
+        model=model,
+        user_code=options.user_code,
+        trusted_keys=keys,
+    )
+    verdict = replay.run(Blobs(settings.s3, deadline_s=30.0))
+    sys.stdout.write(json.dumps(verdict.to_document()) + "\n" if options.json else describe_batch(verdict))
+    return 0 if verdict.is_reproduced else DIFFERS
+
+
+def _follow_batch(_: RunLocation, ranks: Ranks) -> None:
+    from penstock.forensics.replay.replay_batch import follow  # noqa: PLC0415  as above
+
+    follow(ranks)
+
+
+def _keys(given: Path | None) -> TrustedKeys | None:
+    named = os.environ.get(_TRUSTED_KEYS)
+    file = given or (Path(named) if named else None)
+    if file is None:
+        return None
+    from penstock.protocol.weights.signature import TrustedKeys  # noqa: PLC0415  its library is needed only here
+
+    return TrustedKeys.from_file(file, "--trusted-keys" if given else _TRUSTED_KEYS)
+
+
+def _follow(settings: RunLocation, ranks: Ranks) -> None:
+    from penstock.forensics.replay.replay_run import follow  # noqa: PLC0415  as above
+
+    follow(ranks, Blobs(settings.s3))
