@@ -93,6 +93,7 @@ class Overlap(_Frozen):
 
 _SLOW_ATTENTION = {  # those whose cost a run should show
     "dense": "dense: memory and time grow with the square of the tokens (trainer.attention)",
+    "sdpa": "sdpa: slower than flash attention, which a GPU has for model.dtype = bfloat16 (docs/memory.md)",
     "padded": "padded: rows are not packed, and prompts are not shared (docs/memory.md)",
 }
 

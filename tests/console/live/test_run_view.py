@@ -351,3 +351,4 @@ def test_what_computes_attention_is_shown() -> None:
     assert attention_text("cpu-flash") == "cpu-flash"
     assert "square of the tokens" in attention_text("dense")
     assert "not packed" in attention_text("padded")
+    assert "model.dtype = bfloat16" in attention_text("sdpa")
