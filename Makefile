@@ -123,6 +123,7 @@ proof: $(STAMP)  ## a proof that takes minutes: NAME=agents, ..., upgrade (a run
 
 # The question that each answers: benchmarks/README.md.
 $(foreach name,agents checkpoints distillation engine logprobs pictures plane replay sandbox sglang,$(eval bench.$(name) := benchmarks.$(name)))
+bench.attention := benchmarks.attention
 bench.async := benchmarks.asynchrony
 bench.async-real := benchmarks.asynchrony_real
 bench.environments := benchmarks.agents --environments
