@@ -61,7 +61,7 @@ test-more.environments := \
 	PENSTOCK_TEST_TRL_PYTHON=$(CURDIR)/.venv-environments/trl/bin/python \
 	PENSTOCK_TEST_VERIFIERS_PYTHON=$(CURDIR)/.venv-environments/verifiers/bin/python \
 	PENSTOCK_TEST_ENVIRONMENTS=1 \
-	$(BIN)/python -m pytest --timeout 600 tests/rollout_service/environments/adapters tests/system/test_train_agent.py
+	$(BIN)/python -m pytest --timeout 600 tests/agents/environments/adapters tests/system/test_train_agent.py
 test-more: $(STAMP) $(if $(filter trackers environments,$(NAME)),.venv-$(NAME)/.installed)  ## tests with more examples or other packages: NAME=faults, secrets, images, experts, trackers, environments
 	$(call named,test-more)
 	$(test-more.$(NAME)) $(ARGS)

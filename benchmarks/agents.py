@@ -25,24 +25,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.rollout_service.proxy.agent_model import TEMPLATES, write_model
+from tests.agents.proxy.agent_model import TEMPLATES, write_model
 
+from penstock.agents.environments.over_http.http_environment import HTTP, Http
+from penstock.agents.environments.play import Play, Row
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
+from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.plan_prompt import PromptPlanner
+from penstock.agents.proxy.proxy import AgentProxy, path
+from penstock.agents.proxy.renderer import ChatRenderer
+from penstock.agents.proxy.server import serving
+from penstock.agents.proxy.session import AgentModel
+from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
-from penstock.rollout_service.environments.over_http.http_environment import HTTP, Http
-from penstock.rollout_service.environments.play import Play, Row
-from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.rollout_service.proxy.messages import Message
-from penstock.rollout_service.proxy.plan_prompt import PromptPlanner
-from penstock.rollout_service.proxy.proxy import AgentProxy, path
-from penstock.rollout_service.proxy.renderer import ChatRenderer
-from penstock.rollout_service.proxy.server import serving
-from penstock.rollout_service.proxy.session import AgentModel
-from penstock.rollout_service.proxy.settings import EpisodeLimits
 
 STEPS = 10
 ROW = Row((Message("user", "go"),), None, {}, "")
@@ -51,7 +51,7 @@ SERVERS = {
         sys.executable,
         "-P",
         "-m",
-        "penstock.rollout_service.hosting",
+        "penstock.agents.hosting",
         "serve",
         "guess_number",
         "--capacity",

@@ -21,6 +21,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from penstock.agents.hosting import list_environments, register, try_environment
+from penstock.agents.hosting import serve as serve_environment
 from penstock.console.tools import reference
 from penstock.deploy import bootstrap, certificates, local, quickstart, train_attached, train_local
 from penstock.deploy.config_import import __main__ as config_import
@@ -34,8 +36,6 @@ from penstock.reward_service.hosting import serve, serve_grader, serve_judge
 from penstock.reward_service.registry.built_in import BUILT_INS
 from penstock.rollout_service.engines.engine_kind import ENGINES
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
-from penstock.rollout_service.hosting import list_environments, register, try_environment
-from penstock.rollout_service.hosting import serve as serve_environment
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
 from penstock.trainer.commands import data_check

@@ -47,7 +47,7 @@ class Extension(Generic[Kind]):
 class Registry(Generic[Kind]):
     """All extensions of one kind."""
 
-    def __init__(self, kind: str, expected: type[Kind], *, package: str, group: str) -> None:
+    def __init__(self, kind: str, expected: type[Kind], *, package: str, group: str, annex: str = "") -> None:
         """Describe a kind of extension; nothing is imported yet.
 
         Args:
@@ -56,10 +56,11 @@ class Registry(Generic[Kind]):
             package: Package whose modules, and those of its packages, hold the built-in ones: every instance of
                 ``expected`` at the top level of a module is registered under its attribute ``name``.
             group: Entry point group of installed packages.
+            annex: Another package of built-in ones, above the package that makes the registry; empty: none.
         """
         self.kind = kind
         self._expected = expected
-        self._package = package
+        self._packages = tuple(filter(None, (package, annex)))
         self._group = group
         self._loaded: dict[tuple[str, Path], Extension[Kind]] = {}  # a module is imported once, so is its digest read
 
@@ -67,7 +68,7 @@ class Registry(Generic[Kind]):
     def built_in(self) -> dict[str, Kind]:
         """The built-in extensions by name, sorted; raises TypeError when two have the same name."""
         found: dict[str, Kind] = {}
-        for module in _modules(self._package):
+        for module in (module for package in self._packages for module in _modules(package)):
             for value in vars(module).values():
                 if not isinstance(value, self._expected):
                     continue

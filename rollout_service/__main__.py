@@ -28,9 +28,7 @@ from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service import loop, worker_metrics
 from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
-from penstock.rollout_service.environments.environment import Environment, load_environments
-from penstock.rollout_service.environments.over_http.http_environment import Http
-from penstock.rollout_service.environments.over_http.registry import RegistryFollower
+from penstock.rollout_service.environments.environment import Environment, ServerRegistry, load_environments
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
@@ -223,12 +221,12 @@ async def _wire(
     )
 
 
-async def _registry(bus: Bus, environments: Iterable[Environment]) -> RegistryFollower | None:
+async def _registry(bus: Bus, environments: Iterable[Environment]) -> ServerRegistry | None:
     """Return the registry of environment servers, if one of the environments finds its servers there."""
-    registered = [one for one in environments if isinstance(one, Http) and one.registered]
+    registered = [one for one in environments if one.registered]
     if not registered:
         return None
-    registry = RegistryFollower(await bus.key_value(streams.environments_bucket().bucket))
+    registry = registered[0].new_registry(await bus.key_value(streams.environments_bucket().bucket))
     for one in registered:
         one.use_registry(registry)
     return registry

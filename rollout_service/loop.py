@@ -21,7 +21,7 @@ import structlog
 
 from penstock.protocol.activity import Activity
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.environments.over_http.registry import RegistryFollower
+from penstock.rollout_service.environments.environment import ServerRegistry
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
@@ -38,7 +38,7 @@ class Worker:
     """The parts of one worker, connected by ``__main__``."""
 
     engine: Engine
-    registry: RegistryFollower | None  # of environment servers; None: no environment needs it
+    registry: ServerRegistry | None  # of environment servers; None: no environment needs it
     weights: WeightFollower
     tasks: TaskSource
     packs: PackGenerator

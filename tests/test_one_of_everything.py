@@ -12,7 +12,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = (
-    "client", "console", "deploy", "fine_tuning", "forensics", "protocol", "reward_model", "reward_service", "rollout_service", "sandbox", "trainer",
+    "agents", "client", "console", "deploy", "fine_tuning", "forensics", "protocol", "reward_model", "reward_service", "rollout_service", "sandbox", "trainer",
 )  # fmt: skip
 _WORDS = (
     "replace",

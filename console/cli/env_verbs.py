@@ -24,7 +24,7 @@ def serve(*arguments: Raw) -> None:
               penstock env serve guess.py:Guess run.toml --register guess
     Then:     penstock env test http://127.0.0.1:8800
     """
-    launch.replace_process(launch.module("penstock.rollout_service.hosting", "serve", *arguments))
+    launch.replace_process(launch.module("penstock.agents.hosting", "serve", *arguments))
 
 
 @app.command
@@ -35,7 +35,7 @@ def register(*arguments: Raw) -> None:
               penstock env register http://10.0.0.7:8800 nats.url=nats://10.0.0.1:4222 --replace
     Then:     name it in the run file: options = { registered = "guess" }
     """
-    launch.replace_process(launch.module("penstock.rollout_service.hosting", "register", *arguments))
+    launch.replace_process(launch.module("penstock.agents.hosting", "register", *arguments))
 
 
 @app.command
@@ -46,7 +46,7 @@ def drain(*arguments: Raw) -> None:
               penstock env drain guess run.toml --url http://10.0.0.7:8800
     Then:     penstock env resume guess run.toml
     """
-    launch.replace_process(launch.module("penstock.rollout_service.hosting", "drain", *arguments))
+    launch.replace_process(launch.module("penstock.agents.hosting", "drain", *arguments))
 
 
 @app.command
@@ -56,7 +56,7 @@ def resume(*arguments: Raw) -> None:
     Example:  penstock env resume guess run.toml
     Then:     penstock env list --registered run.toml
     """
-    launch.replace_process(launch.module("penstock.rollout_service.hosting", "resume", *arguments))
+    launch.replace_process(launch.module("penstock.agents.hosting", "resume", *arguments))
 
 
 @app.command
@@ -70,7 +70,7 @@ def test(*arguments: Raw) -> None:
               penstock env test http://127.0.0.1:8800 --script answers.txt
     Then:     name it in the run file: rollout.environment = "frozen_lake"
     """
-    launch.replace_process(launch.module("penstock.rollout_service.hosting", "test", *arguments))
+    launch.replace_process(launch.module("penstock.agents.hosting", "test", *arguments))
 
 
 @app.command(name="list")
@@ -82,4 +82,4 @@ def list_environments(*arguments: Raw) -> None:
               penstock env list --registered run.toml      the servers that are registered on its NATS
     Then:     penstock env test NAME
     """
-    launch.replace_process(launch.module("penstock.rollout_service.hosting", "list", *arguments))
+    launch.replace_process(launch.module("penstock.agents.hosting", "list", *arguments))

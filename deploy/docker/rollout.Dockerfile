@@ -10,6 +10,7 @@ COPY sandbox sandbox
 COPY reward_service reward_service
 COPY reward_model reward_model
 COPY rollout_service rollout_service
+COPY agents agents
 COPY trainer trainer
 COPY fine_tuning fine_tuning
 COPY console console

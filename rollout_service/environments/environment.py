@@ -1,7 +1,7 @@
 """What an environment is to the worker; `ENVIRONMENTS` finds it by the name in `Task.environment`.
 
-A new environment is one file with an instance of `Environment` at its top level: in this package, in an installed
-package with an entry point in the group ``penstock.environments``, or in any file that ``worker.environments`` names.
+A new environment is one file with an instance of `Environment` at its top level: in this package or in
+`penstock.agents.environments`, in an installed package with an entry point in the group ``penstock.environments``, or in any file that ``worker.environments`` names.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.endpoints.target_policy import OwnServer
@@ -22,6 +22,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
 from penstock.protocol.facts import AbandonedCompletion, Sampling, Task
 from penstock.protocol.trajectory import Trajectory
+from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine_client import KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy
@@ -88,6 +89,17 @@ class KeptTrajectories(list[Trajectory]):
         self.abandoned = abandoned
 
 
+class ServerRegistry(Protocol):
+    """Tells environments which servers are registered under their names."""
+
+    def follow(self, name: str, on_read: Callable[[Any], None]) -> None:
+        """Call ``on_read`` with what is registered under a name, now and after each reading."""
+
+    def following(self) -> AbstractAsyncContextManager[None]:
+        """Read inside the block, again and again; raises PenstockError where the first reading fails."""
+        ...
+
+
 class Environment(ABC):
     """Generates whole groups."""
 
@@ -109,6 +121,18 @@ class Environment(ABC):
 
     def use_images(self, images: RunImages) -> None:  # noqa: B027 - most show none
         """Learn, before the first task, where the images of the run are read and stored."""
+
+    @property
+    def registered(self) -> str:
+        """The name under which its servers are registered; empty: it has none in the registry."""
+        return ""
+
+    def new_registry(self, store: KeyValue) -> ServerRegistry:
+        """Return the registry of servers in a bucket, of an environment whose servers are registered."""
+        raise NotImplementedError
+
+    def use_registry(self, registry: ServerRegistry) -> None:  # noqa: B027 - most have no servers
+        """Learn where its servers are found, before the first task, if they are registered."""
 
     def defined(self, name: str, definition: EnvironmentDefinition) -> Environment:
         """Return this environment under another name, with its own options and limits; raises ConfigError."""
@@ -137,6 +161,7 @@ ENVIRONMENTS = Registry(
     "environment",
     Environment,  # pyright: ignore[reportAbstractUsage]  (the class is only compared with)
     package="penstock.rollout_service.environments",
+    annex="penstock.agents.environments",
     group="penstock.environments",
 )
 

@@ -12,6 +12,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.agents.environments.episode_environment import PlayOptions as PlayOptions
+    from penstock.agents.environments.play import Play as Play
+    from penstock.agents.environments.play import Reply as Reply
+    from penstock.agents.environments.play import Row as Row
+    from penstock.agents.environments.play import done as done
+    from penstock.agents.environments.play import say as say
+    from penstock.agents.environments.tools.tool import Tool as Tool
+    from penstock.agents.environments.tools.tool import ToolArguments as ToolArguments
+    from penstock.agents.environments.tools.tool import ToolEpisode as ToolEpisode
+    from penstock.agents.environments.tools.tool import ToolError as ToolError
+    from penstock.agents.environments.tools.tool import ToolUnavailable as ToolUnavailable
+    from penstock.agents.environments.turn_environment import TurnEnvironment as TurnEnvironment
+    from penstock.agents.proxy.messages import Message as Message
+    from penstock.agents.proxy.messages import ToolCall as ToolCall
     from penstock.client.async_client import AsyncClient as AsyncClient
     from penstock.client.async_run import AsyncFineTuning as AsyncFineTuning
     from penstock.client.async_run import AsyncRun as AsyncRun
@@ -37,20 +51,6 @@ if TYPE_CHECKING:
     from penstock.rollout_service.engines.engine_kind import ServerLaunch as ServerLaunch
     from penstock.rollout_service.environments.environment import Environment as Environment
     from penstock.rollout_service.environments.environment import Sampler as Sampler
-    from penstock.rollout_service.environments.episode_environment import PlayOptions as PlayOptions
-    from penstock.rollout_service.environments.play import Play as Play
-    from penstock.rollout_service.environments.play import Reply as Reply
-    from penstock.rollout_service.environments.play import Row as Row
-    from penstock.rollout_service.environments.play import done as done
-    from penstock.rollout_service.environments.play import say as say
-    from penstock.rollout_service.environments.tools.tool import Tool as Tool
-    from penstock.rollout_service.environments.tools.tool import ToolArguments as ToolArguments
-    from penstock.rollout_service.environments.tools.tool import ToolEpisode as ToolEpisode
-    from penstock.rollout_service.environments.tools.tool import ToolError as ToolError
-    from penstock.rollout_service.environments.tools.tool import ToolUnavailable as ToolUnavailable
-    from penstock.rollout_service.environments.turn_environment import TurnEnvironment as TurnEnvironment
-    from penstock.rollout_service.proxy.messages import Message as Message
-    from penstock.rollout_service.proxy.messages import ToolCall as ToolCall
     from penstock.trainer.algorithm.corrections.interface import Correction as Correction
     from penstock.trainer.algorithm.corrections.interface import Drift as Drift
     from penstock.trainer.algorithm.corrections.interface import correction as correction
@@ -98,17 +98,17 @@ _MODULES = {
     "FineTuning": "penstock.client.fine_tuning",
     "Loss": "penstock.trainer.algorithm.losses.interface",
     "LossTerms": "penstock.trainer.algorithm.losses.interface",
-    "Message": "penstock.rollout_service.proxy.messages",
+    "Message": "penstock.agents.proxy.messages",
     "Metrics": "penstock.client.metrics",
     "MetricsLog": "penstock.console.tracking.metrics_log",
     "Options": "penstock.trainer.algorithm.losses.interface",
     "Outcomes": "penstock.trainer.algorithm.estimators.interface",
     "PenstockError": "penstock.protocol.errors",
-    "Play": "penstock.rollout_service.environments.play",
-    "PlayOptions": "penstock.rollout_service.environments.episode_environment",
+    "Play": "penstock.agents.environments.play",
+    "PlayOptions": "penstock.agents.environments.episode_environment",
     "Registry": "penstock.protocol.extensions",
-    "Reply": "penstock.rollout_service.environments.play",
-    "Row": "penstock.rollout_service.environments.play",
+    "Reply": "penstock.agents.environments.play",
+    "Row": "penstock.agents.environments.play",
     "Run": "penstock.client.run",
     "RunFailed": "penstock.client.errors",
     "Sampler": "penstock.rollout_service.environments.environment",
@@ -119,21 +119,21 @@ _MODULES = {
     "StdNormalisation": "penstock.trainer.algorithm.estimators.interface",
     "Task": "penstock.protocol.facts",
     "Tokens": "penstock.trainer.algorithm.losses.interface",
-    "Tool": "penstock.rollout_service.environments.tools.tool",
-    "ToolArguments": "penstock.rollout_service.environments.tools.tool",
-    "ToolCall": "penstock.rollout_service.proxy.messages",
-    "ToolEpisode": "penstock.rollout_service.environments.tools.tool",
-    "ToolError": "penstock.rollout_service.environments.tools.tool",
-    "ToolUnavailable": "penstock.rollout_service.environments.tools.tool",
+    "Tool": "penstock.agents.environments.tools.tool",
+    "ToolArguments": "penstock.agents.environments.tools.tool",
+    "ToolCall": "penstock.agents.proxy.messages",
+    "ToolEpisode": "penstock.agents.environments.tools.tool",
+    "ToolError": "penstock.agents.environments.tools.tool",
+    "ToolUnavailable": "penstock.agents.environments.tools.tool",
     "Trajectory": "penstock.protocol.trajectory",
-    "TurnEnvironment": "penstock.rollout_service.environments.turn_environment",
+    "TurnEnvironment": "penstock.agents.environments.turn_environment",
     "WeightCap": "penstock.trainer.algorithm.losses.interface",
     "advantage_estimator": "penstock.trainer.algorithm.estimators.interface",
     "correction": "penstock.trainer.algorithm.corrections.interface",
-    "done": "penstock.rollout_service.environments.play",
+    "done": "penstock.agents.environments.play",
     "none_of": "penstock.trainer.algorithm.losses.interface",
     "policy_loss": "penstock.trainer.algorithm.losses.interface",
-    "say": "penstock.rollout_service.environments.play",
+    "say": "penstock.agents.environments.play",
     "trajectory_filter": "penstock.trainer.algorithm.filters.interface",
 }
 __all__ = [

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from penstock.agents.proxy.server import serving_app
 from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.deploy import certificates
@@ -23,7 +24,6 @@ from penstock.protocol.transport import http_tls
 from penstock.reward_service.api import web_server
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp, NoAnswer
 from penstock.rollout_service.http_connections import ConnectionFailed, HttpConnections
-from penstock.rollout_service.proxy.server import serving_app
 
 ANY = "0.0.0.0"
 

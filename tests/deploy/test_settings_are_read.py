@@ -16,6 +16,7 @@ _PACKAGES = (
     "trainer",
     "fine_tuning",
     "rollout_service",
+    "agents",
     "reward_service",
     "console/tracking",
     "deploy",

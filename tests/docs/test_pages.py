@@ -27,7 +27,7 @@ _OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", 
 FOREIGN = ALIASES.keys() | RENAMED.keys() | ABSENT.keys()  # of other systems: the settings loader has an answer
 _NO_KEYS = (".py", ".md", ".json", ".jsonl", ".conf", ".toml")  # files named like a section
 _VERBS = {" ".join(words) for words, _ in commands.verbs()}
-_PATHS = re.compile(r"^(?:docs|protocol|trainer|fine_tuning|rollout_service|reward_service|sandbox|reward_model|console|deploy|forensics|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
+_PATHS = re.compile(r"^(?:docs|protocol|trainer|fine_tuning|rollout_service|agents|reward_service|sandbox|reward_model|console|deploy|forensics|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
 
 
 def _ids(page: Path) -> str:
@@ -109,7 +109,9 @@ def test_every_known_failure_of_agents_has_its_test():
         if name.startswith("make "):
             continue  # tests/packaging/test_makefile.py looks for it
         file, _, function = name.partition("::")
-        found = ROOT / "tests" / ("" if file.startswith("trainer/") else "rollout_service") / file
+        found = next(
+            path for top in ("", "rollout_service", "agents") if (path := ROOT / "tests" / top / file).is_file()
+        )
         assert f"def {function}(" in found.read_text(), name
     assert numbers == set(range(1, 61))
 
@@ -254,6 +256,7 @@ def _messages() -> tuple[str, ...]:
         "trainer",
         "fine_tuning",
         "rollout_service",
+        "agents",
         "reward_service",
         "sandbox",
         "console",

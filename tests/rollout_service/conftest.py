@@ -15,8 +15,8 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
+from tests.agents.proxy.agent_model import SMOLLM2, write_model
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.proxy.agent_model import SMOLLM2, write_model
 from tests.rollout_service.trainer_side import TrainerSide, worker_process
 
 

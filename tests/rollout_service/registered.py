@@ -11,6 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.agents.environments.over_http.http_environment import Http
+from penstock.agents.environments.over_http.registration import Lease
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.hosting import app, registrar
+from penstock.agents.hosting.episodes import Episodes
+from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
+from penstock.agents.proxy.server import serving_app
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -18,15 +25,8 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.__main__ import _registry
 from penstock.rollout_service.environments.environment import load_environments
-from penstock.rollout_service.environments.over_http.http_environment import Http
-from penstock.rollout_service.environments.over_http.registration import Lease
-from penstock.rollout_service.environments.turn_environment import TurnEnvironment
-from penstock.rollout_service.hosting import app, registrar
-from penstock.rollout_service.hosting.episodes import Episodes
-from penstock.rollout_service.hosting.registrar import Offer, Registrar, RegistrySettings
-from penstock.rollout_service.proxy.server import serving_app
-from tests.rollout_service.environments.test_turn_environment import task_of
-from tests.rollout_service.proxy.agent_model import Engine
+from tests.agents.environments.test_turn_environment import task_of
+from tests.agents.proxy.agent_model import Engine
 from tests.servers import secret_file
 
 LEASE = Lease(at=1.0, lease_s=60.0, running=0)
@@ -130,7 +130,7 @@ def start_server(folder: Path, nats: NatsSettings, name: str, pause: float) -> t
     folder.mkdir()
     (folder / "slow.py").write_text(SLOW.replace("{pause}", str(pause)))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "penstock.rollout_service.hosting", "serve", "slow.py:Slow", *where(nats),
+        [sys.executable, "-P", "-m", "penstock.agents.hosting", "serve", "slow.py:Slow", *where(nats),
          "--register", name, "--lease-s", "3"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.agents.environments.play import Play, Reply, Row, done
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.proxy.messages import Message
 from penstock.protocol import blob_keys
 from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -26,15 +29,12 @@ from penstock.protocol.packs import group_pack
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.environments.play import Play, Reply, Row, done
-from penstock.rollout_service.environments.turn_environment import TurnEnvironment
 from penstock.rollout_service.errors import EngineError
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.finished_episodes import ContinuedEpisode, FinishedEpisodes
 from penstock.rollout_service.packs.generate_pack import PackGenerator
-from penstock.rollout_service.proxy.messages import Message
 from penstock.rollout_service.run_images import RunImages
-from tests.rollout_service.proxy.agent_model import SMOLLM2, Engine, write_model
+from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
 from tests.rollout_service.vision_folder import write_vision_folder
 from tests.servers import wait_for
 

@@ -20,8 +20,8 @@ from penstock.rollout_service.engines.vllm.client import VllmClient
 from penstock.rollout_service.environments.single_turn import SingleTurn
 from penstock.rollout_service.errors import TaskRefused
 from penstock.rollout_service.run_images import RunImages
+from tests.agents.proxy.agent_model import SMOLLM2, write_model
 from tests.pictures import picture, picture_bytes
-from tests.rollout_service.proxy.agent_model import SMOLLM2, write_model
 from tests.rollout_service.vision_folder import write_vision_folder
 
 CAT, DOG = picture_bytes(picture(24, 24)), picture_bytes(picture(32, 16, seed=1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from tests.rollout_service.proxy.agent_model import tokenizer_json
+from tests.agents.proxy.agent_model import tokenizer_json
 
 _MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _TEMPLATE = (

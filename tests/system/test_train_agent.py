@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout_service.proxy.agent_model import QWEN25, write_model
+from tests.agents.proxy.agent_model import QWEN25, write_model
 from tests.servers import require
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ pytestmark = [
     ),
     pytest.mark.timeout(600),
 ]
-SERVER = ROOT / "tests" / "rollout_service" / "environments" / "adapters" / "tool_server.py"
+SERVER = ROOT / "tests" / "agents" / "environments" / "adapters" / "tool_server.py"
 DEFINED = {
     "dictionary": f"""
         type = "program"

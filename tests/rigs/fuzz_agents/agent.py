@@ -9,9 +9,9 @@ import random
 from collections import Counter
 from typing import Any
 
-from penstock.rollout_service.proxy.api.app import ProxyApp
-from penstock.rollout_service.proxy.proxy import path
-from penstock.rollout_service.proxy.session import EpisodeSession
+from penstock.agents.proxy.api.app import ProxyApp
+from penstock.agents.proxy.proxy import path
+from penstock.agents.proxy.session import EpisodeSession
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 MORE = {"type": "function", "function": {"name": "more", "parameters": {"type": "object"}}}

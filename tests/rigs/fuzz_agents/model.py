@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.agents.proxy.agent_model import TEMPLATES, logprobs_of, tokenizer_json, write_model
 from tests.contracts.tiny_model import build_model
-from tests.rollout_service.proxy.agent_model import TEMPLATES, logprobs_of, tokenizer_json, write_model
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedModel
 
+from penstock.agents.proxy.build_episode import counts_of, messages_json, stored_rows
+from penstock.agents.proxy.rows import TreeRow, TreeRows
+from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
@@ -30,9 +33,6 @@ from penstock.rollout_service.embedded_engine.model.transformer import Transform
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.proxy.build_episode import counts_of, messages_json, stored_rows
-from penstock.rollout_service.proxy.rows import TreeRow, TreeRows
-from penstock.rollout_service.proxy.session import EpisodeSession
 
 TOLERANCE = 1e-5
 _LONGEST_ANSWER = 64

@@ -33,16 +33,16 @@ from tests.rigs.fuzz_agents.model import (
     write_fuzz_model,
 )
 
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
+from penstock.agents.proxy.api.app import ProxyApp
+from penstock.agents.proxy.plan_prompt import PromptPlan, PromptPlanner
+from penstock.agents.proxy.proxy import AgentProxy
+from penstock.agents.proxy.renderer import ChatRenderer
+from penstock.agents.proxy.rows import TreeRows
+from penstock.agents.proxy.session import AgentModel
+from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.facts import Sampling
-from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.rollout_service.proxy.api.app import ProxyApp
-from penstock.rollout_service.proxy.plan_prompt import PromptPlan, PromptPlanner
-from penstock.rollout_service.proxy.proxy import AgentProxy
-from penstock.rollout_service.proxy.renderer import ChatRenderer
-from penstock.rollout_service.proxy.rows import TreeRows
-from penstock.rollout_service.proxy.session import AgentModel
-from penstock.rollout_service.proxy.settings import EpisodeLimits
 
 TEMPLATES = ("qwen25", "qwen3", "opens_think", "rewrites", "glm", "smollm2", "llama")
 _THINKING = ("keep", "tool_cycle", "strip")

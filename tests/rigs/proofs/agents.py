@@ -36,6 +36,7 @@ from typing import Any
 
 from tests.rigs.chaos.kills import Observer, plan_kills
 
+from penstock.agents.environments import program_process
 from penstock.deploy import quickstart_task, quickstart_tools
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.processes.supervise import RestartRule
@@ -44,7 +45,6 @@ from penstock.forensics.audit.audit_inputs import gather
 from penstock.protocol import blob_keys, logs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.rollout_service.environments import program_process
 
 GROUPS_PER_STEP, GROUP_SIZE, TURNS = 4, 4, 3
 SERVER = "environment"

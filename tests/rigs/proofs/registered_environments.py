@@ -90,7 +90,7 @@ class Servers:
 
     def start(self, label: str, environment: str, name: str, *more: str) -> None:
         """Start a server and wait until it is registered."""
-        words = [sys.executable, "-P", "-m", "penstock.rollout_service.hosting", "serve", environment]
+        words = [sys.executable, "-P", "-m", "penstock.agents.hosting", "serve", environment]
         words += ["--register", name, "--lease-s", _LEASE_S, "--idle-s", "60", *more]
         process = subprocess.Popen(
             words, cwd=self._folder, env=self._environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

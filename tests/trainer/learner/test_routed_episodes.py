@@ -14,6 +14,14 @@ from tests.contracts.tiny_model import MIXTURE, build_model, write_changed_copy
 from tests.rollout_service.embedded_engine.test_embedded_experts import chosen_by_transformers
 from transformers import AutoModelForCausalLM
 
+from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
+from penstock.agents.proxy.build_episode import stored_rows
+from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.plan_prompt import PromptPlanner
+from penstock.agents.proxy.renderer import ChatRenderer
+from penstock.agents.proxy.session import AgentModel, EpisodeSession
+from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import RewardRequest, RouterShape, Sampling
@@ -22,14 +30,6 @@ from penstock.protocol.trajectory import Group
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.proxy.agent_request import AgentRequest, RetryMark
-from penstock.rollout_service.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.rollout_service.proxy.build_episode import stored_rows
-from penstock.rollout_service.proxy.messages import Message
-from penstock.rollout_service.proxy.plan_prompt import PromptPlanner
-from penstock.rollout_service.proxy.renderer import ChatRenderer
-from penstock.rollout_service.proxy.session import AgentModel, EpisodeSession
-from penstock.rollout_service.proxy.settings import EpisodeLimits
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.packed_rows import BRANCH_TOKENS
 from penstock.trainer.learner.logprobs import CompletionScorer

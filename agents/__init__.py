@@ -1,0 +1,1 @@
+"""Environments of several turns, their hosting, and the token-exact proxy of agents; may import rollout_service and protocol. Read `README.md`."""

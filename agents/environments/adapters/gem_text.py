@@ -1,0 +1,109 @@
+"""`gem`: a text environment of GEM (the package `gem-llm`), which reads the action from the answer itself.
+
+GEM draws from the generators of the whole process (`random` and `numpy.random`). Each call of an episode therefore runs with that episode's
+states of them, and no two calls at once: equal seeds and answers make equal episodes, however many are played.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import threading
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any, TypeVar
+
+import numpy as np
+
+from penstock.agents.environments.adapters.text_steps import (
+    StepEnvironment,
+    StepOptions,
+    World,
+    checked_reward,
+    text_of,
+)
+from penstock.protocol.errors import ConfigError
+
+Value = TypeVar("Value")
+
+_GENERATORS = threading.Lock()
+
+
+class GemOptions(StepOptions):
+    """Options of ``gem``."""
+
+
+class _GemWorld(World):
+    """An environment made by `gem.make`."""
+
+    def __init__(self, options: GemOptions) -> None:
+        """Make it; raises ConfigError without the library."""
+        first = random.Random(0).getstate()  # noqa: S311 - a game, no secret
+        self._drawn: tuple[Any, Any] = (first, np.random.RandomState(0).get_state())
+        self._env = self._with_generators(lambda: _gem().make(options.id, **options.make))
+        self._id = options.id
+
+    @property
+    def version(self) -> str:
+        """The environment and the library's version."""
+        return f"{self._id}, gem-llm {metadata.version('gem-llm')}"
+
+    def reset(self, seed: int) -> str:
+        observation, info = self._with_generators(
+            lambda: self._env.reset(seed=seed % 2**32)
+        )  # numpy takes no more bits
+        return _seen(observation, info)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        observation, reward, terminated, truncated, info = self._with_generators(lambda: self._env.step(action))
+        return _seen(observation, info), checked_reward(reward), bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            close()
+
+    def _with_generators(self, call: Callable[[], Value]) -> Value:
+        """Return what a call returns that draws with the states of this episode."""
+        with _GENERATORS:
+            others = random.getstate(), np.random.get_state()
+            random.setstate(self._drawn[0])
+            np.random.set_state(self._drawn[1])
+            try:
+                return call()
+            finally:
+                self._drawn = random.getstate(), np.random.get_state()
+                random.setstate(others[0])
+                np.random.set_state(others[1])
+
+
+def _seen(observation: Any, info: Mapping[str, Any]) -> str:
+    """Return an observation between the prefix and the suffix of its info, as GEM's own wrapper joins them."""
+    text = text_of(observation)
+    suffix = str(info.get("suffix", ""))
+    between = "\n" if suffix and text and not text.endswith("\n") else ""
+    return f"{info.get('prefix', '')}{text}{between}{suffix}"
+
+
+def _gem() -> Any:
+    """Return the library; raises ConfigError without it."""
+    try:
+        gem = importlib.import_module("gem")  # here: only a worker that plays one of its environments needs it
+        importlib.import_module("gem.envs")  # registers them
+    except ImportError as err:
+        raise ConfigError(f"gem is not installed ({err}); run: pip install gem-llm") from None
+    return gem
+
+
+class Gem(StepEnvironment):
+    """The environment ``gem``."""
+
+    name = "gem"
+    options = GemOptions
+
+    def make(self, options: GemOptions) -> World:
+        """Return the environment, made anew for one episode."""
+        return _GemWorld(options)
+
+
+GEM = Gem()

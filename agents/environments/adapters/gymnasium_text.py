@@ -1,0 +1,162 @@
+"""`gymnasium`: an environment of Gymnasium whose observations and actions are text, or have names.
+
+The library is the extra ``gymnasium``. What is rendered as text (``render_mode = "ansi"``) can be the observation, and discrete actions get names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from penstock.agents.environments.adapters.text_steps import (
+    NoAction,
+    StepEnvironment,
+    StepOptions,
+    World,
+    checked_reward,
+    text_of,
+)
+from penstock.protocol.errors import ConfigError
+
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+
+
+class GymnasiumOptions(StepOptions):
+    """Options of ``gymnasium``."""
+
+    observation: Literal["observation", "render"] = Field(
+        "observation",
+        description='What the policy reads: the observation, as JSON if it is no text, or what render() returns as text; for that write make.render_mode = "ansi".',
+    )
+    actions: list[str] = Field(
+        default_factory=list,
+        description="Names of discrete actions, in the order of their numbers. Empty: text, a number, or a list of numbers, as the environment has them.",
+    )
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [one.strip().lower() for one in self.actions]
+        if len(set(names)) != len(names) or "" in names:
+            raise ValueError(f"actions: expected different names that are not empty, got {self.actions}")
+        return self
+
+
+class _GymnasiumWorld(World):
+    """An environment made by `gymnasium.make`."""
+
+    def __init__(self, options: GymnasiumOptions) -> None:
+        """Make it; raises ConfigError for one whose actions cannot be written as text."""
+        self._options = options
+        self._env = _gymnasium().make(options.id, **options.make)
+        try:
+            self._spaces = _gymnasium().spaces
+            self._check_actions()
+        except BaseException:
+            self._env.close()
+            raise
+
+    @property
+    def version(self) -> str:
+        """The environment and the library's version."""
+        spec = self._env.spec
+        return f"{spec.id if spec is not None else self._options.id}, gymnasium {_gymnasium().__version__}"
+
+    def reset(self, seed: int) -> str:
+        observation, _ = self._env.reset(seed=seed)
+        return self._seen(observation)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        observation, reward, terminated, truncated, info = self._env.step(self._action(action))
+        return self._seen(observation), checked_reward(reward), bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _seen(self, observation: Any) -> str:
+        if self._options.observation == "observation":
+            return text_of(observation)
+        shown = self._env.render()
+        if not isinstance(shown, str):
+            raise TypeError(
+                f'render() returns a {type(shown).__name__}, expected text; write make.render_mode = "ansi" if {self._options.id} has it'
+            )
+        return shown
+
+    def _check_actions(self) -> None:
+        space, names = self._env.action_space, self._options.actions
+        if names:
+            if not isinstance(space, self._spaces.Discrete) or space.n != len(names):
+                raise ConfigError(
+                    f"options.actions has {len(names)} names, and the actions of {self._options.id} are {space}"
+                )
+        elif not isinstance(
+            space,
+            (
+                self._spaces.Text,
+                self._spaces.Discrete,
+                self._spaces.MultiDiscrete,
+                self._spaces.MultiBinary,
+                self._spaces.Box,
+            ),
+        ):
+            raise ConfigError(
+                f"the actions of {self._options.id} are {space}, which no text of an answer can be; wrap it"
+            )
+
+    def _action(self, text: str) -> Any:
+        """Return the action that a text names; raises NoAction."""
+        space, names = self._env.action_space, self._options.actions
+        if names:
+            lowered = [one.strip().lower() for one in names]
+            if text.lower() not in lowered:
+                raise NoAction(f"The answer is none of the actions {', '.join(names)}.")
+            return space.start + lowered.index(text.lower())
+        if isinstance(space, self._spaces.Text):
+            action: Any = text
+        elif isinstance(space, self._spaces.Discrete):
+            action = int(text) if _WHOLE.fullmatch(text) else None
+        else:
+            action = _numbers(text, space.dtype)
+        if action is None or not space.contains(action):
+            raise NoAction(f"The answer is no action of {space}.")
+        return action
+
+
+def _numbers(text: str, dtype: Any) -> Any:
+    """Return the array that a JSON text of numbers holds; raises NoAction."""
+    try:
+        value = np.asarray(json.loads(text))
+        made = value.astype(dtype)
+    except (ValueError, TypeError, RecursionError, OverflowError):
+        raise NoAction("The answer is no list of numbers, as JSON.") from None
+    if value.dtype.kind not in "iuf" or (made.dtype.kind in "iu" and not np.array_equal(made, value)):
+        raise NoAction("The answer is no list of numbers of the right kind.")
+    return made
+
+
+def _gymnasium() -> Any:
+    """Return the library; raises ConfigError without it."""
+    try:
+        import gymnasium  # noqa: PLC0415 - only a worker that plays one of its environments needs it
+    except ImportError as err:
+        raise ConfigError(f'gymnasium is not installed ({err}); run: pip install "penstock[gymnasium]"') from None
+    return gymnasium
+
+
+class Gymnasium(StepEnvironment):
+    """The environment ``gymnasium``."""
+
+    name = "gymnasium"
+    options = GymnasiumOptions
+
+    def make(self, options: GymnasiumOptions) -> World:
+        """Return the environment, made anew for one episode."""
+        return _GymnasiumWorld(options)
+
+
+GYMNASIUM = Gymnasium()

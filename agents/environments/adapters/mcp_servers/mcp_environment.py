@@ -1,0 +1,190 @@
+"""`mcp`: the policy calls the tools of MCP servers, until it answers without a call.
+
+Each episode has sessions of its own. MCP knows neither rewards nor seeds: the reward is that of a reward function or endpoint, which sees the
+conversation, or what a tool that the policy cannot call (`options.reward_tool`) says at the end; the seed is in the variable
+`PENSTOCK_SEED` of a server's process, and in the header `Penstock-Seed` of every request to a URL.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from penstock.agents.environments.adapters.mcp_servers.connection import LISTS_WITHIN_S, Result, ServerFailed
+from penstock.agents.environments.adapters.mcp_servers.options import McpOptions
+from penstock.agents.environments.adapters.mcp_servers.sessions import (
+    McpSessions,
+    Reached,
+    ServerTool,
+    side_by_side,
+    sweep,
+)
+from penstock.agents.environments.episode_environment import Attempt, Begun, RowUnfit, Site
+from penstock.agents.environments.play import Play, Reply, Row, done
+from penstock.agents.environments.tools.output_limit import shortened
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.proxy.messages import Message, ToolCall
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.endpoints.target_policy import OwnServer
+from penstock.protocol.errors import ConfigError
+from penstock.rollout_service.environments.environment import Sampler
+
+
+class McpPlay(Play):
+    """One episode."""
+
+    def __init__(self, seed: int, row: Row, options: McpOptions, reached: Reached) -> None:
+        """Note the options; nothing is connected before `start`. Raises ValueError for a row without a prompt."""
+        if not row.messages or row.messages[-1].role != "user":
+            raise ValueError("its messages are none, or do not end with one of the user")
+        self._row, self._options = row, options
+        self._sessions = McpSessions(seed, options, reached)
+        self._tools: dict[str, ServerTool] = {}
+        self._reward: ServerTool | None = None
+
+    async def start(self) -> Sequence[Message]:
+        """Connect to all servers, learn their tools, and return the row's messages; raises ServerFailed, or ConfigError for a tool that none has."""
+        listed, several = await self._sessions.open(), len(self._options.servers) > 1
+        found = {f"{tool.server}__{tool.name}" if several else tool.name: tool for tool in listed}
+        wanted = self._options.tools or [name for name in found if name != self._options.reward_tool]
+        missing = {*wanted, *filter(None, [self._options.reward_tool])} - set(found)
+        if missing:
+            raise ConfigError(
+                f"no MCP server has the tools {sorted(missing)}; they have {', '.join(sorted(found)) or 'none'}"
+            )
+        self._tools = {name: found[name] for name in wanted}
+        self._reward = found.get(self._options.reward_tool)
+        self.tools = tuple(tool.as_function(name) for name, tool in self._tools.items())
+        return self._row.messages
+
+    async def step(self, answer: Message) -> Reply:
+        """Make the calls of an answer and reply with their results; an answer without one ends the episode. Raises ServerFailed."""
+        if not answer.tool_calls:
+            return done(await self._rewarded(answer.content))
+        results = await side_by_side(self._result(call, number) for number, call in enumerate(answer.tool_calls))
+        messages = [
+            Message("tool", self._cut(result.text), tool_call_id=call.id, name=call.name)
+            for call, result in zip(answer.tool_calls, results, strict=True)
+        ]
+        errors = sum(result.is_error for result in results)
+        return Reply(tuple(messages), parts={"tool_calls": float(len(results)), "tool_errors": float(errors)})
+
+    async def score(self) -> float:
+        """Return the reward of an episode that ended without a last answer."""
+        return await self._rewarded("")
+
+    async def close(self) -> None:
+        """End the sessions, and the processes of servers."""
+        await self._sessions.close()
+
+    async def _result(self, call: ToolCall, number: int) -> Result:
+        if number >= self._options.max_parallel_calls:
+            return _error(f"only the first {self._options.max_parallel_calls} calls of an answer are made")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return _error(f"there is no tool {call.name[:100]!r}; there are {', '.join(self._tools) or 'none'}")
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except (ValueError, RecursionError) as err:
+            return _error(f"the arguments are no JSON: {str(err)[:200]}")
+        if not isinstance(arguments, dict):
+            return _error("the arguments are no JSON object")
+        return await tool.connection.call(tool.name, arguments)
+
+    async def _rewarded(self, answer: str) -> float:
+        if self._reward is None:
+            return 0.0
+        known = self._reward.described.input_schema.get("properties", {})
+        given = {"answer": answer, "ground_truth": self._row.ground_truth}
+        result = await self._reward.connection.call(
+            self._reward.name, {key: value for key, value in given.items() if key in known}
+        )
+        value = None if result.is_error else _reward_of(result)
+        if value is None:
+            raise ServerFailed(
+                f'the tool {self._options.reward_tool} returns no reward (a number, or {{"reward": NUMBER}}): {result.text[:200]!r}'
+            )
+        return value
+
+    def _cut(self, text: str) -> str:
+        return shortened(text, self._options.max_output_chars, self._options.output_cut)
+
+
+class Mcp(TurnEnvironment):
+    """The environment ``mcp``."""
+
+    name = "mcp"
+    options = McpOptions
+
+    def __init__(self) -> None:
+        """Start without servers."""
+        super().__init__()
+        self._own: tuple[OwnServer, ...] = ()
+        self._reached: Reached | None = None
+
+    def never_call(self, servers: Sequence[OwnServer]) -> None:
+        """Note the run's own servers, which no URL may lead to."""
+        self._own = tuple(servers)
+
+    def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
+        """Return this environment under another name; raises ConfigError for a deadline of replies that is over before one of calls."""
+        other = super().defined(name, definition)
+        least = other.chosen.call_deadline_s + LISTS_WITHIN_S
+        if definition.reply_deadline_s <= least:
+            raise ConfigError(
+                f"environment.define.{name}.reply_deadline_s = {definition.reply_deadline_s:g}: expected more than {least:g}, which is "
+                f"options.call_deadline_s and {LISTS_WITHIN_S:g} s to see whether the server still answers"
+            )
+        return other
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is, and read the tokens; raises ConfigError without the library, or for a file that cannot be read."""
+        super().use_model(folder, context_tokens)
+        if self.chosen is not None:
+            self._reached = Reached.of(self.chosen, self._own)
+
+    def play(self, seed: int, row: Row, options: McpOptions) -> McpPlay:
+        """Return the play of one episode, with the servers of the run file, whatever ``options`` say: they have commands, which are run."""
+        if self.chosen is None:
+            raise ValueError(
+                'mcp needs servers: write [environment.define.NAME] with type = "mcp" and options.servers, and name that'
+            )
+        self._reached = self._reached or Reached.of(self.chosen, self._own)  # tried without a model
+        return McpPlay(seed, row, self.chosen, self._reached)
+
+    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
+        """Play one episode; raises EngineError, or RowUnfit where nothing would give a reward."""
+        if begun.task.reward.name == "environment" and self.chosen is not None and not self.chosen.reward_tool:
+            raise RowUnfit(
+                'an MCP server gives no reward: write options.reward_tool, or another reward.name than "environment"'
+            )
+        return await super().attempt(site, begun, sampler)
+
+    def _prepare(self) -> Site:
+        sweep()
+        return super()._prepare()
+
+
+def _error(text: str) -> Result:
+    return Result(f"error: {text}", is_error=True)
+
+
+def _reward_of(result: Result) -> float | None:
+    """Return the reward that a result holds; None if it holds none."""
+    value = result.structured
+    if value is None:
+        try:
+            value = json.loads(result.text)
+        except (ValueError, RecursionError):
+            return None
+    if isinstance(value, dict):
+        value = value.get("reward", value.get("result"))  # the library wraps a plain number as result
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+MCP = Mcp()

@@ -1,0 +1,215 @@
+"""A session with a NeMo-Gym resources server: `/seed_session`, its tools, `/verify`; and a free server among several.
+
+The requests are those of `responses_api_agents/simple_agent`; the session is what the server keeps in its cookies.
+
+What becomes of a call:
+
+| what happens                                                              | then                                              |
+|---------------------------------------------------------------------------|---------------------------------------------------|
+| the tool answers                                                          | text for the policy                               |
+| HTTP 4xx or 500: wrong arguments, or the tool raised                      | text for the policy                               |
+| no answer within `call_deadline_s`, and the server still answers `GET /`   | text for the policy                               |
+| another status, no such path, no access, no UTF-8, a longer answer        | the server has failed: the episode is begun again |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.agents.environments.adapters.nemo_gym.options import NemoGymOptions
+from penstock.agents.environments.over_http.client import PASSING
+from penstock.agents.environments.over_http.places import take_place
+from penstock.agents.environments.over_http.servers import Server, Servers
+from penstock.agents.environments.server_token import read_token
+from penstock.protocol.endpoints import strict_json
+from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
+from penstock.protocol.errors import PenstockError
+from penstock.rollout_service.http_connections import Answer, ConnectionFailed, HttpConnections
+
+ALIVE_WITHIN_S = 10.0  # a server that has not answered a call answers anything within this time
+_KEEP_S = 60.0
+_FULL_S = 1.0  # between two questions of a server that takes no session
+_MAX_COOKIE_CHARS = 8192  # of all cookies of a session
+_MAX_PARTS = 64
+_MAX_REWARD = 1e30  # a whole number of JSON may be larger than a float
+_NO_ACCESS = (401, 403, 405, 407)  # the run file is wrong, not the policy
+_NO_PATH = {"detail": "Not Found"}  # FastAPI's answer where nothing is served; a tool's own 404 says what was not found
+
+
+class GymFailed(PenstockError):
+    """The server failed, or answers what the protocol does not know: the episode is begun again."""
+
+
+class _Busy(PenstockError):
+    """The server takes no session now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The answer of `/verify`."""
+
+    reward: float
+    parts: Mapping[str, float]  # `reward_components`
+
+
+class GymSession:
+    """One episode's session with one server."""
+
+    def __init__(self, connections: HttpConnections, server: Server, seed: int, call_deadline_s: float) -> None:
+        """Nothing is sent before `begin`."""
+        self._connections, self._server, self._seed = connections, server, seed
+        self._call_deadline_s = call_deadline_s
+        self._cookies: dict[str, str] = {}
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """Have the server prepare the row; raises _Busy, ConnectionFailed, GymFailed."""
+        answer = await self._post("seed_session", row)
+        if answer.status in PASSING:
+            raise _Busy(self._said("seed_session", answer))
+        self._value("seed_session", answer)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+        """Return what the policy reads of a call, and whether it is an error; raises GymFailed, ConnectionFailed."""
+        try:
+            async with asyncio.timeout(self._call_deadline_s):
+                answer = await self._post(tool, arguments)
+        except TimeoutError:
+            await self._check_answers(tool)
+            return f"error: no answer within {self._call_deadline_s:g} seconds", True
+        is_text = answer.status == 500 or (400 <= answer.status < 500 and answer.status not in _NO_ACCESS)
+        if answer.status in PASSING or not (is_text or 200 <= answer.status < 300):
+            raise GymFailed(self._said(tool, answer))
+        try:
+            text = answer.body.decode("utf-8")
+        except UnicodeDecodeError:
+            raise GymFailed(f"{self._server.url}/{tool} answers what is not UTF-8") from None
+        if answer.status == 404 and _parsed(text) == _NO_PATH:
+            raise GymFailed(f"{self._server.url} has no tool {tool}, which the row names")
+        return (f"error: HTTP {answer.status}: {text}", True) if is_text else (text, False)
+
+    async def verify(self, body: Mapping[str, Any]) -> Verified:
+        """Return the reward; raises GymFailed, ConnectionFailed."""
+        value = self._value("verify", await self._post("verify", body))
+        if not isinstance(value, dict) or "reward" not in value:
+            raise GymFailed(f"{self._server.url}/verify answers no object with a reward")
+        if value.get("mask_sample"):
+            reason = f"{value.get('failure_kind')}: {value.get('failure_reason')}"
+            raise GymFailed(
+                f"{self._server.url}/verify says that its reward measures nothing (mask_sample): {reason[:500]}"
+            )
+        components = value.get("reward_components")
+        named = components if isinstance(components, dict) else {}
+        if len(named) > _MAX_PARTS:
+            raise GymFailed(f"{self._server.url}/verify answers {len(named)} reward_components, at most {_MAX_PARTS}")
+        parts = {name: self._number(one, f"reward_components.{name[:100]}") for name, one in named.items()}
+        return Verified(self._number(value["reward"], "reward"), parts)
+
+    def end(self) -> None:
+        """Give the place back; the protocol has no end of a session that an agent began."""
+        self._server.running -= 1
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Answer:
+        headers = {"Penstock-Seed": str(self._seed)}
+        if self._cookies:
+            headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in self._cookies.items())
+        answer = await self._connections.send("POST", f"{self._server.url}/{path}", json.dumps(body).encode(), headers)
+        self._cookies |= answer.cookies
+        if sum(len(name) + len(value) for name, value in self._cookies.items()) > _MAX_COOKIE_CHARS:
+            raise GymFailed(f"{self._server.url} sets cookies of more than {_MAX_COOKIE_CHARS} characters")
+        return answer
+
+    async def _check_answers(self, tool: str) -> None:
+        """Raise GymFailed unless the server still answers."""
+        problem = f"no answer within {ALIVE_WITHIN_S:g} s"
+        try:
+            async with asyncio.timeout(ALIVE_WITHIN_S):
+                await self._connections.send("GET", f"{self._server.url}/")
+                return
+        except TimeoutError:
+            pass
+        except PenstockError as err:
+            problem = str(err)
+        raise GymFailed(
+            f"{self._server.url} did not answer a call of {tool}, and does not answer GET / either: {problem}"
+        )
+
+    def _value(self, path: str, answer: Answer) -> Any:
+        if answer.status != 200:
+            raise GymFailed(self._said(path, answer))
+        try:
+            return strict_json.loads(answer.body)
+        except strict_json.AmbiguousJson as err:
+            raise GymFailed(f"{self._server.url}/{path} answers what is no JSON: {err}") from None
+
+    def _said(self, path: str, answer: Answer) -> str:
+        where = answer.headers.get("Location")
+        said = (
+            f"to {where[:200]!a}, which is not followed"
+            if where
+            else ascii(answer.body[:300].decode("utf-8", "replace"))
+        )
+        return f"{self._server.url}/{path} answers HTTP {answer.status}: {said}"
+
+    def _number(self, value: Any, field: str) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or abs(value) > _MAX_REWARD:
+            raise GymFailed(f"{self._server.url}/verify: {field} is {str(value)[:100]!a}, expected a number")
+        return float(value)
+
+
+class Sessions:
+    """The servers of one environment, and the connections to them."""
+
+    def __init__(self, options: NemoGymOptions, own: Sequence[OwnServer]) -> None:
+        """Prepare; nothing is sent before the first episode. Raises ConfigError for a token that cannot be read."""
+        token = read_token(options.token_file, "options.token_file") if options.token_file else ""
+        self._connections = HttpConnections(
+            keep_s=_KEEP_S,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            policy=TargetPolicy(options.allowed_targets, own, key="options.allowed_targets"),
+            max_answer_bytes=options.max_message_bytes,
+        )
+        self._servers = Servers(options.urls)
+        self._options = options
+
+    async def open(self, row: Mapping[str, Any], seed: int) -> GymSession:
+        """Return a session that a server has begun; waits for one that takes it. Raises GymFailed."""
+        ends, last = time.monotonic() + self._options.place_deadline_s, "all servers rest"
+        while (server := await take_place(self._servers, ends)) is not None:
+            try:
+                return await self._open_at(server, row, seed)
+            except _Busy as err:
+                server.is_full(time.monotonic(), _FULL_S)
+                last = str(err)
+            except ConnectionFailed as err:
+                last = str(err)
+        raise GymFailed(f"no session within {self._options.place_deadline_s:g} s (options.place_deadline_s): {last}")
+
+    async def _open_at(self, server: Server, row: Mapping[str, Any], seed: int) -> GymSession:
+        session = GymSession(self._connections, server, seed, self._options.call_deadline_s)
+        try:
+            await session.begin(row)
+        except BaseException as err:
+            if not isinstance(err, _Busy):  # cancelled: it took longer than a reply may
+                server.failed(time.monotonic())
+            session.end()
+            raise
+        server.works()
+        return session
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._connections.close()
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

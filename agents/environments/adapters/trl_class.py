@@ -1,0 +1,171 @@
+"""`trl`: a class as TRL's `environment_factory` takes it, unchanged.
+
+Its method `reset` gets the row's columns, and what it returns is appended to the prompt; its other public methods are the tools that the policy
+calls; `get_reward`, if it has one, is the episode's reward. A tool that raises answers the policy with the error, as in TRL 1.16
+(`trl/trainer/grpo_trainer.py`). The schema of a tool is read from its type hints and docstring by `transformers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from penstock.agents.environments.episode_environment import PlayOptions
+from penstock.agents.environments.play import Play, Reply, Row, done
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.proxy.messages import Message, ToolCall
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.extensions import load_attribute
+
+_THREADS = ThreadPoolExecutor(32, thread_name_prefix="trl")  # plain methods run on these, and stop nobody else
+
+
+class TrlOptions(PlayOptions):
+    """Options of ``trl``."""
+
+    factory: str = Field(
+        min_length=1, description="The class, or a function that makes an instance: module:NAME or FILE.py:NAME."
+    )
+
+
+def methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
+    """Return the tools of an instance by name; listed on its class, as TRL does, since properties are none."""
+    found = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    names = [name for name, _ in found if name not in ("reset", "get_reward") and not name.startswith("_")]
+    return {name: getattr(instance, name) for name in names}
+
+
+class TrlPlay(Play):
+    """One episode of an instance of its own."""
+
+    def __init__(self, seed: int, row: Row, make: Callable[[], Any]) -> None:
+        """Note the row; raises ValueError for one that does not end with a message of the user."""
+        if not row.messages or row.messages[-1].role != "user":
+            raise ValueError("its messages are none, or do not end with one of the user")
+        self._seed, self._row, self._make = seed, row, make
+        self._instance: Any = None
+        self._methods: dict[str, Callable[..., Any]] = {}
+
+    async def start(self) -> tuple[Message, ...]:
+        """Reset an instance with the row's columns; return the prompt, with what `reset` returned behind it."""
+        self._instance = await _called(self._make, {})
+        self._methods = methods_of(self._instance)
+        self.tools = tuple(_schema(method) for method in self._methods.values())
+        said = await _called(self._instance.reset, self._columns())
+        if said is None:
+            return self._row.messages
+        if not isinstance(said, str):
+            raise TypeError(f"reset() returns None or a text, got {type(said).__name__}")
+        *before, last = self._row.messages
+        return (*before, Message("user", last.content + said))
+
+    async def step(self, answer: Message) -> Reply:
+        """Call the methods of an answer, one after another; an answer without a call is the last one."""
+        if not answer.tool_calls:
+            return done(await self.score())
+        messages: list[Message] = []
+        failed = 0
+        for call in answer.tool_calls:
+            text, is_error = await self._result(call)
+            messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
+            failed += is_error
+        return Reply(tuple(messages), parts={"tool_calls": float(len(messages)), "tool_errors": float(failed)})
+
+    async def score(self) -> float:
+        """Return what `get_reward` says of the episode; 0 without that method."""
+        method = getattr(self._instance, "get_reward", None)
+        if method is None:
+            return 0.0
+        reward = float(await _called(method, {}))
+        if not math.isfinite(reward):
+            raise ValueError(f"get_reward() returns {reward}, expected a finite number")
+        return reward
+
+    def _columns(self) -> dict[str, Any]:
+        """Return what `reset` gets: the prompt, the columns of extra_info, the ground truth, and the seed if it has a parameter for it."""
+        columns: dict[str, Any] = {
+            "prompt": [{"role": one.role, "content": one.content} for one in self._row.messages],
+            **self._row.extra_info,
+        }
+        taken = inspect.signature(self._instance.reset).parameters
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+        for name, value in (("ground_truth", self._row.ground_truth), ("seed", self._seed)):
+            if name in taken or takes_all:
+                columns.setdefault(name, value)
+        return columns
+
+    async def _result(self, call: ToolCall) -> tuple[str, bool]:
+        """Return the text that a call answers, and whether it is an error."""
+        try:
+            method = self._methods.get(call.name)
+            if method is None:
+                raise ValueError(f"Tool {call.name} not found.")
+            arguments = json.loads(call.arguments or "{}")
+            return str(await _called(method, arguments)), False
+        except Exception as err:  # noqa: BLE001 - an author's tool raises what it likes, and TRL tells the policy
+            return str({"error": str(err)}), True
+
+
+async def _called(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Return what a method returns; a plain one runs on a thread."""
+    if inspect.iscoroutinefunction(method):
+        return await method(**arguments)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, functools.partial(method, **arguments))
+
+
+def _schema(method: Callable[..., Any]) -> dict[str, Any]:
+    """Return a method as the chat completions API describes a function; raises ConfigError for one without hints or docstring."""
+    try:
+        from transformers.utils import get_json_schema  # noqa: PLC0415 - only a worker that plays such a class needs it
+    except ImportError as err:
+        raise ConfigError(f"transformers, which reads the tools of a class, is not installed ({err})") from None
+    try:
+        return get_json_schema(method)
+    except Exception as err:
+        raise ConfigError(f"the method {method.__name__} is no tool: {type(err).__name__}: {err}") from err
+
+
+class Trl(TurnEnvironment):
+    """The environment ``trl``."""
+
+    name = "trl"
+    options = TrlOptions
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is, and make one instance; raises ConfigError for what is no such class."""
+        super().use_model(folder, context_tokens)
+        if self.chosen is None:
+            return
+        make = load_attribute(self.chosen.factory, f"environment {self.name}: options.factory")
+        if not callable(make):
+            raise ConfigError(
+                f"environment {self.name}: {self.chosen.factory} is a {type(make).__name__}, which makes no instance"
+            )
+        try:
+            instance = make()
+        except Exception as err:
+            raise ConfigError(
+                f"environment {self.name}: {self.chosen.factory}() failed: {type(err).__name__}: {err}"
+            ) from err
+        if not callable(getattr(instance, "reset", None)):
+            raise ConfigError(f"environment {self.name}: {type(instance).__name__} has no method reset")
+        for method in methods_of(instance).values():
+            _schema(method)
+
+    def play(self, seed: int, row: Row, options: TrlOptions) -> TrlPlay:
+        """Return the play of one episode; raises ConfigError for a class that cannot be imported."""
+        make = load_attribute(options.factory, "options.factory")
+        assert callable(make)
+        return TrlPlay(seed, row, make)
+
+
+TRL = Trl()

@@ -1,0 +1,62 @@
+"""`verifiers`: tasks, harnesses and rewards of the library verifiers; each episode is a program of an interpreter that has it.
+
+Its harness talks to the token-exact proxy as to any model. The program is `verifiers_runner.py`, which ends as every program does (`program.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, JsonValue
+
+from penstock.agents.environments.episode_environment import PlayOptions
+from penstock.agents.environments.program import Program, ProgramOptions
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+
+_RUNNER = Path(__file__).with_name("verifiers_runner.py")
+
+
+class VerifiersOptions(PlayOptions):
+    """What verifiers plays, and with which interpreter."""
+
+    python: str = Field(
+        min_length=1, description="An interpreter that has verifiers 0.4; it needs nothing of Penstock."
+    )
+    config: dict[str, JsonValue] = Field(
+        description="The block [env] of verifiers: taskset.id, and what else differs from its defaults."
+    )
+    folder: str = Field(
+        ".",
+        description="Where it starts, relative to the worker's working folder; tasksets are imported from there too.",
+    )
+    variables: dict[str, str] = Field(default_factory=dict, description="Its environment variables.")
+    pass_variables: list[str] = Field(default_factory=list, description="Variables of the worker that it gets too.")
+    version: str = Field("", max_length=200, description="Recorded with each episode; raise it when the tasks change.")
+
+
+class Verifiers(Program):
+    """The environment ``verifiers``."""
+
+    name = "verifiers"
+    options = VerifiersOptions
+
+    def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
+        """Return the program of this environment under another name; raises ConfigError for wrong options."""
+        other = super().defined(name, definition)
+        chosen: VerifiersOptions = other.chosen
+        folder = str(Path(chosen.folder).absolute())
+        other.chosen = ProgramOptions.model_validate(
+            {
+                "command": [chosen.python, str(_RUNNER), json.dumps(chosen.config)],
+                "folder": chosen.folder,
+                "variables": {"PYTHONPATH": folder, **chosen.variables},
+                "pass_variables": chosen.pass_variables,
+                "version": chosen.version,
+            }
+        )
+        return other
+
+
+VERIFIERS = Verifiers()

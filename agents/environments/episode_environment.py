@@ -1,0 +1,272 @@
+"""What environments of several turns and programs share: a group of episodes for each task, begun again where they fail.
+
+`TurnEnvironment` plays an author's class, `Program` runs a program; each makes one attempt at an episode, recorded token for token by
+`proxy/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import hashlib
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import structlog
+from pydantic import ValidationError
+
+from penstock.agents.environments.play_episode import Played
+from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
+from penstock.agents.proxy.build_episode import counts_of, messages_json, stored_rows
+from penstock.agents.proxy.plan_prompt import PromptPlanner
+from penstock.agents.proxy.renderer import ChatRenderer
+from penstock.agents.proxy.rows import TreeRows
+from penstock.agents.proxy.session import AgentModel, EpisodeSession
+from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.connection import Section
+from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
+from penstock.protocol.episode import Episode, EpisodeRow
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.facts import Task
+from penstock.protocol.seeds import derived_seed
+from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
+from penstock.rollout_service.errors import EngineError, TaskRefused
+from penstock.rollout_service.run_images import RunImages
+
+log = structlog.get_logger("rollout.environment")
+
+_FAILED = "environment_failed"  # the reason of a dead letter
+_THREADS = 32  # plain methods of plays run on these; one that never returns keeps its thread
+
+
+class PlayOptions(Section):
+    """Base class of the options of an environment; this one has none. Its fields are keys of the run file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all episodes of a worker share."""
+
+    model: AgentModel
+    running: asyncio.Semaphore  # one place for each episode that is played
+    executor: ThreadPoolExecutor  # for what would stop the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Which attempt at which episode is made."""
+
+    name: str  # the same in every attempt
+    task: Task
+    attempt: int
+    seed: int
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """The seed of this attempt's answers; None: they are random."""
+        return None if self.task.seed is None else derived_seed(self.task.seed, self.name, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt at an episode, after its end."""
+
+    session: EpisodeSession
+    made: TreeRows
+    played: Played
+    version: str = ""  # of the rules, where the environment learns it with the episode
+
+
+class RowUnfit(Exception):
+    """No episode can be made of a row; trying again would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempted:
+    """The last attempt at one episode; ``episode`` is None if none of them can be trained on."""
+
+    episode: Episode | None
+    problem: str
+
+
+class EpisodeEnvironment(Environment):
+    """Makes the episodes of each group, all with the same seed."""
+
+    version: ClassVar[str] = ""  # recorded with each episode; raise it when the rules change
+    options: ClassVar[type[PlayOptions]] = PlayOptions  # what `environment.define.NAME.options` may hold
+
+    def __init__(self) -> None:
+        """Start with the default options and limits, and without a model."""
+        self.settings: EpisodeSettings = EpisodeSettings()  # pyright: ignore[reportCallIssue]
+        self.chosen: Any = None  # an instance of ``options``; None: its defaults
+        self._folder = Path()
+        self._context_tokens: int | None = None
+        self._site: Site | None = None
+        self._store: EpisodeStore | None = None
+        self._worker_places: asyncio.Semaphore | None = None
+        self._images: RunImages | None = None
+
+    @abstractmethod
+    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
+        """Make one attempt at an episode, and end its session; raises EngineError, or RowUnfit."""
+
+    def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
+        """Return this environment under another name, with options and limits; raises ConfigError for wrong options."""
+        try:
+            chosen = self.options.model_validate(definition.options)
+        except ValidationError as err:
+            problems = (f"{'.'.join(map(str, one['loc'])) or 'options'}: {one['msg']}" for one in err.errors())
+            raise ConfigError(
+                f"environment.define.{name}.options: {'; '.join(problems)}; {self.name} has "
+                f"{', '.join(self.options.model_fields) or 'no options'}"
+            ) from None
+        ANSWER_FORMATS.find(definition.answer_format)
+        other = copy.copy(self)
+        other.name = name  # pyright: ignore[reportAttributeAccessIssue]  (a defined one has its own)
+        other.settings, other.chosen = definition, chosen
+        return other
+
+    @property
+    def kept_staleness(self) -> int:
+        """The most versions by which an ended episode of an earlier delivery may be behind."""
+        return self.settings.kept_staleness
+
+    def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:
+        """Note where ended episodes are stored, and the places that all episodes of the worker share."""
+        self._store, self._worker_places = store, running
+
+    def use_images(self, images: RunImages) -> None:
+        """Note where the images of messages are stored."""
+        self._images = images
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is; its tokenizer and chat template are read with the first task, which may never come."""
+        self._folder, self._context_tokens, self._site = folder, context_tokens, None
+
+    async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Episode] | TaskRefused]:
+        """Return the episodes of each task, or why it has too few; raises EngineError."""
+        try:
+            site = self._site = self._site or await asyncio.to_thread(self._prepare)
+        except PenstockError as err:  # the model has no chat template, or none that can be used
+            return [TaskRefused(_FAILED, f"{task.group_id}: {self.name}: {err}") for task in tasks]
+        try:
+            async with asyncio.TaskGroup() as playing:
+                groups = [playing.create_task(self._group(site, self._limited(task), sampler)) for task in tasks]
+        except* EngineError as failures:
+            raise _first(failures) from None
+        return [group.result() for group in groups]
+
+    def _prepare(self) -> Site:
+        tokenizer = ChatTokenizer.read(self._folder)
+        planner = PromptPlanner(ChatRenderer(tokenizer), frozenset(tokenizer.eos_ids), self.settings.thinking)
+        model = AgentModel(planner, ANSWER_FORMATS.find(self.settings.answer_format).value, self._context_tokens)
+        executor = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"environment-{self.name}")
+        return Site(model, asyncio.Semaphore(self.settings.max_running), executor)
+
+    def _limited(self, task: Task) -> Task:
+        """Return a task whose answers are no longer than this environment's may be."""
+        most, sampling = self.settings.max_answer_tokens, task.sampling
+        if most is None or most >= sampling.max_new_tokens:
+            return task
+        return task.model_copy(update={"sampling": sampling.model_copy(update={"max_new_tokens": most})})
+
+    async def _group(self, site: Site, task: Task, sampler: Sampler) -> list[Episode] | TaskRefused:
+        ended = {one.index: one for one in self._store.take(task) if self._continues(task, one)} if self._store else {}
+        async with asyncio.TaskGroup() as playing:
+            numbers = [index for index in range(task.group_size) if index not in ended]
+            attempts = [playing.create_task(self._episode(site, task, index, sampler)) for index in numbers]
+        found = [attempt.result() for attempt in attempts]
+        episodes = [*ended.values(), *(one.episode for one in found if one.episode is not None)]
+        episodes.sort(key=lambda one: one.index)
+        needed = task.group_size if task.min_episodes is None else task.min_episodes
+        if len(episodes) >= max(needed, 1):
+            return episodes
+        problems = dict.fromkeys(one.problem for one in found if one.episode is None)
+        return TaskRefused(
+            _FAILED,
+            f"{task.group_id}: {len(episodes)} of {task.group_size} episodes of {self.name} could be played, {needed} are needed; "
+            f"in each of {self.settings.attempts} attempts: {'; '.join(problems)}",
+        )
+
+    async def _episode(self, site: Site, task: Task, index: int, sampler: Sampler) -> _Attempted:
+        seed, problem, begun_at = group_seed(task), "", time.monotonic()
+        for number in range(self.settings.attempts):
+            begun = Begun(f"{task.group_id}.{index}", task, number, seed)
+            async with site.running, self._worker_places or contextlib.nullcontext():
+                try:
+                    with in_episode(sampler) as own:
+                        attempt = await self.attempt(site, begun, own)
+                except RowUnfit as err:
+                    return _Attempted(None, f"no play for this row: {err}")
+                episode = self._record(begun, index, attempt)
+            if episode is not None:
+                if self._store is not None and time.monotonic() - begun_at >= self.settings.keep_after_s:
+                    await self._store.keep(task, episode)
+                return _Attempted(episode, "")
+            problem = f"{attempt.played.status}: {attempt.played.problem}"
+            log.warning("episode begun again", episode=begun.name, attempt=number, problem=problem)
+        return _Attempted(None, problem)
+
+    def _continues(self, task: Task, episode: Episode) -> bool:
+        """Return True for an ended episode of an earlier delivery that this environment would play alike."""
+        return (episode.environment, episode.seed) == (self.name, group_seed(task)) and episode.index < task.group_size
+
+    def limits(self) -> EpisodeLimits:
+        """Return what one episode may use."""
+        deadline_s = self.settings.episode_deadline_s
+        return EpisodeLimits(max_turns=self.settings.max_turns, answer_deadline_s=deadline_s)  # pyright: ignore[reportCallIssue]
+
+    def _record(self, begun: Begun, index: int, attempt: Attempt) -> Episode | None:
+        """Return the episode of an attempt; None if it is not one to train on."""
+        session, made, played = attempt.session, attempt.made, attempt.played
+        if played.status in ("failed", "expired") or played.time_spent_by == "tools" or not made.rows:
+            return None
+        numbers = sorted(span.turn for row in made.rows for span in row.spans if span.is_trained)
+        rows = [_with_rewards(row, numbers, played) for row in stored_rows(made, session.tree.turns)]
+        return Episode(
+            episode_id=session.id,
+            group_id=begun.task.group_id,
+            index=index,
+            environment=self.name,
+            environment_version=attempt.version or self.version,
+            seed=begun.seed,
+            status=played.status,
+            rows=tuple(rows),
+            attempt=begun.attempt,
+            time_spent_by=played.time_spent_by,
+            reward=float(sum(played.rewards.values())),
+            reward_parts=tuple(sorted(played.parts.items())),
+            messages=messages_json(session.messages),
+            counts=counts_of(session.counts, made),
+        )
+
+
+def group_seed(task: Task) -> int:
+    """Return the seed of a task's episodes: equal in the group, and in every attempt at it; 63 bits."""
+    if task.seed is not None:
+        return task.seed
+    digest = hashlib.sha256(f"{task.split}\0{task.group_id}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+def _with_rewards(row: EpisodeRow, numbers: Sequence[int], played: Played) -> EpisodeRow:
+    turns = tuple(
+        turn._replace(
+            reward=float(played.rewards.get(numbers[turn.number], 0.0)),
+            state=played.states.get(numbers[turn.number], ""),
+        )
+        for turn in row.turns
+    )
+    return replace(row, turns=turns)
+
+
+def _first(failures: BaseExceptionGroup[EngineError]) -> EngineError:
+    one = failures.exceptions[0]
+    return _first(one) if isinstance(one, BaseExceptionGroup) else one

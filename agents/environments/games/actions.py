@@ -1,0 +1,70 @@
+"""What the built-in games share: how an action is found in an answer, what a malformed one costs, what the policy reads first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from penstock.agents.environments.episode_environment import PlayOptions
+from penstock.agents.environments.play import Reply, Row
+from penstock.agents.proxy.messages import Message
+
+
+class PatternOptions(PlayOptions):
+    """Where an answer holds what counts, and what an answer without it costs."""
+
+    action_pattern: str = Field(
+        "",
+        description="A regular expression with one group: the action is what its last match in the answer holds, for example "
+        "`<answer>(.*?)</answer>`. Empty: the whole answer is the action.",
+    )
+    format_penalty: float = Field(
+        0.0,
+        le=0,
+        allow_inf_nan=False,
+        description="Reward of a turn whose answer is malformed: no action of the game, no call that can be made; 0 or less.",
+    )
+
+    @field_validator("action_pattern")
+    @classmethod
+    def _has_one_group(cls, value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as err:
+            raise ValueError(f"not a regular expression: {err}") from None
+        if value and groups != 1:
+            raise ValueError(f"expected one group in parentheses, got {groups}")
+        return value
+
+
+class ActionOptions(PatternOptions):
+    """Options of every built-in game."""
+
+    instructions: Literal["rules", "row"] = Field(
+        "rules",
+        description="What stands before the first state: the game's rules, or the last message of the row's prompt instead.",
+    )
+
+
+def find_action(answer: str, options: PatternOptions) -> str:
+    """Return the action that an answer holds, without spaces around it; empty if the pattern does not match."""
+    if not options.action_pattern:
+        return answer.strip()
+    found = re.findall(options.action_pattern, answer, re.DOTALL)
+    return found[-1].strip() if found else ""
+
+
+def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[Message, ...]:
+    """Return the first messages: the row's system messages, then one of the user with the instructions and the state."""
+    system = tuple(one for one in row.messages if one.role == "system")
+    prompt = row.messages[-1].content if row.messages else ""
+    text = rules if options.instructions == "rules" else prompt
+    return (*system, Message("user", "\n".join(filter(None, [text, state]))))
+
+
+def malformed(options: ActionOptions, text: str, state: str, parts: Mapping[str, float]) -> Reply:
+    """Return the reply to an answer that holds no action of the game: a text, the penalty, and the state as it was."""
+    return Reply((Message("user", text),), options.format_penalty, False, {**parts, "malformed": 1.0}, state)

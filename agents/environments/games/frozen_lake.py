@@ -1,0 +1,138 @@
+"""`frozen_lake`: walk from the upper left corner to the lower right one, and into no hole.
+
+The rules are Gymnasium's FrozenLake: reward 1 at the goal and 0 in a hole, and on slippery ice a move goes where it was meant
+or to either side of it, with a chance of one third each. Maps are drawn from the seed until one can be crossed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import NamedTuple
+
+from pydantic import Field
+
+from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
+from penstock.agents.environments.play import Play, Reply, Row
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.proxy.messages import Message
+
+_STEPS = {
+    "left": (0, -1),
+    "down": (1, 0),
+    "right": (0, 1),
+    "up": (-1, 0),
+}  # in turning order: neighbours are at right angles
+_MOVES = {name[:end]: name for name in _STEPS for end in (1, len(name))}
+_DRAWS = 10_000  # maps that are drawn before the options are refused
+_RULES = (
+    "You are on a frozen lake. P is you, G the goal, O a hole, _ ice. Walk to the goal and into no hole. "
+    "Answer with one move: left, right, up or down."
+)
+
+
+class FrozenLakeOptions(ActionOptions):
+    """Options of ``frozen_lake``."""
+
+    size: int = Field(4, ge=2, le=16, description="Rows and columns of the lake.")
+    hole_chance: float = Field(0.2, ge=0, le=0.8, description="How often a field other than start and goal is a hole.")
+    is_slippery: bool = Field(
+        False, description="A move goes to either side of where it was meant in two of three cases."
+    )
+
+
+class Place(NamedTuple):
+    """Row and column of a field, counted from the upper left corner."""
+
+    row: int
+    column: int
+
+
+def draw_lake(seed: int, size: int, hole_chance: float) -> frozenset[Place]:
+    """Return the holes of the first map drawn from the seed that can be crossed; raises ValueError if none is found."""
+    draw = random.Random(seed)  # noqa: S311  a game, no secret
+    for _ in range(_DRAWS):
+        fields = [Place(row, column) for row in range(size) for column in range(size)]
+        holes = frozenset(one for one in fields[1:-1] if draw.random() < hole_chance)
+        if shortest_path(holes, size) is not None:
+            return holes
+    raise ValueError(f"no lake of size {size} with hole_chance {hole_chance:g} can be crossed in {_DRAWS} draws")
+
+
+def shortest_path(holes: frozenset[Place], size: int) -> list[str] | None:
+    """Return the moves of a shortest way from start to goal on ice that is not slippery; None: there is no way."""
+    start, goal = Place(0, 0), Place(size - 1, size - 1)
+    waiting: deque[tuple[Place, list[str]]] = deque([(start, [])])
+    seen = {start}
+    while waiting:
+        at, path = waiting.popleft()
+        if at == goal:
+            return path
+        for move in _STEPS:
+            to = _moved(at, move, size)
+            if to not in seen and to not in holes:
+                seen.add(to)
+                waiting.append((to, [*path, move]))
+    return None
+
+
+class FrozenLakePlay(Play):
+    """One walk."""
+
+    def __init__(self, seed: int, row: Row, options: FrozenLakeOptions) -> None:
+        """Draw the lake; raises ValueError for options that allow none."""
+        self._row, self._options = row, options
+        self._holes = draw_lake(seed, options.size, options.hole_chance)
+        self._goal = Place(options.size - 1, options.size - 1)
+        self._slips = random.Random(f"{seed} slips")  # noqa: S311  a game, no secret
+        self._at = Place(0, 0)
+
+    def start(self) -> tuple[Message, ...]:
+        """Return the rules and the lake."""
+        return opening(self._row, self._options, _RULES, self.lake())
+
+    def step(self, answer: Message) -> Reply:
+        """Move; the goal gives 1 and ends the episode, a hole gives 0 and ends it."""
+        move = _MOVES.get(find_action(answer.content, self._options).lower())
+        if move is None:
+            text = f"Answer with left, right, up or down.\n{self.lake()}"
+            return malformed(self._options, text, self.lake(), {"success": 0.0})
+        self._at = _moved(self._at, self._slipped(move), self._options.size)
+        if self._at == self._goal:
+            return Reply(reward=1.0, is_done=True, parts={"success": 1.0})
+        if self._at in self._holes:
+            return Reply(is_done=True, parts={"success": 0.0, "fell": 1.0})
+        return Reply((Message("user", self.lake()),), parts={"success": 0.0}, state=self.lake())
+
+    def lake(self) -> str:
+        """Return the lake as lines of text."""
+        marks = {**dict.fromkeys(self._holes, "O"), self._goal: "G", self._at: "P"}
+        numbers = range(self._options.size)
+        return "\n".join("".join(marks.get(Place(row, column), "_") for column in numbers) for row in numbers)
+
+    def _slipped(self, move: str) -> str:
+        if not self._options.is_slippery:
+            return move
+        names = list(_STEPS)
+        return names[(names.index(move) + self._slips.choice((-1, 0, 1))) % 4]
+
+
+def _moved(at: Place, move: str, size: int) -> Place:
+    """Return the field after a move; the edge of the lake stops it."""
+    down, right = _STEPS[move]
+    return Place(min(max(at.row + down, 0), size - 1), min(max(at.column + right, 0), size - 1))
+
+
+class FrozenLake(TurnEnvironment):
+    """The environment ``frozen_lake``."""
+
+    name = "frozen_lake"
+    version = "1"
+    options = FrozenLakeOptions
+
+    def play(self, seed: int, row: Row, options: FrozenLakeOptions) -> FrozenLakePlay:
+        """Return the walk over the seed's lake."""
+        return FrozenLakePlay(seed, row, options)
+
+
+FROZEN_LAKE = FrozenLake()

@@ -1,0 +1,279 @@
+"""`program`: a program that somebody else wrote, run once for each episode against a URL of the token-exact proxy.
+
+| how it ends                                                       | status      | what becomes of it             |
+|-------------------------------------------------------------------|-------------|--------------------------------|
+| exit status 0                                                     | `done`      | trained                        |
+| the turns, the model's context or the record were used up         | `truncated` | trained                        |
+| the time is used up, most of it by the policy                     | `timeout`   | trained                        |
+| the time is used up, most of it by the program                    | `timeout`   | begun again with the same seed |
+| another exit status, no request, no result where one is needed    | `failed`    | begun again with the same seed |
+| its tokens are of versions too far apart                          | `expired`   | begun again with the same seed |
+
+A program that ends with an error after the engine failed did not fail itself: the pack is requeued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from penstock.agents.environments import program_process, program_sandbox
+from penstock.agents.environments.episode_environment import (
+    Attempt,
+    Begun,
+    EpisodeEnvironment,
+    PlayOptions,
+    RowUnfit,
+    Site,
+)
+from penstock.agents.environments.play import Row
+from penstock.agents.environments.program_outcome import MAX_RESULT_BYTES, outcome
+from penstock.agents.proxy.proxy import AgentProxy, path
+from penstock.agents.proxy.server import serving, serving_at
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import Sampling
+from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.environments.environment import Sampler
+
+
+class ProgramOptions(PlayOptions):
+    """What is run, and how."""
+
+    command: list[str] = Field(min_length=1, description="Program and arguments; no shell reads them.")
+    folder: str = Field(".", description="Where it starts, relative to the worker's working folder.")
+    variables: dict[str, str] = Field(default_factory=dict, description="Its environment variables.")
+    pass_variables: list[str] = Field(
+        default_factory=list, description="Variables of the worker that it gets too; without them PATH, HOME and LANG."
+    )
+    sandbox: bool = Field(
+        False,
+        description="Confine it with bubblewrap: no network but the episode's URL, nothing to write but TMPDIR, processes of its own.",
+    )
+    readable: list[str] = Field(
+        default_factory=list,
+        description="Absolute paths that it may read in the sandbox, besides folder, system and Python.",
+    )
+    version: str = Field(
+        "", max_length=200, description="Recorded with each episode; raise it when the program changes."
+    )
+
+    @model_validator(mode="after")
+    def _readable_in_a_sandbox(self) -> ProgramOptions:
+        if self.readable and not self.sandbox:
+            raise ValueError("readable is read in the sandbox alone: set sandbox = true, or leave it out")
+        if self.sandbox and Path.cwd().is_relative_to(Path(self.folder).resolve()):
+            raise ValueError(
+                "sandbox = true needs a folder that does not hold the worker's own: the program can read it whole, and the worker's may "
+                "hold the logins of the run file"
+            )
+        for one in self.readable:
+            if not Path(one).is_absolute():
+                raise ValueError(f"readable: {one!r} is no absolute path")
+        return self
+
+
+class Program(EpisodeEnvironment):
+    """The environment ``program``."""
+
+    name = "program"
+    options = ProgramOptions
+
+    def __init__(self) -> None:
+        """Start without a model, and so without a proxy."""
+        super().__init__()
+        self._served: _ServedProxy | None = None
+        self._sweeper: program_process.Sweeper | None = None
+
+    def defined(self, name: str, definition: EnvironmentDefinition) -> Self:
+        """Return this environment under another name; raises ConfigError for settings that a program cannot have."""
+        if definition.system_prompt:
+            raise ConfigError(
+                f"environment.define.{name}.system_prompt: a program writes its own messages; leave it out"
+            )
+        return super().defined(name, definition)
+
+    def use_model(self, folder: Path, context_tokens: int | None) -> None:
+        """Note where the model is; the proxy is served from the first task on. Raises ConfigError for a sandbox that cannot be had."""
+        super().use_model(folder, context_tokens)
+        if self.chosen is not None and self.chosen.sandbox:
+            program_sandbox.program()
+        self.version = self.chosen.version if self.chosen else ""  # pyright: ignore[reportAttributeAccessIssue]
+        self._served = _ServedProxy(AgentProxy(self.limits(), self._images))
+        if self.chosen is not None and self._sweeper is None:
+            self._sweeper = program_process.Sweeper(Path(tempfile.gettempdir()))
+
+    async def attempt(self, site: Site, begun: Begun, sampler: Sampler) -> Attempt:
+        """Run the program once; raises EngineError, or RowUnfit."""
+        served = self._served
+        if self.chosen is None or served is None:
+            raise RowUnfit(
+                'program needs a command: write [environment.define.NAME] with type = "program" and name that'
+            )
+        try:
+            Row.of(begun.task)
+        except ValueError as err:
+            raise RowUnfit(str(err)) from None
+        url = await served.url(on_socket=self.chosen.sandbox)
+        timed, proxy = _TimedSampler(sampler), served.proxy
+        session = proxy.begin(begun.name, site.model, timed, begun.task.sampling, begun.sampling_seed)
+        loop = asyncio.get_running_loop()
+        folder = await loop.run_in_executor(site.executor, _write_task, begun)
+        started = time.monotonic()
+        try:
+            variables = self._variables(begun, folder, url + path(session))
+            ended = await program_process.run(
+                self._confined(folder) if self.chosen.sandbox else self.chosen.command,
+                Path(self.chosen.folder),
+                variables,
+                self.settings.episode_deadline_s,
+            )
+            policy_s = timed.seconds()
+        finally:
+            made = proxy.end(session)
+            result = _result_bytes(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+        trained = [span.turn for row in made.rows for span in row.spans if span.is_trained]
+        played = outcome(
+            ended,
+            result,
+            session,
+            last_turn=max(trained, default=None),
+            needs_result=begun.task.reward.name == "environment",
+            seconds=(policy_s, time.monotonic() - started - policy_s),
+        )
+        return Attempt(session, made, played)
+
+    async def close(self) -> None:
+        """End the proxy's server; there is none in a worker that is stopped before its first weights."""
+        if self._sweeper is not None:
+            self._sweeper.close()
+        if self._served is not None:
+            await self._served.close()
+
+    def _confined(self, folder: Path) -> list[str]:
+        served = self._served
+        assert served is not None
+        return program_sandbox.confined(
+            self.chosen.command,
+            start_in=Path(self.chosen.folder),
+            readable=self.chosen.readable,
+            writable=folder,
+            socket=served.socket,
+        )
+
+    def _variables(self, begun: Begun, folder: Path, url: str) -> dict[str, str]:
+        return {
+            **program_process.passed(self.chosen.pass_variables),
+            **self.chosen.variables,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": "any",
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": "any",
+            "TMPDIR": str(folder),
+            "PENSTOCK_TASK": str(folder / "task.json"),
+            "PENSTOCK_RESULT": str(folder / "result.json"),
+            "PENSTOCK_SEED": str(begun.seed),
+            "PENSTOCK_DEADLINE": f"{time.time() + self.settings.episode_deadline_s:.3f}",
+            program_process.MARK: program_process.mark(),
+        }
+
+
+class _ServedProxy:
+    """A proxy whose server is started once, with the first episode, on a port of this machine or on a Unix socket."""
+
+    def __init__(self, proxy: AgentProxy) -> None:
+        self.proxy = proxy
+        self._running = contextlib.AsyncExitStack()
+        self._starting = asyncio.Lock()
+        self._url = ""
+        self.socket = Path()  # once it is served there
+
+    async def url(self, *, on_socket: bool) -> str:
+        """Return the server's URL, as a program sees it."""
+        async with self._starting:
+            if not self._url and on_socket:
+                folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
+                self._running.callback(shutil.rmtree, folder, ignore_errors=True)
+                self.socket = folder / "proxy"
+                await self._running.enter_async_context(serving_at(self.proxy, self.socket))
+                self._url = f"http://127.0.0.1:{program_sandbox.PROXY_PORT}"
+            self._url = self._url or await self._running.enter_async_context(serving(self.proxy))
+        return self._url
+
+    async def close(self) -> None:
+        """End the server, if it was started."""
+        await self._running.aclose()
+
+
+class _TimedSampler:
+    """A sampler that counts the seconds in which at least one of its requests runs."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._running = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """Sample as the sampler does."""
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            given = {} if seeds is None else {"seeds": seeds}
+            return await self._sampler.generate(prompts, sampling, n, **given)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._seconds += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
+
+
+def _write_task(begun: Begun) -> Path:
+    """Make the episode's folder, which only this user may enter, and write its task; return the folder."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{program_process.PREFIX}{program_process.mark()}-"))
+    task = begun.task
+    (folder / "task.json").write_text(
+        json.dumps(
+            {
+                "messages": json.loads(task.messages or "[]"),
+                "ground_truth": None if task.reward.ground_truth is None else json.loads(task.reward.ground_truth),
+                "extra_info": json.loads(task.reward.extra_info),
+                "data_source": task.reward.data_source,
+                "seed": begun.seed,
+                "episode": begun.name,
+                "attempt": begun.attempt,
+            }
+        )
+    )
+    return folder
+
+
+def _result_bytes(folder: Path) -> bytes | None:
+    """Return the beginning of the result file; None if there is no regular file."""
+    try:
+        opened = os.open(folder / "result.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(opened, "rb") as file:
+        return file.read(MAX_RESULT_BYTES + 1) if stat.S_ISREG(os.fstat(opened).st_mode) else None
+
+
+PROGRAM = Program()

@@ -1,0 +1,118 @@
+"""``penstock env list``: the environments that a run may name, with their options; the servers that are registered on its NATS."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.agents.environments.episode_environment import EpisodeEnvironment
+from penstock.agents.environments.over_http import registry
+from penstock.agents.environments.over_http.registration import Listed
+from penstock.agents.hosting import registrar
+from penstock.protocol import streams
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.environments.environment import Environment, load_environments
+from penstock.rollout_service.settings import RolloutSettings
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the built-in and installed environments, and those of a run file."""
+    parser = argparse.ArgumentParser(prog="penstock env list", description="List environments and their options.")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        help="run file; what it defines is listed too. With --registered also several, and overrides such as nats.url=URL: where NATS is",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--registered",
+        action="store_true",
+        help="list the registered environment servers instead: versions, states, episodes, leases",
+    )
+    options = parser.parse_intermixed_args(arguments)  # run files may stand between options
+    if options.registered:
+        return _list_registered(options.settings, is_json=options.json)
+    files = [Path(one) for one in options.settings]
+    if len(files) > 1 or any("=" in one for one in options.settings):
+        raise ConfigError(f"{options.settings[-1]} is needed with --registered only; without it, give one run file")
+    if not files:
+        found = load_environments(())
+    else:
+        settings = load(RolloutSettings, files=files).settings
+        found = load_environments(settings.worker.environments, settings.environment.define)
+    rows = {name: _about(environment) for name, environment in sorted(found.items())}
+    if options.json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return 0
+    for name, about in rows.items():
+        sys.stdout.write(f"{name}: {about['about']}\n")
+        for key, what in about["options"].items():
+            sys.stdout.write(f"    {key} = {what['default']}: {what['description']}\n")
+    return 0
+
+
+def _list_registered(given: Sequence[str], *, is_json: bool) -> int:
+    settings = registrar.read_settings(given, dict(os.environ))
+
+    async def read() -> dict[str, Listed]:
+        with Bus.connect(settings.nats, name="environment-list") as bus:
+            return await registry.list_environments(await bus.key_value(streams.environments_bucket().bucket))
+
+    rows = {name: _registered(listed, time.time()) for name, listed in sorted(asyncio.run(read()).items())}
+    if is_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return 0
+    if not rows:
+        sys.stdout.write("no environment server is registered; register one: penstock env register URL\n")
+    for name, row in rows.items():
+        sys.stdout.write(f"{name}: {row['problem'] or 'version ' + row['version']}\n")
+        for one in row["servers"]:
+            lease = "" if one["renewed_s_ago"] is None else (
+                f", {one['running']} of {one['capacity']} episodes, lease of {one['lease_s']:g} s renewed "
+                f"{one['renewed_s_ago']:.0f} s ago"
+            )  # fmt: skip
+            sys.stdout.write(f"    {one['url']}  version {one['version']}: {one['state']}{lease}\n")
+    return 0
+
+
+def _registered(listed: Listed, now_s: float) -> dict[str, Any]:
+    registered = listed.registered
+    servers: list[dict[str, Any]] = []
+    for one in registered.servers if registered is not None else ():
+        lease = listed.leases.get(one.id)
+        about = {"url": one.url, "version": one.version, "state": listed.state(one), "capacity": one.capacity}
+        about |= {
+            "running": None if lease is None else lease.running,
+            "lease_s": None if lease is None else lease.lease_s,
+            "renewed_s_ago": None if lease is None else max(0.0, now_s - lease.at),
+        }
+        servers.append(about)
+    return {"version": "" if registered is None else registered.version, "problem": listed.problem, "servers": servers}
+
+
+def _about(environment: Environment) -> dict[str, Any]:
+    text = (inspect.getmodule(type(environment)).__doc__ or "").strip().partition("\n")[0]  # pyright: ignore[reportOptionalMemberAccess]
+    text = text.removeprefix(f"`{environment.name}`: ")
+    if not isinstance(environment, EpisodeEnvironment):
+        return {"about": text, "version": "", "options": {}}
+    fields = environment.options.model_fields
+    options = {
+        name: {
+            "default": "needed"
+            if one.is_required()
+            else json.dumps(one.get_default(call_default_factory=True), default=str),
+            "description": one.description or "",
+        }
+        for name, one in fields.items()
+    }
+    return {"about": text, "version": environment.version, "options": options}

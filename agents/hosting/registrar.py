@@ -1,0 +1,238 @@
+"""Register an environment server on NATS, renew its lease while it answers, and remove it at the end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from penstock.agents.environments.over_http import registry
+from penstock.agents.environments.over_http.client import EnvironmentClient, ServerUnreachable
+from penstock.agents.environments.over_http.registration import (
+    Lease,
+    Listed,
+    RegisteredServer,
+    RegistrationRefused,
+)
+from penstock.agents.environments.over_http.wire import About
+from penstock.protocol import streams
+from penstock.protocol.config import run_file
+from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
+from penstock.protocol.endpoints import own_servers
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
+from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
+from penstock.protocol.transport import http_tls
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import KeyValue
+from penstock.rollout_service.http_connections import HttpConnections
+
+LEASE_S = 15.0
+LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
+_RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
+_ASK_S = 5.0
+_BUCKET_S = 60.0  # the first run may be starting at the same time
+_PAUSE_S = 0.5
+_MAX_ANSWER_BYTES = 1024 * 1024
+
+
+class RegistrySettings(Section):
+    """The sections of a run file that a registration reads."""
+
+    nats: NatsSettings = NatsSettings()  # pyright: ignore[reportCallIssue]
+    s3: S3Settings = S3Settings()  # pyright: ignore[reportCallIssue]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What is registered; in service until ``lease_s`` seconds after its last renewal."""
+
+    name: str  # empty: as the server calls itself
+    url: str
+    lease_s: float = LEASE_S
+    replace: bool = False  # another version of the name
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a registration, and the positional ones that say where NATS is."""
+    parser.add_argument(
+        "settings", nargs="*", help="run files, and overrides such as nats.url=nats://HOST:4222: where NATS is"
+    )
+    parser.add_argument(
+        "--lease-s",
+        type=float,
+        default=LEASE_S,
+        help=f"seconds without a renewal after which it is out of service (default: {LEASE_S:g})",
+    )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="take over the name from servers of another version, which end their episodes",
+    )
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which servers are called, and whom they are trusted by."""
+    parser.add_argument("--secret-file", type=Path, help="file with the server's signing keys")
+    parser.add_argument(
+        "--ca-file", type=Path, help="certificates of the authorities that an https server is trusted by"
+    )
+    parser.add_argument(
+        "--allowed-target",
+        action="append",
+        default=[],
+        help="network or host name of servers that may be called; repeatable (default: loopback and private ranges)",
+    )
+
+
+def read_settings(given: Sequence[str], environ: dict[str, str]) -> RegistrySettings:
+    """Return where NATS is; raises ConfigError."""
+    files, overrides = run_file.split_arguments(list(given))
+    return run_file.load(RegistrySettings, files=files, overrides=overrides, environ=environ).settings
+
+
+async def client_of(
+    settings: RegistrySettings, *, secrets: Sequence[str], ca_file: Path | None, allowed: Sequence[str]
+) -> EnvironmentClient:
+    """Return a client that calls what workers would call; raises ConfigError."""
+    own = await own_servers.find(settings.nats, settings.s3)
+    try:
+        policy = TargetPolicy(allowed or PRIVATE_TARGETS, own, key="--allowed-target")
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+    connections = HttpConnections(
+        keep_s=LEASE_S,
+        policy=policy,
+        max_answer_bytes=_MAX_ANSWER_BYTES,
+        ca_file=ca_file,
+        ca_key="--ca-file" if ca_file else http_tls.AUTHORITY,
+    )
+    return EnvironmentClient(connections, secrets)
+
+
+async def open_registry(bus: Bus) -> KeyValue:
+    """Return the bucket, once it has been created; stderr says what is waited for. Raises PenstockError."""
+    bucket, deadline, has_said = streams.environments_bucket().bucket, time.monotonic() + _BUCKET_S, False
+    while True:
+        try:
+            return await bus.key_value(bucket)
+        except MissingStream as err:
+            if time.monotonic() > deadline:
+                raise
+            if not has_said:
+                _say(f"waiting for the first run on {bus.url}, which creates the bucket: {err}")
+                has_said = True
+            await asyncio.sleep(_PAUSE_S)
+
+
+class Registrar:
+    """Keeps one server registered. For one event loop."""
+
+    def __init__(self, store: KeyValue, client: EnvironmentClient, offer: Offer) -> None:
+        """``client`` asks the server before it is registered, and before each renewal. Raises ConfigError."""
+        if not LEAST_LEASE_S <= offer.lease_s <= LONGEST_LEASE_S:
+            raise ConfigError(f"--lease-s {offer.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
+        self._store, self._client, self._offer = store, client, offer
+        self._server: RegisteredServer | None = None
+        self._is_failing, self._said = False, ""
+        self.name = offer.name
+
+    @contextlib.asynccontextmanager
+    async def registered(self) -> AsyncIterator[RegisteredServer]:
+        """Keep the server registered inside the block; raises PenstockError if it cannot be registered."""
+        server = await self._register(await self._ask())
+        renewing = asyncio.create_task(self._keep())
+        try:
+            yield server
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            await self._unregister()
+
+    async def renew(self) -> None:
+        """Renew the lease with what the server says of itself now; says on stderr what is wrong."""
+        problem = ""
+        try:
+            about, before = await self._ask(), self._server
+            if before is not None and about.version == before.version:
+                self._check_standing(await registry.renew(self._store, self.name, before, self._lease(about)), about)
+                if self._server is None:
+                    await self._register(about)
+            else:
+                await self._register(about)
+                if before is not None:
+                    await registry.unregister(self._store, self.name, before)
+        except PenstockError as err:
+            problem = str(err)
+        if problem and not self._is_failing:
+            _say(
+                f"the lease of environment {self.name} ({self._offer.url}) is not renewed: {problem}. It is out of service "
+                f"{self._offer.lease_s:g} s after the last renewal; it is tried again"
+            )
+        elif self._is_failing and not problem:
+            _say(f"the lease of environment {self.name} is renewed again")
+        self._is_failing = bool(problem)
+
+    def _check_standing(self, listed: Listed, about: About) -> None:
+        """Say on stderr when the server gets no new episodes; forget a registration that is not there any more."""
+        assert self._server is not None
+        own = listed.registered and next((one for one in listed.registered.servers if one.id == self._server.id), None)
+        if own is None:  # the lease had expired, and another registration removed it
+            self._server = None
+            return
+        state = listed.state(own)
+        if state in ("replaced", "drained") and state != self._said:
+            by = f" by version {listed.registered.version}" if state == "replaced" and listed.registered else ""
+            _say(
+                f"environment {self.name} at {self._offer.url} is {state}{by}: no new episodes come; {about.running} in progress"
+            )
+        self._said = state
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._offer.lease_s / _RENEWALS_PER_LEASE)
+            await self.renew()
+
+    async def _ask(self) -> About:
+        url, deadline_s = f"{self._offer.url}/environment", min(_ASK_S, self._offer.lease_s / _RENEWALS_PER_LEASE)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._client.call("GET", url, "environment", None, About)
+        except TimeoutError:
+            raise ServerUnreachable(f"{url} gave no answer within {deadline_s:g} s") from None
+
+    async def _register(self, about: About) -> RegisteredServer:
+        self.name = self.name or about.name
+        try:
+            server = RegisteredServer(url=self._offer.url, version=about.version, capacity=about.capacity)
+        except ValidationError as err:
+            first = err.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise RegistrationRefused(f"{self._offer.url} cannot be registered: {where}: {first['msg']}") from None
+        if about.draining:
+            raise RegistrationRefused(f"{self._offer.url} cannot be registered: it is stopping (draining)")
+        await registry.register(self._store, self.name, server, self._lease(about), replace=self._offer.replace)
+        self._server = server
+        return server
+
+    async def _unregister(self) -> None:
+        if self._server is None:
+            return
+        try:
+            await registry.unregister(self._store, self.name, self._server)
+        except PenstockError as err:
+            _say(f"environment {self.name} was not unregistered: {err}; its lease will expire")
+
+    def _lease(self, about: About) -> Lease:
+        return Lease(at=time.time(), lease_s=self._offer.lease_s, running=about.running, draining=about.draining)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,171 @@
+"""``penstock env serve``: an environment of several turns on an address, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import inspect
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from penstock.agents.environments.over_http.http_environment import read_secrets
+from penstock.agents.environments.server_urls import checked_url
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.hosting import app, registrar
+from penstock.agents.hosting.episodes import Episodes
+from penstock.agents.hosting.register import check_name, say_registered
+from penstock.agents.hosting.registrar import Offer, Registrar
+from penstock.agents.proxy.server import serving_app
+from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.logs import configure
+from penstock.protocol.transport import http_tls
+from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.environments.environment import ENVIRONMENTS
+
+_EPILOG = """\
+The file holds a class like the one of docs/environments.md: a TurnEnvironment whose `play` makes a Play with `start` and `step`.
+/openapi.json describes the API, for servers in other languages.
+
+Example:  penstock env serve guess.py:Guess --port 8800
+          penstock env test http://127.0.0.1:8800
+          penstock env serve guess.py:Guess run.toml --register guess
+
+Ctrl-C unregisters it, takes no new episodes and lets those in progress end; a second Ctrl-C exits at once.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C; raises ConfigError when the environment or an option is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="penstock env serve",
+        description='Serve an environment over HTTP, for [environment.define.NAME] with type = "http".',
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("environment", help="FILE.py:CLASS, module:CLASS, or the name of a built-in or installed one")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--capacity", type=int, default=256, help="episodes that are played at once (default: 256)")
+    parser.add_argument(
+        "--reply-s", type=float, default=60.0, help="seconds that the environment may take for one reply (default: 60)"
+    )
+    parser.add_argument(
+        "--idle-s",
+        type=float,
+        default=900.0,
+        help="seconds without a call after which an episode is closed (default: 900)",
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=60.0,
+        help="seconds that episodes in progress may take after Ctrl-C (default: 60)",
+    )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        help="file with one or two signing keys whsec_..., one per line; calls signed with neither are refused",
+    )
+    parser.add_argument("--register", metavar="NAME", default="", help="register it on NATS under this name")
+    parser.add_argument("--url", help="URL at which workers reach it, to register (default: from host and port)")
+    registrar.add_options(parser)
+    options = parser.parse_intermixed_args(arguments)  # run files may stand between options
+    environment = served_environment(options.environment)
+    secrets = read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
+    if not secrets and not http_tls.is_loopback(options.host):
+        raise ConfigError(
+            f"--host {options.host} can be reached from other machines: give --secret-file, or listen on 127.0.0.1"
+        )
+    if options.capacity < 1 or not min(options.reply_s, options.idle_s, options.drain_s) > 0:
+        raise ConfigError("--capacity must be at least 1, and --reply-s, --idle-s and --drain-s more than 0")
+    check_name(options.register)
+    if options.settings and not options.register:
+        raise ConfigError(f"{options.settings[0]} says where NATS is, which is needed with --register NAME only")
+    configure("environment")
+    asyncio.run(_serve(environment, options, secrets))
+    return 0
+
+
+def served_environment(reference: str) -> TurnEnvironment:
+    """Return the environment that a reference names; raises ConfigError for one that cannot be served."""
+    found = ENVIRONMENTS.find(reference).value
+    if not isinstance(found, TurnEnvironment):
+        raise ConfigError(f"{reference} is a {type(found).__name__}, which makes no plays; serve a TurnEnvironment")
+    return found
+
+
+def version_of(environment: TurnEnvironment) -> str:
+    """Return its version; without one, 8 digits that change with the file of its class."""
+    if environment.version:
+        return environment.version
+    file = inspect.getsourcefile(type(environment))
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8] if file else ""
+
+
+async def _serve(environment: TurnEnvironment, options: argparse.Namespace, secrets: Sequence[str]) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def handle(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # an author's code may be in an endless loop
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+    version = version_of(environment)
+    episodes = Episodes(
+        environment, version, capacity=options.capacity, reply_deadline_s=options.reply_s, idle_s=options.idle_s
+    )
+    sweeping = asyncio.create_task(episodes.sweep())
+    try:
+        async with serving_app(app.build(episodes, secrets=secrets), options.host, options.port, key="--port") as url:
+            sys.stdout.write(
+                f"{environment.name}, version {version or 'none'}, at {url}. Next: penstock env test {url}\n"
+            )
+            sys.stdout.flush()
+            async with _registered(options, secrets, options.url or url) as keeper:
+                await stop.wait()
+                await _drain(episodes, options.drain_s, keeper)
+    finally:
+        sweeping.cancel()
+        await episodes.close()
+
+
+async def _drain(episodes: Episodes, drain_s: float, keeper: Registrar | None) -> None:
+    if episodes.running:
+        sys.stderr.write(f"{episodes.running} episodes in progress; press Ctrl-C again to exit without waiting\n")
+    draining = asyncio.create_task(episodes.drain(drain_s))
+    await asyncio.sleep(0)  # it refuses new ones from now on
+    if keeper is not None:
+        await keeper.renew()  # workers learn that it is stopping
+    await draining
+
+
+@contextlib.asynccontextmanager
+async def _registered(options: argparse.Namespace, secrets: Sequence[str], url: str) -> AsyncIterator[Registrar | None]:
+    """Register the server inside the block, if that is wanted; raises PenstockError."""
+    if not options.register:
+        yield None
+        return
+    try:
+        offer = Offer(options.register, checked_url(url), options.lease_s, options.replace)
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+    settings = registrar.read_settings(options.settings, dict(os.environ))
+    own = [urlsplit(url).hostname or ""]  # it is called by itself, wherever it is
+    client = await registrar.client_of(settings, secrets=secrets, ca_file=None, allowed=(*PRIVATE_TARGETS, *own))
+    try:
+        with Bus.connect(settings.nats, name=f"environment-{offer.name}") as bus:
+            keeper = Registrar(await registrar.open_registry(bus), client, offer)
+            async with keeper.registered() as server:
+                say_registered(keeper.name, server.version, server.url, server.capacity)
+                yield keeper
+    finally:
+        await client.close()

@@ -1,0 +1,150 @@
+"""Play episodes of an environment without a model, and measure them: ``penstock env test``."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.agents.environments.call_play import (
+    EnvironmentFailed,
+    call,
+    checked_messages,
+    checked_reply,
+    checked_score,
+)
+from penstock.agents.environments.over_http.http_environment import Http
+from penstock.agents.environments.play import Play, Row
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.hosting.policies import Policy
+from penstock.agents.proxy.messages import Message
+from penstock.protocol.config.environment_settings import EpisodeSettings
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.rollout_service.environments.environment import Environment
+
+End = Literal["done", "truncated", "no answer left", "failed"]
+
+
+@dataclass(slots=True)
+class Trial:
+    """One episode; times in seconds."""
+
+    seed: int
+    end: End = "failed"
+    problem: str = ""
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)  # one for each turn
+    end_s: float = 0.0
+    digest: str = ""  # of all that was said, and of the rewards
+
+
+async def play_trial(environment: Environment, policy: Policy, seed: int, row: Row) -> Trial:
+    """Play one episode; a failure of the environment is in the trial. Raises ConfigError for one that needs a model."""
+    if not isinstance(environment, (TurnEnvironment, Http)):
+        raise ConfigError(f"{environment.name} cannot be tried without a model: it makes no plays")
+    trial, settings = Trial(seed), environment.settings
+    executor = ThreadPoolExecutor(1, thread_name_prefix="trial")
+    play: Play | None = None
+    try:
+        began = time.perf_counter()
+        play = await _play(environment, seed, row)
+        messages = await _call(play.start, settings, executor)
+        trial.start_s = time.perf_counter() - began
+        await _turns(trial, play, policy, checked_messages(messages, is_first=True), settings, executor)
+    except (EnvironmentFailed, PenstockError) as err:
+        trial.end, trial.problem = "failed", str(err)
+    finally:
+        began = time.perf_counter()
+        if play is not None:
+            try:
+                await _call(play.close, settings, executor)
+            except EnvironmentFailed as err:
+                trial.problem = trial.problem or f"closing: {err}"
+        trial.end_s = time.perf_counter() - began
+        executor.shutdown(wait=False)
+    return trial
+
+
+async def _play(environment: TurnEnvironment | Http, seed: int, row: Row) -> Play:
+    if isinstance(environment, Http):
+        return await environment.start(f"trial.{seed}", 0, seed, row)
+    try:
+        return environment.play(seed, row, environment.chosen or environment.options())
+    except Exception as err:
+        raise EnvironmentFailed(f"play(): {type(err).__name__}: {err}") from err
+
+
+async def _turns(
+    trial: Trial,
+    play: Play,
+    policy: Policy,
+    messages: tuple[Message, ...],
+    settings: EpisodeSettings,
+    executor: ThreadPoolExecutor,
+) -> None:
+    said = hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass"))
+    trial.end = "truncated"
+    for _ in range(settings.max_turns):
+        answer = policy.answer(messages, play.tools)
+        if answer is None:
+            trial.end = "no answer left"
+            break
+        began = time.perf_counter()
+        reply = checked_reply(await _call(functools.partial(play.step, answer), settings, executor))
+        trial.steps_s.append(time.perf_counter() - began)
+        said.update(repr((reply.messages, reply.reward, reply.is_done)).encode("utf-8", "surrogatepass"))
+        trial.reward += reply.reward
+        for name, value in reply.parts.items():
+            trial.parts[name] = trial.parts.get(name, 0.0) + value
+        if reply.is_done:
+            trial.end = "truncated" if reply.is_truncated else "done"
+            break
+        messages = checked_messages(reply.messages, is_first=False)
+    else:
+        score = checked_score(await _call(play.score, settings, executor))
+        said.update(repr(score).encode())
+        trial.reward += score
+    trial.digest = said.hexdigest()
+
+
+async def _call(function: Callable[[], Any], settings: EpisodeSettings, executor: ThreadPoolExecutor) -> Any:
+    return await call(function, settings.reply_deadline_s, executor)
+
+
+def summary(policy: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return the figures of the trials of one policy; times in milliseconds."""
+    played = [one for one in trials if one.end != "failed"]
+    turns = [len(one.steps_s) for one in played]
+    rewards = [one.reward for one in played]
+    steps = [seconds for one in trials for seconds in one.steps_s]
+    names = sorted({name for one in played for name in one.parts})
+    return {
+        "policy": policy,
+        "episodes": len(trials),
+        "ends": {
+            end: sum(one.end == end for one in trials) for end in ("done", "truncated", "no answer left", "failed")
+        },
+        "turns": _spread(turns),
+        "reward": _spread(rewards),
+        "parts": {name: _mean([one.parts.get(name, 0.0) for one in played]) for name in names},
+        "ms": {
+            "start": _spread([1000 * one.start_s for one in played]),
+            "step": _spread([1000 * one for one in steps]),
+            "end": _spread([1000 * one.end_s for one in played]),
+        },
+        "problems": list(dict.fromkeys(one.problem for one in trials if one.problem))[:10],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": _mean(values), "least": min(values, default=0.0), "most": max(values, default=0.0)}

@@ -1,0 +1,89 @@
+"""What an answer format is: it reads tool calls out of an answer's text, outside the path of the tokens.
+
+What a format finds changes only what the client sees; the sampled tokens are stored as they are. A call that does not
+parse stays text. A new format is one file with an instance of `AnswerFormat` at its top level: in this package, in an
+installed package with an entry point in the group ``penstock.answer_formats``, or in any file that
+a run names.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from penstock.protocol.extensions import Registry
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call found in an answer."""
+
+    name: str
+    arguments: str  # a JSON object
+    id: str = ""  # where it is part of the answer's tokens; empty: the client gets one of ours
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """What an answer's text says."""
+
+    content: str
+    calls: tuple[Call, ...] = ()
+    num_unparsed: int = 0  # calls that were begun and are not valid; they stay in ``content``
+
+
+class AnswerFormat(ABC):
+    """Reads the tool calls of one model family."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def parse(self, text: str) -> ParsedAnswer:
+        """Return what the text of an answer says; never raises. The reasoning has been split off."""
+
+
+ANSWER_FORMATS = Registry(
+    "answer format",
+    AnswerFormat,  # pyright: ignore[reportAbstractUsage]  (the class is only compared with)
+    package="penstock.agents.proxy.answer_formats",
+    group="penstock.answer_formats",
+)
+
+
+def split_reasoning(text: str, *, opened: bool) -> tuple[str, str, bool]:
+    """Return an answer's reasoning, what follows it, and whether the reasoning has no end.
+
+    ``opened``: the prompt ends with the tag that begins the reasoning. Without a tag there is no reasoning.
+    """
+    begins = text.lstrip()
+    if not opened and not begins.startswith(THINK):
+        return "", text, False
+    inside = text if opened and not begins.startswith(THINK) else begins[len(THINK) :]
+    reasoning, end, rest = inside.partition(END_THINK)
+    return reasoning.strip("\n"), rest.lstrip("\n"), not end
+
+
+def read_call(value: Any, *, arguments_keys: tuple[str, ...] = ("arguments",)) -> Call | None:
+    """Return the call that a JSON object describes; None if it describes none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = next((value[key] for key in arguments_keys if key in value), {})
+    if not isinstance(arguments, dict):
+        return None
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def read_json(text: str) -> Any:
+    """Return a JSON value; raises ValueError for what is none, NaN and infinity included."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

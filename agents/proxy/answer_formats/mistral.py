@@ -1,0 +1,48 @@
+"""Tool calls as Mistral writes them: ``[TOOL_CALLS]`` and a JSON list of calls, or ``[TOOL_CALLS]name[ARGS]{…}`` for each."""
+
+from __future__ import annotations
+
+from penstock.agents.proxy.answer_formats.answer_format import (
+    AnswerFormat,
+    Call,
+    ParsedAnswer,
+    read_call,
+    read_json,
+)
+from penstock.agents.proxy.answer_formats.marked_calls import call_of
+
+_BEGIN, _ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+
+
+class Mistral(AnswerFormat):
+    """The answer format ``mistral``."""
+
+    name = "mistral"
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Return the calls behind the first mark, and the text before it; one that is invalid leaves all of them in the text."""
+        before, begun, rest = text.partition(_BEGIN)
+        if not begun:
+            return ParsedAnswer(text)
+        try:
+            calls = _named(rest) if _ARGUMENTS in rest else _listed(rest)
+        except ValueError:
+            return ParsedAnswer(text, num_unparsed=1)
+        return ParsedAnswer(before.strip(), calls)
+
+
+def _listed(text: str) -> tuple[Call, ...]:
+    values = read_json(text.strip())
+    calls = [read_call(one) for one in values] if isinstance(values, list) else []
+    found = tuple(one for one in calls if one is not None)
+    if not found or len(found) < len(calls):
+        raise ValueError("expected a list of calls")
+    return found
+
+
+def _named(text: str) -> tuple[Call, ...]:
+    parts = (one.partition(_ARGUMENTS) for one in text.split(_BEGIN))
+    return tuple(call_of(name, arguments) for name, _, arguments in parts)
+
+
+MISTRAL = Mistral()

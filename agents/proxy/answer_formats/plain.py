@@ -1,0 +1,18 @@
+"""Answers without tool calls: all of the text is content."""
+
+from __future__ import annotations
+
+from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, ParsedAnswer
+
+
+class Plain(AnswerFormat):
+    """The answer format ``plain``."""
+
+    name = "plain"
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Return the text as content."""
+        return ParsedAnswer(text)
+
+
+PLAIN = Plain()

@@ -1,0 +1,150 @@
+"""``POST /v1/chat/completions``: bodies → requests, turns → replies and streams; pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.agents.proxy.agent_request import AgentRequest
+from penstock.agents.proxy.api import fields
+from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.request_errors import RequestRefused, constrained, invalid, unsupported
+from penstock.agents.proxy.tree import SampledTurn
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
+    """Return what a body asks; raises RequestRefused."""
+    fields.refuse_constraints(body)
+    fields.refuse_present(body, "functions", "function_call", "audio", "prediction", "logprobs", "web_search_options")
+    if body.get("n") not in (None, 1):
+        raise unsupported("n > 1: one request has one answer", "n")
+    form = body.get("response_format")
+    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+        raise constrained("response_format")
+    listed = fields.objects(body, "messages")
+    return AgentRequest(
+        messages=tuple(read_message(one, f"messages[{number}]") for number, one in enumerate(listed)),
+        tools=fields.check_tools([_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]),
+        stop=fields.stop_strings(body, "stop"),
+        max_tokens=fields.max_tokens(body, "max_tokens", "max_completion_tokens"),
+        reads_calls=fields.tool_choice(body.get("tool_choice")),
+        overruled=fields.overruled(body, temperature),
+    )
+
+
+def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
+    where = f"tools[{number}]"
+    function = value.get("function")
+    if value.get("type") != "function" or not isinstance(function, dict):
+        raise unsupported(f"a tool of type {str(value.get('type'))[:40]!r}", where)
+    return fields.function_tool(function.get("name"), function.get("description"), function.get("parameters"), where)
+
+
+def read_message(value: Mapping[str, Any], where: str) -> Message:
+    """Return one message of a body or of a row; raises RequestRefused that begins with ``where``."""
+    role = value.get("role")
+    if role not in _ROLES:
+        raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {str(role)[:40]!r}", f"{where}.role")
+    shown = fields.parts(value.get("content"), f"{where}.content") if role in ("user", "tool") else ()
+    if shown:
+        call_id = fields.text(value, "tool_call_id", f"{where}.") if role == "tool" else ""
+        name = fields.optional_text(value, "name", f"{where}.")
+        return replace(Message.of_parts(role, *shown, tool_call_id=call_id), name=name)
+    content = fields.content(value.get("content"), f"{where}.content")
+    if role != "assistant":
+        return Message(
+            role="system" if role == "developer" else role,
+            content=content,
+            tool_call_id=fields.text(value, "tool_call_id", f"{where}.") if role == "tool" else "",
+            name=fields.optional_text(value, "name", f"{where}."),
+        )
+    calls = fields.objects(value, "tool_calls", f"{where}.")
+    reasoning = next((name for name in ("reasoning_content", "reasoning") if value.get(name) is not None), None)
+    return Message(
+        role="assistant",
+        content=content,
+        reasoning=fields.text(value, reasoning, f"{where}.") if reasoning else "",
+        tool_calls=tuple(_call(one, f"{where}.tool_calls[{n}]") for n, one in enumerate(calls)),
+    )
+
+
+def _call(value: Mapping[str, Any], where: str) -> Any:
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise invalid(f"{where}.function must be an object", where)
+    return fields.call(value.get("id"), function.get("name"), function.get("arguments"), where)
+
+
+def finish_reason(turn: SampledTurn) -> str:
+    """Return why an answer ended, in this API's words."""
+    if turn.answer.tool_calls:
+        return "tool_calls"
+    return "length" if turn.finish_reason == "length" else "stop"
+
+
+def usage(turn: SampledTurn) -> dict[str, int]:
+    """Return the tokens of a turn."""
+    prompt, completion = turn.prompt_tokens, len(turn.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
+    """Return the body of a whole answer."""
+    answer = turn.answer
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None, "refusal": None}
+    if not answer.tool_calls:
+        message["content"] = answer.content
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(turn)}
+    return {
+        "id": request_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [choice],
+        "usage": usage(turn),
+    }
+
+
+def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
+    """Return the events of a stream, played from the finished answer."""
+    answer = turn.answer
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if answer.reasoning:
+        deltas.append({"reasoning_content": answer.reasoning})
+    if answer.content:
+        deltas.append({"content": answer.content})
+    deltas += [{"tool_calls": [{"index": n, **call.as_dict()}]} for n, call in enumerate(answer.tool_calls)]
+    head = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model}
+    chunks: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]} for delta in deltas
+    ]
+    end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish_reason(turn)}
+    chunks.append({**head, "choices": [end]})
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        chunks.append({**head, "choices": [], "usage": usage(turn)})
+    return [*map(_event, chunks), b"data: [DONE]\n\n"]
+
+
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def error(refused: RequestRefused) -> dict[str, Any]:
+    """Return the body of an error."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+    kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
+
+
+def error_event(refused: RequestRefused) -> Sequence[bytes]:
+    """Return the events that end a stream whose status was sent before the error."""
+    return [_event(error(refused))]

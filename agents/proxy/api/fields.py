@@ -1,0 +1,204 @@
+"""Checked fields of a request's body; each error names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.agents.proxy.messages import ToolCall
+from penstock.agents.proxy.request_errors import constrained, invalid, unsupported
+from penstock.protocol.errors import ImageRefused
+from penstock.protocol.images import admission
+
+_MAX_STOP_CHARACTERS = 200
+_MAX_TOOLS = 512
+# Fields that only the task's sampling decides, with the value that requests nothing.
+_SAMPLING_FIELDS: dict[str, tuple[Any, ...]] = {
+    "temperature": (None,),
+    "top_p": (None, 1),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0),
+    "seed": (None,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "reasoning_effort": (None,),
+    "reasoning": (None,),
+    "thinking": (None,),
+    "parallel_tool_calls": (None, True),
+    "truncation": (None, "disabled"),
+    "output_config": (None,),
+}
+_CONSTRAINTS = (
+    "logit_bias",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding_backend",
+    "structured_outputs",
+    "regex",
+    "ebnf",
+    "json_schema",
+    "output_format",
+)
+
+
+def text(body: Mapping[str, Any], name: str, where: str = "") -> str:
+    """Return a text; raises RequestRefused for another type."""
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise invalid(f"{where}{name} must be a text, got {type(value).__name__}", f"{where}{name}")
+    return value
+
+
+def optional_text(body: Mapping[str, Any], name: str, where: str = "") -> str:
+    """Return a text, empty if the field is absent or null."""
+    return "" if body.get(name) is None else text(body, name, where)
+
+
+def objects(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[str, Any]]:
+    """Return a list of objects, empty if the field is absent or null."""
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise invalid(f"{where}{name} must be a list of objects", f"{where}{name}")
+    return value
+
+
+def content(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> str:
+    """Return the text of a message's content: a text, null, or a list of parts of text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise invalid(f"{where} must be a text or a list of parts, got {type(value).__name__}", where)
+    parts: list[str] = []
+    for part in value:
+        if isinstance(part, str):
+            parts.append(part)
+            continue
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in admission.IMAGE_TYPES:
+            raise unsupported("an image in a message of another role than user or tool", where)
+        if kind == "refusal" and isinstance(part.get("refusal"), str):
+            parts.append(part["refusal"])
+            continue
+        if kind not in kinds:
+            raise unsupported(f"a part of type {kind!r}", where)
+        parts.append(text(part, "text", f"{where}."))
+    return "\n".join(parts)
+
+
+def parts(value: Any, where: str, *, kinds: tuple[str, ...] = ("text",)) -> tuple[str | bytes, ...]:
+    """Return texts and images of a message's content in order; empty if it has no image. ``kinds`` are those of texts.
+
+    Raises RequestRefused for an image that is not given as base64, in a data URL or apart: URLs are never fetched.
+    """
+    if not isinstance(value, list) or not any(_is_image(part) for part in value):
+        return ()
+    return tuple(
+        [
+            _image(part, f"{where}[{n}]") if _is_image(part) else content([part], where, kinds=kinds)
+            for n, part in enumerate(value)
+        ]
+    )
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in admission.IMAGE_TYPES
+
+
+def _image(part: dict[str, Any], where: str) -> bytes:
+    shown = part.get("image_url")
+    detail = part.get("detail") or (shown.get("detail") if isinstance(shown, dict) else None)
+    if detail not in (None, "auto"):
+        raise unsupported(f"detail {str(detail)[:40]!r}: the model's image processor decides the resolution", where)
+    try:
+        (source,) = admission.take_images([{"content": [part]}])[1]
+        return admission.image_bytes(source)
+    except ImageRefused as err:
+        raise invalid(f"{where}: {err}", where, code="image_refused") from None
+
+
+def max_tokens(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the smallest of several limits of an answer's tokens; None if there is none."""
+    found: list[int] = []
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise invalid(f"{name} must be a positive whole number, got {str(value)[:40]}", name)
+        found.append(value)
+    return min(found, default=None)
+
+
+def stop_strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return stop strings: null, a text, or a list of texts."""
+    value = body.get(name)
+    listed = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(
+        isinstance(one, str) and 0 < len(one) <= _MAX_STOP_CHARACTERS for one in listed
+    ):
+        raise invalid(f"{name} must be texts of 1 to {_MAX_STOP_CHARACTERS} characters", name)
+    return tuple(listed)
+
+
+def overruled(body: Mapping[str, Any], temperature: float) -> tuple[str, ...]:
+    """Return the fields with which the client asks for another sampling than the task's."""
+    changed = [name for name, nothing in _SAMPLING_FIELDS.items() if name in body and body[name] not in nothing]
+    return tuple(name for name in changed if name != "temperature" or body[name] != temperature)
+
+
+def refuse_constraints(body: Mapping[str, Any]) -> None:
+    """Raise RequestRefused for fields that would constrain decoding."""
+    for name in _CONSTRAINTS:
+        if body.get(name):
+            raise constrained(name)
+
+
+def refuse_present(body: Mapping[str, Any], *names: str) -> None:
+    """Raise RequestRefused for fields that ask for what the proxy does not do."""
+    for name in names:
+        if body.get(name):
+            raise unsupported(name, name)
+
+
+def tool_choice(value: Any, free: Sequence[str] = ("auto",)) -> bool:
+    """Return whether calls are read; raises RequestRefused for a choice that forces one."""
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind is None or kind in free:
+        return True
+    if kind == "none":
+        return False
+    raise constrained("tool_choice")
+
+
+def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
+    """Return one tool as the chat completions API writes it, and as chat templates read it."""
+    if not isinstance(name, str) or not 0 < len(name) <= 256:
+        raise invalid(f"{where}.name must be a text of 1 to 256 characters", where)
+    if description is not None and not isinstance(description, str):
+        raise invalid(f"{where}.description must be a text", where)
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid(f"{where}.parameters must be an object", where)
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def check_tools(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
+    """Return tools as a tuple; raises RequestRefused above the limit."""
+    if len(tools) > _MAX_TOOLS:
+        raise invalid(f"{len(tools)} tools, at most {_MAX_TOOLS}", "tools")
+    return tuple(tools)
+
+
+def call(identifier: Any, name: Any, arguments: Any, where: str) -> ToolCall:
+    """Return one call of an earlier answer."""
+    if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(identifier, str | None):
+        raise invalid(f"{where} needs id, name and arguments as texts", where)
+    return ToolCall(identifier or "", name, arguments)

@@ -1,0 +1,229 @@
+"""``POST /v1/responses``: bodies → requests, turns → replies and streams; pure.
+
+Stored responses, server-side tools and encrypted reasoning have no counterpart here, and are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.agents.proxy.agent_request import AgentRequest
+from penstock.agents.proxy.api import fields
+from penstock.agents.proxy.messages import Message, ToolCall
+from penstock.agents.proxy.request_errors import constrained, invalid, unsupported
+from penstock.agents.proxy.tree import SampledTurn
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def read_request(body: Mapping[str, Any], temperature: float) -> AgentRequest:
+    """Return what a body asks; raises RequestRefused."""
+    fields.refuse_constraints(body)
+    fields.refuse_present(body, "previous_response_id", "conversation", "background", "prompt")
+    form = body.get("text")
+    kind = form.get("format", {}).get("type", "text") if isinstance(form, dict) and form.get("format") else "text"
+    if kind != "text":
+        raise constrained("text.format")
+    instructions = fields.optional_text(body, "instructions")
+    messages = [Message("system", instructions)] if instructions else []
+    given = body.get("input")
+    if isinstance(given, str):
+        messages.append(Message("user", given))
+    else:
+        messages += _messages(fields.objects(body, "input"))
+    tools = [_tool(one, n) for n, one in enumerate(fields.objects(body, "tools"))]
+    return AgentRequest(
+        messages=tuple(messages),
+        tools=fields.check_tools(tools),
+        max_tokens=fields.max_tokens(body, "max_output_tokens"),
+        reads_calls=fields.tool_choice(body.get("tool_choice")),
+        overruled=fields.overruled(body, temperature),
+    )
+
+
+def _tool(value: Mapping[str, Any], number: int) -> dict[str, Any]:
+    where = f"tools[{number}]"
+    if value.get("type") != "function":
+        raise unsupported(f"a tool of type {str(value.get('type'))[:40]!r}", where)
+    return fields.function_tool(value.get("name"), value.get("description"), value.get("parameters"), where)
+
+
+def _messages(items: list[dict[str, Any]]) -> list[Message]:
+    """Return the messages of input items; an answer's reasoning, text and calls are separate items here, and one message there."""
+    messages: list[Message] = []
+    answer: dict[str, Any] = {}
+
+    def end_answer() -> None:
+        if answer:
+            messages.append(
+                Message(
+                    "assistant",
+                    "\n".join(answer.get("content", [])),
+                    "\n".join(answer.get("reasoning", [])),
+                    tuple(answer.get("calls", [])),
+                )
+            )
+            answer.clear()
+
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            end_answer()
+            messages.append(_result(item, where))
+        elif kind == "function_call":
+            call = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            answer.setdefault("calls", []).append(call)
+        elif kind == "reasoning":
+            if item.get("encrypted_content") and not item.get("content"):
+                raise unsupported("encrypted reasoning", where)
+            if answer.get("calls") or answer.get("content"):
+                end_answer()  # the reasoning of the next answer
+            answer.setdefault("reasoning", []).append(fields.content(item.get("content"), where, kinds=_TEXTS))
+        elif kind == "message":
+            _add_message(item, where, messages, answer, end_answer)
+        else:
+            raise unsupported(f"an item of type {str(kind)[:40]!r}", where)
+    end_answer()
+    return messages
+
+
+def _result(item: Mapping[str, Any], where: str) -> Message:
+    """Return the result of a call."""
+    call_id = fields.text(item, "call_id", f"{where}.")
+    if shown := fields.parts(item.get("output"), f"{where}.output", kinds=_TEXTS):
+        return Message.of_parts("tool", *shown, tool_call_id=call_id)
+    return Message("tool", fields.content(item.get("output"), f"{where}.output", kinds=_TEXTS), tool_call_id=call_id)
+
+
+def _add_message(
+    item: Mapping[str, Any], where: str, messages: list[Message], answer: dict[str, Any], end_answer: Any
+) -> None:
+    role = item.get("role")
+    if role == "user" and (shown := fields.parts(item.get("content"), f"{where}.content", kinds=_TEXTS)):
+        end_answer()
+        messages.append(Message.of_parts("user", *shown))
+        return
+    content = fields.content(item.get("content"), f"{where}.content", kinds=_TEXTS)
+    if role == "assistant":
+        if answer.get("calls"):
+            end_answer()
+        answer.setdefault("content", []).append(content)
+        return
+    end_answer()
+    if role not in ("user", "system", "developer"):
+        raise invalid(f"{where}.role must be user, system, developer or assistant, got {str(role)[:40]!r}", where)
+    messages.append(Message("user" if role == "user" else "system", content))
+
+
+def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
+    """Return the body of a whole answer."""
+    is_cut = turn.finish_reason == "length"
+    return {
+        **_head(model, created, request_id),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _output(turn, request_id),
+        "usage": {
+            "input_tokens": turn.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": len(turn.token_ids),
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": turn.num_tokens,
+        },
+    }
+
+
+def _head(model: str, created: int, request_id: str) -> dict[str, Any]:
+    return {
+        "id": request_id,
+        "object": "response",
+        "created_at": created,
+        "model": model,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+
+
+def _output(turn: SampledTurn, request_id: str) -> list[dict[str, Any]]:
+    answer, items = turn.answer, []
+    if answer.reasoning:
+        content = [{"type": "reasoning_text", "text": answer.reasoning}]
+        items.append({"id": f"rs_{request_id}", "type": "reasoning", "summary": [], "content": content})
+    if answer.content or not answer.tool_calls:
+        content = [{"type": "output_text", "text": answer.content, "annotations": []}]
+        items.append(
+            {
+                "id": f"msg_{request_id}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": content,
+            }
+        )
+    items += [_call_item(call) for call in answer.tool_calls]
+    return items
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"fc_{call.id}",
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }
+
+
+def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int, request_id: str) -> list[bytes]:
+    """Return the events of a stream, played from the finished answer."""
+    del body
+    whole = reply(turn, model, created, request_id)
+    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    made: list[dict[str, Any]] = [
+        {"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")
+    ]
+    for index, item in enumerate(whole["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        empty = {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"content": []}}
+        opened = {**item, **empty[item["type"]], "status": "in_progress"}
+        made.append({"type": "response.output_item.added", "output_index": index, "item": opened})
+        if item["type"] == "function_call":
+            made.append({"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]})
+            made.append(
+                {
+                    "type": "response.function_call_arguments.done",
+                    **place,
+                    "arguments": item["arguments"],
+                    "name": item["name"],
+                }
+            )
+        else:
+            made += _text_events(item, {**place, "content_index": 0})
+        made.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    made.append({"type": f"response.{whole['status']}", "response": whole})
+    return [
+        f"event: {one['type']}\ndata: {json.dumps({**one, 'sequence_number': number})}\n\n".encode()
+        for number, one in enumerate(made)
+    ]
+
+
+def _text_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> list[dict[str, Any]]:
+    part = item["content"][0]
+    kind = part["type"]
+    more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+    return [
+        {"type": "response.content_part.added", **place, "part": {**part, "text": ""}},
+        {"type": f"response.{kind}.delta", **place, "delta": part["text"], **more},
+        {"type": f"response.{kind}.done", **place, "text": part["text"], **more},
+        {"type": "response.content_part.done", **place, "part": part},
+    ]

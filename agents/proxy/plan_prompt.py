@@ -1,0 +1,171 @@
+"""A request's messages → the ids of its prompt: the recorded ones and a bridge, or a fork with its cause; pure.
+
+| the request                                                        | its prompt                                        | counted as         |
+|--------------------------------------------------------------------|---------------------------------------------------|--------------------|
+| continues the answer of a turn                                     | the turn's tokens, then the bridge                |                    |
+| continues an older turn, from which something else was continued   | the same                                          | `rewound`          |
+| holds an answer that was sampled otherwise                         | the tokens of the turn before it, then the bridge | `edited_history`   |
+| continues reasoning that the setting strips                        | rendered as a whole                               | `thinking_stripped`|
+| continues a turn in a form for which the template has no bridge    | rendered as a whole                               | `no_bridge`        |
+| has other tools, or another system message, than all before        | rendered as a whole                               | `tools_changed`, `system_changed` |
+| begins with other messages (a sub-agent, a summary)                | rendered as a whole                               | `new_conversation` |
+
+What is rendered as a whole hangs on the longest recorded path that its ids begin with, or is a new root. Rendered tokens are
+context, whatever they say: only what the engine sampled under these ids is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.agents.proxy.messages import Message, next_key, root_key
+from penstock.agents.proxy.renderer import AnswerEnd, ChatRenderer, Rendered, without_reasoning
+from penstock.agents.proxy.tree import ConversationTree, Found, PromptPlan, SampledTurn
+from penstock.protocol.config.environment_settings import Thinking
+from penstock.protocol.facts import RowImages
+from penstock.protocol.images.admission import AdmittedImage
+from penstock.protocol.images.processor import ImageProcessor, expanded, joined
+
+
+@dataclass(slots=True)
+class SeenRoots:
+    """The beginnings of an episode's conversations, to name the cause of a new one."""
+
+    without_tools: set[bytes] = field(default_factory=set)  # keys of the first messages alone
+    without_system: set[bytes] = field(default_factory=set)  # the same without the system message
+
+    def note(self, messages: Sequence[Message]) -> str:
+        """Return why a conversation with these messages is new, and record it; empty for the first one."""
+        rest = messages[1:] if messages[0].role == "system" else messages
+        whole, body = _key_of(messages[: len(messages) - len(rest) + 1]), _key_of(rest[:1])
+        if not self.without_tools:
+            cause = ""
+        elif whole in self.without_tools:
+            cause = "tools_changed"
+        elif body in self.without_system:
+            cause = "system_changed"
+        else:
+            cause = "new_conversation"
+        self.without_tools.add(whole)
+        self.without_system.add(body)
+        return cause
+
+
+def _key_of(messages: Sequence[Message]) -> bytes:
+    key = b""
+    for message in messages:
+        key = next_key(key, message)
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlanner:
+    """How one model's prompts are made. Its parts are shared by all episodes."""
+
+    renderer: ChatRenderer
+    stop_token_ids: frozenset[int]
+    thinking: Thinking
+    template: str = ""  # what tells templates apart
+
+    def find(self, tree: ConversationTree, messages: Sequence[Message], tools: Sequence[Any]) -> Found:
+        """Return where the messages lead in an episode's tree."""
+        return tree.find(root_key(self.template, tools), messages)
+
+    def plan(
+        self,
+        tree: ConversationTree,
+        roots: SeenRoots,
+        found: Found,
+        tools: Sequence[Any],
+        processor: ImageProcessor | None = None,
+    ) -> PromptPlan:
+        """Return the prompt of a request, whose images the ``processor`` places.
+
+        Raises MalformedData if the template refuses its messages, and ImageRefused for images that it does not show, or too many.
+        """
+        base = found.base
+        if base is None:
+            kept = self._messages_shown(found.messages)
+            rendered = self.renderer.whole(kept, tools)
+            cause = roots.note(found.messages)
+            return self._observed(tree, found, rendered, "edited_history" if found.is_edited else cause, processor)
+        new = found.messages[found.num_matched :]
+        if self._strips(base, new):
+            rendered = self.renderer.whole(self._messages_shown(found.messages), tools)
+            return self._observed(tree, found, rendered, "thinking_stripped", processor)
+        end = self._end_of(base)
+        has_system = found.messages[0].role == "system"
+        bridge = self.renderer.bridge(base.answer, end, new, tools, has_system=has_system)
+        if bridge is None:
+            rendered = self.renderer.whole(found.messages, tools)
+            return self._observed(tree, found, rendered, "no_bridge", processor)
+        parent_tokens = base.num_tokens - (not bridge.keeps_stop_token)
+        behind, images = _with_images(bridge.rendered.token_ids, new, processor, at=parent_tokens)
+        return PromptPlan(
+            found=found,
+            parent=base,
+            parent_tokens=parent_tokens,
+            prompt_ids=_joined(base.path()[:parent_tokens], behind),
+            opens_reasoning=bridge.rendered.opens_reasoning,
+            fork=_cause_of_branch(tree, found, base, keeps=bridge.keeps_stop_token),
+            images=joined(base.images, images),
+        )
+
+    def _observed(
+        self, tree: ConversationTree, found: Found, rendered: Rendered, cause: str, processor: ImageProcessor | None
+    ) -> PromptPlan:
+        token_ids, images = _with_images(rendered.token_ids, found.messages, processor)
+        prompt_ids = np.asarray(token_ids, dtype=np.int32)
+        parent, length = tree.observe(prompt_ids, images)
+        return PromptPlan(found, parent, length, prompt_ids, rendered.opens_reasoning, cause, images)
+
+    def _end_of(self, turn: SampledTurn) -> AnswerEnd:
+        last = int(turn.token_ids[-1])
+        stop = self.renderer.text_of([last]) if last in self.stop_token_ids else ""
+        return AnswerEnd(stop, in_reasoning=turn.in_reasoning)
+
+    def _strips(self, base: SampledTurn, new: Sequence[Message]) -> bool:
+        """Return True if the recorded tokens hold reasoning that the setting does not show from here on."""
+        if self.thinking == "keep" or (
+            self.thinking == "tool_cycle" and not any(message.role == "user" for message in new)
+        ):
+            return False
+        return any(turn.answer.reasoning for turn in base.chain())
+
+    def _messages_shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self.thinking == "keep":
+            return messages
+        last_user = max((n for n, message in enumerate(messages) if message.role == "user"), default=0)
+        return without_reasoning(messages, before=len(messages) if self.thinking == "strip" else last_user)
+
+
+def _with_images(
+    token_ids: Sequence[int], messages: Sequence[Message], processor: ImageProcessor | None, *, at: int = 0
+) -> tuple[Sequence[int], RowImages | None]:
+    """Return rendered ids with all tokens of the messages' images, of which each has one there; positions count from ``at``."""
+    shown = [image for message in messages for image in message.images if isinstance(image, AdmittedImage)]
+    if processor is None:
+        assert not shown  # the session refuses images that nothing places
+        return token_ids, None
+    return expanded(token_ids, shown, processor, at=at)
+
+
+def _cause_of_branch(tree: ConversationTree, found: Found, base: SampledTurn, *, keeps: bool) -> str:
+    if found.is_edited:
+        return "edited_history"
+    if not keeps:
+        return "other_stop_token"
+    if any(turn.follows is base and turn.prompt_key != found.key for turn in tree.turns[base.number + 1 :]):
+        return "rewound"
+    return ""
+
+
+def _joined(recorded: np.ndarray, new: Sequence[int]) -> np.ndarray:
+    ids = np.empty(len(recorded) + len(new), dtype=np.int32)
+    ids[: len(recorded)] = recorded
+    ids[len(recorded) :] = new
+    return ids

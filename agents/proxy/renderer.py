@@ -1,0 +1,228 @@
+"""Messages → token ids: a whole conversation, or only what lies between a sampled answer and the next one.
+
+The second is the *bridge*. The answer's recorded ids stay, and what the template writes behind an answer is taken from the
+rendering of a stand-in: the same kind of answer with a marker as its content. So nothing that was sampled is ever rendered.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.agents.proxy.answer_formats.answer_format import END_THINK, THINK
+from penstock.agents.proxy.messages import Message, ToolCall
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.errors import MalformedData
+
+_MARKERS = ("SEAM7f3a9c", "SEAMb41d60")  # as the answer's content; the second where a message contains the first
+_PLAIN_ROLES = frozenset({"user", "tool"})  # whose texts are written by neither the policy nor the agent's author
+_ESCAPE = 0xF0000  # first code point that stands for the text of a control token; a private use plane
+_KEPT_CHARACTERS = 2 * 1024**2  # of prompts whose ids are kept, about 20 MB with them
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Token ids of a prompt, or of the part of it that follows an answer."""
+
+    token_ids: list[int]
+    opens_reasoning: bool  # it ends with the tag that begins the reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """How a sampled answer ends."""
+
+    stop_text: str = ""  # of the stop token that the policy sampled; empty if it was cut
+    in_reasoning: bool = False  # cut before its reasoning ended
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """What follows an answer in the next prompt."""
+
+    rendered: Rendered
+    keeps_stop_token: bool  # False: the template continues with another token than the one that the policy ended with
+
+
+class ChatRenderer:
+    """One model's template and tokenizer. Thread-safe."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        """Prepare; raises MalformedData for a template that cannot render one user's message and its answer."""
+        self.tokenizer = tokenizer
+        added = sorted(tokenizer.added_tokens(), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        self._added_numbers = {text: number for number, text in enumerate(added)}
+        self._added_texts = added
+        self._escape_characters = re.compile(f"[{chr(_ESCAPE)}-{chr(_ESCAPE + len(added))}]")
+        self._plain = tokenizer.encoder_of_plain_text()
+        self._kept = _KeptPrompts(_KEPT_CHARACTERS)
+        self._closing = self._find_closing()
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Any]) -> Rendered:
+        """Return the ids of a prompt rendered as a whole; raises MalformedData if the template refuses it."""
+        return self._kept.get(self.text(messages, tools), self._encoded)
+
+    def bridge(
+        self, answer: Message, end: AnswerEnd, new: Sequence[Message], tools: Sequence[Any], *, has_system: bool
+    ) -> Bridge | None:
+        """Return what follows a sampled answer when ``new`` messages follow it; None if the template has no such form."""
+        for calls in ((answer.tool_calls,) if answer.tool_calls and new[0].role == "tool" else ()) + ((),):
+            for reasoning in ("", "r"):  # some templates render the last answer otherwise than earlier ones without it
+                found = self._behind_answer(calls, reasoning, new, tools, has_system=has_system)
+                if found is not None:
+                    return self._joined(found, end)
+        return None
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, control tokens included."""
+        return self.tokenizer.decode(token_ids)
+
+    def _joined(self, behind: str, end: AnswerEnd) -> Bridge:
+        keeps = behind.startswith(end.stop_text)
+        text = behind[len(end.stop_text) :] if keeps else behind
+        if end.in_reasoning:
+            text = f"\n{END_THINK}\n\n{text}"
+        return Bridge(self._encoded(text), keeps)
+
+    def _find_closing(self) -> str:
+        """Return what the template writes behind an answer before anything follows."""
+        text = self.text((Message("user", "u"), Message("assistant", _MARKERS[0])), (), generate=False)
+        _, marker, closing = text.rpartition(_MARKERS[0])
+        if not marker:
+            raise MalformedData(
+                "the chat template leaves out the content of an answer; agents need a template that shows it"
+            )
+        return closing
+
+    def _behind_answer(
+        self,
+        calls: tuple[ToolCall, ...],
+        reasoning: str,
+        new: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        has_system: bool,
+    ) -> str | None:
+        """Return the text behind an answer of this form, its own closing included; None if it cannot be told apart."""
+        marker = next((one for one in _MARKERS if not any(one in message.content for message in new)), None)
+        if marker is None:
+            return None
+        before = [Message("system", "s")] * has_system + [Message("user", "u")]
+        answer = Message("assistant", marker, reasoning, calls)
+        try:
+            longer = self.text([*before, answer, *new], tools)
+            if not calls:
+                return longer.partition(marker)[2] if longer.count(marker) == 1 else None
+            alone = self.text([*before, answer], tools, generate=False)
+            if marker not in alone:  # the template shows the calls alone
+                marker = ""
+        except MalformedData:
+            return None
+        before_calls, _, shown = alone.partition(marker) if marker else ("", "", alone)
+        if not shown.endswith(self._closing):
+            return None
+        shown = shown[: len(shown) - len(self._closing)]
+        head, found, behind = longer.partition(marker) if marker else ("", "-", longer)
+        if not found or not behind.startswith(shown) or head != before_calls:
+            return None
+        return behind[len(shown) :]
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Any], *, generate: bool = True) -> str:
+        """Return messages as the template writes them; texts of control tokens in messages of others are escaped."""
+        return self.tokenizer.render(
+            [self._escaped(message).for_template() for message in messages], add_generation_prompt=generate, tools=tools
+        )
+
+    def _escaped(self, message: Message) -> Message:
+        """Return a message in which the texts of control tokens are code points that stand for them.
+
+        A tool's result may contain the text of a control token, and even a whole turn: it must not become one.
+        """
+        if self._escape_characters.search(message.content):
+            raise MalformedData(
+                f"a message has one of the characters U+{_ESCAPE:X} to U+{_ESCAPE + len(self._added_texts):X}, which are used here "
+                "for the texts of control tokens; leave it out"
+            )
+        if message.role not in _PLAIN_ROLES or not self._added.search(message.content):
+            return message
+        return replace(
+            message,
+            content=self._without_control(message.content),
+            parts=tuple(self._without_control(part) if isinstance(part, str) else part for part in message.parts),
+        )
+
+    def _without_control(self, text: str) -> str:
+        """Return a text with code points in place of the texts of control tokens."""
+        return self._added.sub(lambda match: chr(_ESCAPE + self._added_numbers[match[0]]), text)
+
+    def _encoded(self, text: str) -> Rendered:
+        opens = text.rstrip().endswith(THINK)
+        escaped = self._escape_characters
+        if not escaped.search(text):
+            return Rendered(self.tokenizer.encode(text), opens)
+        ids: list[int] = []
+        ordinary = ""
+        for part in re.split(f"({self._added.pattern})", text):
+            if not escaped.search(part):
+                ordinary += part
+                continue
+            ids += self.tokenizer.encode(ordinary)
+            ordinary = ""
+            restored = escaped.sub(lambda match: self._added_texts[ord(match[0]) - _ESCAPE], part)
+            ids += self._plain.encode(restored, add_special_tokens=False).ids
+        return Rendered(ids + self.tokenizer.encode(ordinary), opens)
+
+
+class _KeptPrompts:
+    """The prompts that were encoded last: the episodes of a group begin with the same one, at about the same time. Thread-safe."""
+
+    def __init__(self, max_characters: int) -> None:
+        self._max_characters = max_characters
+        self._encoded: OrderedDict[str, Future[Rendered]] = OrderedDict()  # the one used last is the last
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def get(self, text: str, encode: Callable[[str], Rendered]) -> Rendered:
+        """Return the ids of a text; of those who ask at the same time one encodes it. Raises what ``encode`` does, which is not kept."""
+        with self._lock:
+            found = self._encoded.get(text)
+            if found is not None:
+                self._encoded.move_to_end(text)
+            own = self._begun(text) if found is None else None
+        if own is None:
+            assert found is not None
+            return found.result()
+        try:
+            own.set_result(encode(text))
+        except Exception as err:  # noqa: BLE001 - those who wait for it get it too
+            own.set_exception(err)
+            with self._lock:
+                if self._encoded.get(text) is own:
+                    self._drop(text)
+        return own.result()
+
+    def _begun(self, text: str) -> Future[Rendered]:
+        made: Future[Rendered] = Future()
+        self._encoded[text] = made
+        self._characters += len(text)
+        while self._characters > self._max_characters:
+            self._drop(next(iter(self._encoded)))
+        return made
+
+    def _drop(self, text: str) -> None:
+        del self._encoded[text]
+        self._characters -= len(text)
+
+
+def without_reasoning(messages: Sequence[Message], *, before: int) -> list[Message]:
+    """Return messages of which those before a position have no reasoning."""
+    return [
+        replace(message, reasoning="") if number < before and message.reasoning else message
+        for number, message in enumerate(messages)
+    ]

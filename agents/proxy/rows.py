@@ -1,0 +1,127 @@
+"""The tree of an episode → rows to train on, and an account of every sampled token; pure.
+
+A row is the path from a root to a turn that nothing continues. A token that several rows share has the loss mask True in the
+first of them alone, and is context in the others. What the agent never saw, or threw away, is in no row and counted by cause.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents.proxy.tree import Float32s, Int32s, SampledTurn
+from penstock.protocol.expert_choices import ExpertChoices
+from penstock.protocol.facts import FinishReason, RowImages
+from penstock.protocol.versions import VersionRun
+
+Orphaned = Literal["not_delivered", "superseded"]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """The sampled tokens of one turn in a row."""
+
+    turn: int
+    start: int
+    end: int
+    is_trained: bool  # False: another row trains them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeRow:
+    """One row of an episode; arrays have the same length."""
+
+    token_ids: Int32s
+    loss_mask: npt.NDArray[np.bool_]
+    logprobs: Float32s  # 0 where the mask is False
+    version_runs: tuple[VersionRun, ...]  # cover exactly the tokens with the mask True
+    finish_reason: FinishReason
+    text: str  # of the last answer
+    spans: tuple[TurnSpan, ...]
+    images: RowImages | None = None  # by their positions in the row
+    experts: ExpertChoices | None = None  # of all tokens but the last, where they were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """All rows of an episode, and the sampled tokens that are in none."""
+
+    rows: tuple[TreeRow, ...]
+    num_trained: int
+    orphaned_tokens: Counter[str] = field(default_factory=Counter)
+    orphaned_turns: Counter[str] = field(default_factory=Counter)
+
+
+def build_rows(turns: Sequence[SampledTurn]) -> TreeRows:
+    """Return the rows of an episode's turns, in the order in which their last answers were sampled."""
+    orphans = _find_orphans(turns)
+    covered: dict[int, int] = {}  # by turn: so many tokens of its path are in the row of a turn that continues it
+    for turn in turns:
+        if turn.parent is not None and turn.number not in orphans:
+            covered[turn.parent.number] = max(covered.get(turn.parent.number, 0), turn.parent_tokens)
+    trained: dict[int, int] = {}  # by turn: so many of its sampled tokens are trained in a row before
+    rows = [
+        _build_row(turn, trained)
+        for turn in turns
+        if turn.number not in orphans and covered.get(turn.number, 0) < turn.num_tokens
+    ]
+    tokens: Counter[str] = Counter()
+    for number, cause in orphans.items():
+        tokens[cause] += len(turns[number].token_ids)
+    return TreeRows(tuple(rows), sum(trained.values()), tokens, Counter(orphans.values()))
+
+
+def _find_orphans(turns: Sequence[SampledTurn]) -> dict[int, Orphaned]:
+    """Return the turns that are in no row, with the cause; no turn that is in a row continues one of them.
+
+    What the agent went on from is kept. Of answers to one prompt that it did not go on from, the last that it received is kept,
+    unless it went on from another.
+    """
+    continued = {other.number for turn in turns for other in (turn.parent, turn.follows) if other is not None}
+    answered = {turn.prompt_key for turn in turns if turn.number in continued}
+    last_received = {turn.prompt_key: turn.number for turn in turns if turn.delivered}
+    orphans: dict[int, Orphaned] = {}
+    for turn in turns:
+        if turn.number in continued:
+            continue
+        if not turn.delivered:
+            orphans[turn.number] = "not_delivered"
+        elif turn.prompt_key in answered or last_received[turn.prompt_key] != turn.number:
+            orphans[turn.number] = "superseded"
+    return orphans
+
+
+def _build_row(last: SampledTurn, trained: dict[int, int]) -> TreeRow:
+    length = last.num_tokens
+    mask = np.zeros(length, dtype=np.bool_)
+    logprobs = np.zeros(length, dtype=np.float32)
+    runs: list[VersionRun] = []
+    spans: list[TurnSpan] = []
+    chain = last.chain()
+    for turn, following in zip(chain, [*chain[1:], None], strict=True):
+        end = turn.num_tokens if following is None else following.parent_tokens
+        start, used = turn.prompt_tokens, end - turn.prompt_tokens
+        before = trained.get(turn.number, 0)
+        if used > before:
+            first = start + before
+            mask[first:end] = True
+            logprobs[first:end] = turn.logprobs[before:used]
+            runs += _moved(turn.version_runs, start, first, end)
+            trained[turn.number] = used
+        if before:
+            spans.append(TurnSpan(turn.number, start, start + min(before, used), is_trained=False))
+        if used > before:
+            spans.append(TurnSpan(turn.number, start + before, end, is_trained=True))
+    made = (last.path(), mask, logprobs, tuple(runs), last.finish_reason, last.text, tuple(spans), last.images)
+    return TreeRow(*made, last.path_experts())
+
+
+def _moved(runs: Sequence[VersionRun], offset: int, first: int, end: int) -> list[VersionRun]:
+    """Return a turn's version runs at positions of the row, cut to those between ``first`` and ``end``."""
+    moved = [VersionRun(run.version, max(run.start + offset, first), min(run.end + offset, end)) for run in runs]
+    return [run for run in moved if run.start < run.end]

@@ -1,0 +1,293 @@
+"""One open episode: an agent's requests, answered by the policy and recorded in a tree until the episode ends."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+
+from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
+from penstock.agents.proxy.answer_formats.answer_format import AnswerFormat, split_reasoning
+from penstock.agents.proxy.calls import Calls
+from penstock.agents.proxy.messages import Message, ToolCall
+from penstock.agents.proxy.plan_prompt import PromptPlanner, SeenRoots
+from penstock.agents.proxy.request_errors import RequestRefused, invalid
+from penstock.agents.proxy.rows import TreeRows, build_rows
+from penstock.agents.proxy.settings import EpisodeLimits
+from penstock.agents.proxy.tree import ConversationTree, PromptPlan, SampledTurn
+from penstock.protocol.errors import BlobError, ImageRefused, MalformedData
+from penstock.protocol.facts import MAX_IMAGES, Sampling
+from penstock.protocol.images.processor import ImageProcessor
+from penstock.protocol.seeds import derived_seed
+from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
+from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
+from penstock.rollout_service.run_images import RunImages
+
+log = structlog.get_logger("rollout.episode")
+
+_CHARACTERS_ON_THE_LOOP = 32_768  # longer prompts are rendered on a thread, so that other episodes go on
+_MAX_STOP_STRINGS = 16
+
+
+class Samples(Protocol):
+    """Samples from the policy version that was chosen for the episode's task."""
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt, with a seed for each where they are given; raises EngineError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentModel:
+    """What all episodes of one model share."""
+
+    planner: PromptPlanner
+    answer_format: AnswerFormat
+    context_tokens: int | None
+
+
+class EpisodeSession:
+    """The record of one episode. For one event loop."""
+
+    def __init__(
+        self,
+        episode_id: str,
+        model: AgentModel,
+        sampler: Samples,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        seed: int | None = None,
+        images: RunImages | None = None,
+    ) -> None:
+        """Begin without a turn; ``sampling`` is the task's, which overrules the agent's. Without a ``seed`` answers are random.
+
+        Images of messages are stored with ``images``; None: they are refused.
+        """
+        self.id = episode_id
+        self.secret = secrets.token_urlsafe(24)
+        self.tree = ConversationTree(limits.history_match)
+        self.counts: Counter[str] = Counter()
+        self.messages: tuple[Message, ...] = ()  # of the conversation that was answered last, with the answer
+        self.versions: tuple[PolicyVersion, PolicyVersion] | None = None  # oldest and newest that sampled a token
+        self.truncated_by = ""  # the limit that refused a request
+        self.ended = False
+        self._model = model
+        self._sampler = sampler
+        self._sampling = sampling
+        self._limits = limits
+        self._roots = SeenRoots()
+        self.calls = Calls(grace_s=limits.retry_grace_s, kept=limits.kept_answers, kept_s=limits.kept_answers_s)
+        self._num_running = 0
+        self._seed = seed
+        self._images = images
+        self._num_sampled = 0  # answers begun, each with a seed of its own
+
+    @property
+    def orphaned_tokens(self) -> Counter[str]:
+        """Sampled tokens that are in no turn, by cause; those of turns that are in no row are counted by `build_rows`."""
+        prefix = "orphaned_tokens."
+        return Counter({name.removeprefix(prefix): n for name, n in self.counts.items() if name.startswith(prefix)})
+
+    @property
+    def temperature(self) -> float:
+        """The task's temperature."""
+        return self._sampling.temperature
+
+    async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
+        """Return the policy's answer, or that of the running or finished call which this request repeats.
+
+        Raises RequestRefused.
+        """
+        if self.ended:
+            raise episode_ended(self.id)
+        self.counts["requests"] += 1
+        turn, joined = await self.calls.run(mark, lambda: self._sample(request))
+        self.counts["retries_joined"] += joined
+        return turn
+
+    def end(self) -> TreeRows:
+        """Refuse further requests, cancel running ones, and return the rows."""
+        self.ended = True
+        self.calls.cancel()
+        return build_rows(self.tree.turns)
+
+    async def _sample(self, request: AgentRequest) -> SampledTurn:
+        self._check_limits()
+        self._num_running += 1
+        try:
+            plan = await self._plan(request)
+            sampling = self._sampling_of(request, len(plan.prompt_ids))
+            completion = await self._completion(plan, sampling)
+        finally:
+            self._num_running -= 1
+        self.counts["sampled_tokens"] += len(completion.token_ids)
+        if self.ended:
+            self.counts["orphaned_tokens.after_end"] += len(completion.token_ids)
+            raise episode_ended(self.id)
+        for name in request.overruled:
+            self.counts[f"overruled.{name}"] += 1
+        answer, in_reasoning, num_unparsed = self._read(completion, sampling, plan, reads_calls=request.reads_calls)
+        try:
+            turn = self.tree.commit(plan, completion, answer, in_reasoning=in_reasoning)
+        except ReplyRefused as err:
+            self.counts["orphaned_tokens.refused"] += len(completion.token_ids)
+            log.warning("an answer was refused", episode=self.id, error=str(err))
+            raise RequestRefused(500, "answer_refused", str(err)) from None
+        self.messages = (*plan.found.messages, answer)
+        self._note_versions(completion.version_runs)
+        self.counts["unparsed_calls"] += num_unparsed
+        if plan.fork:
+            self.counts[f"forks.{plan.fork}"] += 1
+        return turn
+
+    def _check_limits(self) -> None:
+        if len(self.tree.turns) + self._num_running >= self._limits.max_turns:
+            self.truncated_by = "max_turns"
+            raise RequestRefused(
+                400, "max_turns", f"episode {self.id} has had its {self._limits.max_turns} answers: end it"
+            )
+        if self._num_running >= self._limits.max_running:
+            raise RequestRefused(
+                429, "too_many_requests", f"{self._num_running} requests of episode {self.id} are running: wait for one"
+            )
+
+        limit = self._limits.max_staleness
+        if limit is not None and self.versions is not None and not is_fresh(self.versions[1], self.versions[0], limit):
+            self.truncated_by = "expired"
+            raise RequestRefused(
+                400,
+                "expired",
+                f"episode {self.id} has tokens of version {self.versions[0]}, and version {self.versions[1]} is served; more than "
+                f"{limit} versions apart are not trained: end it",
+            )
+
+    def _note_versions(self, runs: Sequence[VersionRun]) -> None:
+        before = [VersionRun(version, 0, 1) for version in self.versions or ()]
+        self.versions = oldest([*before, *runs]), newest([*before, *runs])
+
+    async def _plan(self, request: AgentRequest) -> PromptPlan:
+        planner = self._model.planner
+        try:
+            messages, processor = await self._admitted(request.messages)
+        except ImageRefused as err:
+            raise invalid(str(err), "messages", code="image_refused") from None
+        found = planner.find(self.tree, messages, request.tools)
+        new = found.messages[found.num_matched if found.base is not None else 0 :]
+        arguments = (self.tree, self._roots, found, request.tools, processor)
+        try:
+            if sum(len(message.content) for message in new) > _CHARACTERS_ON_THE_LOOP:
+                # Turns that are committed meanwhile are only added: the plan's own turn does not change.
+                return await asyncio.to_thread(planner.plan, *arguments)
+            return planner.plan(*arguments)
+        except MalformedData as err:
+            raise invalid(str(err), "messages", code="template_refused") from None
+        except ImageRefused as err:
+            raise invalid(str(err), "messages", code="image_refused") from None
+
+    async def _admitted(self, messages: Sequence[Message]) -> tuple[Sequence[Message], ImageProcessor | None]:
+        """Return messages with their images decoded and stored, and what places these; raises ImageRefused."""
+        num_images = sum(len(message.images) for message in messages)
+        if not num_images:
+            return messages, None
+        if self._images is None:
+            raise ImageRefused(f"{num_images} images, and this episode has nowhere to store them")
+        if num_images > MAX_IMAGES:
+            raise ImageRefused(f"{num_images} images in the messages, a row may have {MAX_IMAGES}")
+        processor = await self._images.processor()
+        found: list[Message] = []
+        for message in messages:
+            parts = [part if isinstance(part, str) else await self._images.admit(part) for part in message.parts]
+            found.append(replace(message, parts=tuple(parts)) if parts else message)
+        return found, processor
+
+    async def _prompt(self, plan: PromptPlan) -> Sequence[int]:
+        """Return what the engine is asked to continue: the prompt's ids, and its images if there are some."""
+        token_ids = plan.prompt_ids.tolist()
+        if plan.images is None:
+            return token_ids
+        assert self._images is not None  # else its images were refused
+        try:
+            data = {ref.sha256: await self._images.read(ref) for ref in plan.images.refs}
+        except (ImageRefused, BlobError) as err:
+            raise RequestRefused(500, "image_lost", f"an image of the episode cannot be read again: {err}") from None
+        return ImagePrompt(token_ids, plan.images, data)
+
+    def _sampling_of(self, request: AgentRequest, prompt_tokens: int) -> Sampling:
+        own, context = self._sampling, self._model.context_tokens
+        room = own.max_new_tokens if context is None else context - prompt_tokens
+        if room < 1:
+            self.truncated_by = "context"
+            raise RequestRefused(
+                400,
+                "context_length_exceeded",
+                f"the messages have {prompt_tokens} tokens, and the model's context is {context}: shorten them",
+                param="messages",
+            )
+        max_new = min(own.max_new_tokens, room, request.max_tokens or own.max_new_tokens)
+        if self.tree.num_stored_tokens + prompt_tokens + max_new > self._limits.max_stored_tokens:
+            self.truncated_by = "max_stored_tokens"
+            raise RequestRefused(
+                400,
+                "max_stored_tokens",
+                f"episode {self.id} holds {self.tree.num_stored_tokens} tokens of at most {self._limits.max_stored_tokens}: end it",
+            )
+        stop = tuple(dict.fromkeys((*own.stop, *request.stop)))
+        if len(stop) > _MAX_STOP_STRINGS:
+            raise invalid(f"{len(stop)} stop strings, at most {_MAX_STOP_STRINGS} with the task's own", "stop")
+        ends = tuple(sorted({*own.stop_token_ids, *self._model.planner.stop_token_ids}))
+        return own.model_copy(update={"max_new_tokens": max_new, "stop": stop, "stop_token_ids": ends})
+
+    async def _completion(self, plan: PromptPlan, sampling: Sampling) -> Completion:
+        try:
+            async with asyncio.timeout(self._limits.answer_deadline_s):
+                prompts = [await self._prompt(plan)]
+                self._num_sampled += 1
+                if self._seed is None:
+                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1)
+                else:
+                    seeds = [derived_seed(self._seed, self._num_sampled)]
+                    ((completion,),) = await self._sampler.generate(prompts, sampling, 1, seeds=seeds)
+        except (TimeoutError, EngineTimeout):
+            self.counts["engine_errors"] += 1
+            raise RequestRefused(
+                504, "engine_timeout", f"the engine gave no answer within {self._limits.answer_deadline_s:g} s: retry"
+            ) from None
+        except TaskRefused as err:
+            raise invalid(str(err), "messages", code=err.reason) from None
+        except EngineError as err:
+            self.counts["engine_errors"] += 1
+            raise RequestRefused(503, "engine_error", f"the engine failed: {err}; retry") from None
+        return completion
+
+    def _read(
+        self, completion: Completion, sampling: Sampling, plan: PromptPlan, *, reads_calls: bool
+    ) -> tuple[Message, bool, int]:
+        """Return the answer as the client gets it, whether it was cut inside its reasoning, and its invalid calls."""
+        ids = completion.token_ids
+        ends = ids[-1] in sampling.stop_token_ids
+        text = self._model.planner.renderer.text_of(ids[:-1] if ends else ids)
+        for stop in sampling.stop:
+            text = text.partition(stop)[0]
+        reasoning, rest, is_open = split_reasoning(text, opened=plan.opens_reasoning)
+        parsed = self._model.answer_format.parse(rest) if reads_calls else None
+        if parsed is None:
+            return Message("assistant", rest, reasoning), is_open, 0
+        calls = tuple(
+            ToolCall(call.id or f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in parsed.calls
+        )
+        answer = Message("assistant", parsed.content, reasoning, calls, unparsed_calls=parsed.num_unparsed)
+        return answer, is_open, parsed.num_unparsed
+
+
+def episode_ended(episode_id: str) -> RequestRefused:
+    """Return the error for a request to an episode that has ended."""
+    return RequestRefused(404, "episode_ended", f"episode {episode_id} has ended: nothing more is sampled for it")

@@ -1,0 +1,258 @@
+"""An episode's conversations as a tree of sampled answers; pure.
+
+A *turn* is one request and its answer: the context tokens that were added to the turn before, and the sampled ones. The tokens
+from a root to a turn are exactly those that the engine was given and returned. A turn continues another one behind its last
+token, or behind an earlier one where the template continues with another token than the sampled stop token.
+
+Messages find the turn, tokens verify it. A request that continues no turn begins a new root, or a branch of an older turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents.proxy.match import HistoryMatch, is_copy
+from penstock.agents.proxy.messages import Message, next_key
+from penstock.protocol.expert_choices import ExpertChoices
+from penstock.protocol.facts import FinishReason, RowImages
+from penstock.protocol.versions import VersionRun
+from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.errors import ReplyRefused
+
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
+
+
+@dataclass(eq=False, slots=True)
+class SampledTurn:
+    """One sampled answer and the context before it."""
+
+    number: int
+    follows: SampledTurn | None  # the turn whose answer the messages continue
+    parent: (
+        SampledTurn | None
+    )  # the turn whose tokens the prompt continues; another one where the history was rendered again
+    parent_tokens: int  # so many tokens of the parent's path precede the context
+    context_ids: Int32s
+    token_ids: Int32s  # as sampled, the stop token included
+    logprobs: Float32s  # of the sampled tokens
+    version_runs: tuple[VersionRun, ...]  # positions count from the first sampled token
+    finish_reason: FinishReason
+    text: str
+    answer: Message  # as it was sent to the client
+    prompt_key: bytes  # of the messages that it answers
+    in_reasoning: bool  # it was cut before its reasoning ended
+    images: RowImages | None = None  # of its path, by their positions there
+    delivered: bool = False  # the client received all of it
+    experts: ExpertChoices | None = (
+        None  # of the tokens from `experts_start` on but the last, where they were asked for
+    )
+
+    @property
+    def key(self) -> bytes:
+        """The key of the conversation that ends with this answer."""
+        return b"turn:%d" % self.number
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first sampled one."""
+        return self.parent_tokens + len(self.context_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens from the root to the end of the answer."""
+        return self.prompt_tokens + len(self.token_ids)
+
+    def chain(self) -> list[SampledTurn]:
+        """Return the turns from the root to this one."""
+        found: list[SampledTurn] = []
+        turn: SampledTurn | None = self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    @property
+    def experts_start(self) -> int:
+        """The first token of the path whose experts this turn's request chose; those of the tokens before are of the turns before.
+
+        The last token of the parent is among them: it was sampled there, and is computed as the context of this turn.
+        """
+        return 0 if self.parent is None else min(self.parent_tokens, self.parent.num_tokens - 1)
+
+    def path_experts(self) -> ExpertChoices | None:
+        """Return the experts of all tokens of the path but the last, each as the request chose them that brought the token."""
+        if self.experts is None:
+            return None
+        ids = np.empty((self.num_tokens - 1, *self.experts.ids.shape[1:]), self.experts.ids.dtype)
+        end, turn = len(ids), self
+        while True:
+            start = turn.experts_start
+            if turn.experts is None or turn.experts.shape != self.experts.shape:
+                return None
+            ids[start:end] = turn.experts.ids[: end - start]
+            if turn.parent is None:
+                return ExpertChoices(self.experts.shape, ids)
+            end, turn = start, turn.parent
+
+    def path(self) -> Int32s:
+        """Return the tokens from the root to the end of the answer."""
+        ids = np.empty(self.num_tokens, dtype=np.int32)
+        end = self.num_tokens
+        turn: SampledTurn | None = self
+        while turn is not None:
+            own = np.concatenate((turn.context_ids, turn.token_ids))
+            ids[turn.parent_tokens : end] = own[: end - turn.parent_tokens]
+            end, turn = turn.parent_tokens, turn.parent
+        return ids
+
+
+def _own_experts(choices: ExpertChoices, turn: SampledTurn) -> ExpertChoices:
+    """Return a copy of the choices for the tokens that a turn has added; raises ReplyRefused for those of another sequence."""
+    if len(choices.ids) != turn.num_tokens - 1:
+        raise ReplyRefused(
+            f"experts of {len(choices.ids)} tokens for an answer that ends with token {turn.num_tokens} of its conversation, expected "
+            f"{turn.num_tokens - 1}: all but the last"
+        )
+    return replace(choices, ids=choices.ids[turn.experts_start :].copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where a request's messages lead in the tree."""
+
+    base: SampledTurn | None  # the turn that is continued
+    num_matched: int  # messages up to the end of its answer
+    key: bytes  # of all messages
+    messages: tuple[Message, ...]  # with the answers that were sent in place of the client's copies
+    is_edited: bool  # an answer stands where others were sampled, and is none of them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPlan:
+    """The prompt of one request: which recorded tokens it continues, and with what."""
+
+    found: Found
+    parent: SampledTurn | None
+    parent_tokens: int
+    prompt_ids: Int32s
+    opens_reasoning: bool
+    fork: str  # why the prompt does not simply extend the last answer; empty if it does
+    images: RowImages | None = None  # ``prompt_ids`` hold all of their tokens
+
+
+@dataclass(slots=True)
+class _Path:
+    key: bytes
+    messages: list[Message]
+    base: SampledTurn | None = None
+    num_matched: int = 0
+    is_edited: bool = False
+
+    def go_on(self, message: Message) -> None:
+        """Add a message that the policy did not sample."""
+        self.key = next_key(self.key, message)
+        self.messages.append(message)
+
+    def reach(self, turn: SampledTurn) -> None:
+        """Add the answer of a turn."""
+        self.key = turn.key
+        self.messages.append(turn.answer)
+        self.base, self.num_matched = turn, len(self.messages)
+
+
+@dataclass(slots=True)
+class ConversationTree:
+    """The turns of one episode. For one event loop."""
+
+    rule: HistoryMatch = "echo"
+    turns: list[SampledTurn] = field(default_factory=list)
+    num_stored_tokens: int = 0
+    _by_prompt: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
+
+    def find(self, root: bytes, messages: Sequence[Message]) -> Found:
+        """Return the deepest turn that the messages continue; of equal ones the last."""
+        paths = [_Path(root, [])]
+        for message in messages:
+            if message.role != "assistant":
+                for path in paths:
+                    path.go_on(message)
+                continue
+            following: list[_Path] = []
+            for path in paths:
+                sampled = self._by_prompt.get(path.key, ())
+                copies = [turn for turn in sampled if is_copy(turn.answer, message, self.rule)]
+                for turn in copies[:-1]:
+                    following.append(replace(path, messages=list(path.messages)))
+                    following[-1].reach(turn)
+                if copies:
+                    path.reach(copies[-1])
+                else:
+                    path.is_edited = path.is_edited or bool(sampled)
+                    path.go_on(message)
+                following.append(path)
+            paths = following
+        best = max(paths, key=lambda path: (path.num_matched, path.base.number if path.base else -1))
+        return Found(best.base, best.num_matched, best.key, tuple(best.messages), best.is_edited)
+
+    def observe(self, prompt_ids: Int32s, images: RowImages | None = None) -> tuple[SampledTurn | None, int]:
+        """Return the longest recorded path that a prompt with these images begins with, and its length; (None, 0): there is none."""
+        inside: set[int] = set()
+        best: SampledTurn | None = None
+        for turn in self.turns:
+            if turn.parent is not None and turn.parent.number not in inside:
+                continue
+            begin, end = turn.parent_tokens, turn.num_tokens
+            own = np.concatenate((turn.context_ids, turn.token_ids))
+            same = len(prompt_ids) >= end and np.array_equal(prompt_ids[begin:end], own)
+            if same and turn.images == (images.before(end) if images is not None else None):
+                inside.add(turn.number)
+                if best is None or end > best.num_tokens:
+                    best = turn
+        return best, best.num_tokens if best is not None else 0
+
+    def commit(
+        self,
+        plan: PromptPlan,
+        completion: Completion,
+        answer: Message,
+        *,
+        in_reasoning: bool = False,
+    ) -> SampledTurn:
+        """Add an answer; raises ReplyRefused if its prompt is not the recorded path, or what is said of its tokens is of others."""
+        base, parent_tokens, prompt_ids = plan.parent, plan.parent_tokens, plan.prompt_ids
+        if base is not None and not np.array_equal(prompt_ids[:parent_tokens], base.path()[:parent_tokens]):
+            raise ReplyRefused(
+                f"the prompt of {len(prompt_ids)} tokens does not begin with the {parent_tokens} recorded tokens of turn "
+                f"{base.number}; internal error, please report"
+            )
+        if len(completion.logprobs) != len(completion.token_ids) or not completion.token_ids:
+            raise ReplyRefused(
+                f"{len(completion.logprobs)} log-probabilities for {len(completion.token_ids)} tokens of an answer"
+            )
+        turn = SampledTurn(
+            number=len(self.turns),
+            follows=plan.found.base,
+            parent=base,
+            parent_tokens=parent_tokens,
+            context_ids=prompt_ids[parent_tokens:].copy(),
+            token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+            logprobs=np.asarray(completion.logprobs, dtype=np.float32),
+            version_runs=completion.version_runs,
+            finish_reason=completion.finish_reason,
+            text=completion.text,
+            answer=answer,
+            prompt_key=plan.found.key,
+            in_reasoning=in_reasoning,
+            images=plan.images,
+        )
+        if completion.experts is not None:
+            turn.experts = _own_experts(completion.experts, turn)
+        self.turns.append(turn)
+        self._by_prompt.setdefault(plan.found.key, []).append(turn)
+        self.num_stored_tokens += len(turn.context_ids) + len(turn.token_ids)
+        return turn

@@ -1,0 +1,353 @@
+"""Programs as environments: recorded token for token, ended whole, begun again where they fail, never rewarded for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
+from tests.servers import wait_for
+
+from penstock.agents.environments import program_process
+from penstock.agents.environments.episode_environment import group_seed
+from penstock.agents.environments.program import PROGRAM
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import RewardRequest, Sampling, Task
+from penstock.rollout_service.environments.environment import load_environments
+from penstock.rollout_service.errors import EngineError, TaskRefused
+
+ROOT = Path(__file__).parents[3]
+
+AGENT = """
+import json, os, subprocess, sys, time, urllib.request
+task = json.load(open(os.environ["PENSTOCK_TASK"]))
+def ask(messages):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+def result(text):
+    open(os.environ["PENSTOCK_RESULT"], "w").write(text)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), SMOLLM2)
+
+
+def task_of(reward: str = "environment") -> Task:
+    return Task(
+        group_id="r:0:1", prompt_ids=(1,), prompt_text="sun", group_size=1, sampling=Sampling(max_new_tokens=16),
+        reward=RewardRequest(name=reward, ground_truth='"star"'), split="train", environment="mine", issued_version=3,
+        messages=json.dumps([{"role": "user", "content": "what is sun"}]),
+    )  # fmt: skip
+
+
+class Failing(Engine):
+    """An engine that is gone."""
+
+    async def generate(self, prompts: Any, sampling: Any, n: int) -> Any:
+        raise EngineError("the engine is gone")
+
+
+def run(
+    model: Path,
+    command: Sequence[str],
+    script: Sequence[str] = ("a", "b", "c"),
+    task: Task | None = None,
+    **settings: Any,
+) -> Any:
+    """Run one episode of a command; return what became of its group, and the engine."""
+    options = {"command": list(command), "version": "7", **settings.pop("options", {})}
+    kind = settings.pop("engine", Engine)
+    engine = kind(ChatTokenizer.read(model), script=[f"{text}<|im_end|>" for text in script])
+
+    async def play() -> Any:
+        mine = PROGRAM.defined("mine", EnvironmentDefinition(type="program", options=options, **settings))
+        mine.use_model(model, 8192)
+        try:
+            (found,) = await mine.rollout([task or task_of()], engine)
+        finally:
+            await mine.close()
+        return found
+
+    return asyncio.run(play()), engine
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-S", "-c", AGENT + code]
+
+
+def test_a_program_with_the_openai_package_is_recorded_as_it_was_sampled(model: Path) -> None:
+    """The example, unchanged: two turns in one row, each under the tokens that the engine was given."""
+    (episode,), engine = run(model, [sys.executable, str(ROOT / "examples" / "lookup_agent.py")], ["?sun", "star"])
+    assert (episode.status, episode.reward, episode.environment, episode.environment_version) == (
+        "done",
+        1.0,
+        "mine",
+        "7",
+    )
+    (row,) = episode.rows
+    tokens, tokenizer = row.trajectory, ChatTokenizer.read(model)
+    assert len(row.turns) == len(engine.prompts) == 2
+    for turn, prompt, text in zip(row.turns, engine.prompts, ("?sun", "star"), strict=True):
+        assert tokens.token_ids[: turn.start].tolist() == prompt
+        assert tokens.token_ids[turn.start : turn.end].tolist() == tokenizer.encode(f"{text}<|im_end|>")
+    assert np.count_nonzero(tokens.loss_mask) == sum(turn.end - turn.start for turn in row.turns)
+    assert [turn.reward for turn in row.turns] == [0.0, 1.0]
+    assert [one["content"] for one in json.loads(episode.messages)] == ["what is sun", "?sun", "star", "star"]
+
+
+def test_a_program_gets_its_task_and_none_of_the_workers_logins(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row, the seed and the deadline; variables only by name; its result's parts; its folder is deleted."""
+    monkeypatch.setenv("PENSTOCK_S3_SECRET_KEY", "secret")
+    monkeypatch.setenv("PASSED", "1")
+    code = """
+ask(task["messages"])
+assert task["ground_truth"] == "star" and task["attempt"] == 0 and str(task["seed"]) == os.environ["PENSTOCK_SEED"]
+assert "PENSTOCK_S3_SECRET_KEY" not in os.environ and os.environ["PASSED"] + os.environ["OWN"] == "12"
+assert 50 < float(os.environ["PENSTOCK_DEADLINE"]) - time.time() <= 60
+result(json.dumps({"reward": 0.5, "parts": {"seed": task["seed"] % 1000, "kept": len(os.environ["TMPDIR"])}}))
+"""
+    options = {"variables": {"OWN": "2"}, "pass_variables": ["PASSED"]}
+    (episode,), _ = run(model, python(code), options=options, episode_deadline_s=60)
+    assert (episode.reward, episode.seed) == (0.5, group_seed(task_of()))
+    assert dict(episode.reward_parts)["seed"] == episode.seed % 1000
+
+
+def test_another_reward_needs_no_result(model: Path) -> None:
+    (episode,), _ = run(model, python('ask(task["messages"])'), task=task_of("exact_match"))
+    assert (episode.status, len(episode.turns)) == ("done", 1)
+
+
+def test_a_program_that_fails_once_is_begun_again_with_its_seed(model: Path) -> None:
+    code = 'ask(task["messages"])\nif not task["attempt"]: sys.exit(3)\nresult(json.dumps({"reward": 1}))'
+    (episode,), _ = run(model, python(code))
+    assert (episode.attempt, episode.reward, episode.seed) == (1, 1.0, group_seed(task_of()))
+
+
+_ASKED = 'ask(task["messages"]); '
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (_ASKED + 'print("x" * 9000, "the end"); sys.exit(3)', "exit status 3; the end of its output:\nx"),
+        (_ASKED + "os.kill(os.getpid(), 9)", "its program ended with signal 9; it printed nothing"),
+        ("result('{\"reward\": 1}')", "ended without an answer of the policy"),
+        (_ASKED, "wrote no result to PENSTOCK_RESULT"),
+        (_ASKED + "result('{\"reward\": NaN}')", "reward: Input should be a finite number"),
+        (_ASKED + 'result(\'{"reward": "1"}\')', "reward: Input should be a valid number"),
+        (_ASKED + 'result(\'{"reward": 1, "rewards": 2}\')', "rewards: "),
+        (_ASKED + "result(' ' * 70000)", "more than 65536 bytes"),
+        (_ASKED + 'os.mkfifo(os.environ["PENSTOCK_RESULT"])', "wrote no result to PENSTOCK_RESULT"),
+    ],
+)
+def test_a_failure_is_an_error_and_no_reward(model: Path, code: str, said: str) -> None:
+    """The group is refused with the program's words, of bounded length."""
+    found, _ = run(model, python(code), attempts=1)
+    assert isinstance(found, TaskRefused)
+    assert (found.reason, said in str(found), len(str(found)) < 6000) == ("environment_failed", True, True), str(found)
+
+
+def test_a_program_that_cannot_be_started_is_named(model: Path) -> None:
+    assert "cannot start /no/program" in str(run(model, ["/no/program"], attempts=1)[0])
+    assert "cannot start it in /no/folder" in str(run(model, ["true"], attempts=1, options={"folder": "/no/folder"})[0])
+
+
+def test_the_end_of_the_turns_truncates(model: Path) -> None:
+    """The refused request may end the program with an error; what was sampled is trained."""
+    (episode,), _ = run(model, python(_ASKED + _ASKED), max_turns=1)
+    assert (episode.status, len(episode.turns), episode.reward) == ("truncated", 1, 0.0)
+
+
+def test_a_slow_program_is_no_slow_policy_and_all_of_its_processes_are_killed(model: Path, tmp_path: Path) -> None:
+    """It had started another one, which ignores SIGTERM."""
+    noted = tmp_path / "pid"
+    code = f"{_ASKED}other = subprocess.Popen(['sleep', '600']); open({str(noted)!r}, 'w').write(str(other.pid)); time.sleep(600)"
+    found, _ = run(model, python(code), attempts=1, episode_deadline_s=3)
+    assert "timeout: not over after" in str(found)
+    wait_until_ended(int(noted.read_text()))
+
+
+def test_a_failure_of_the_engine_requeues_the_pack(model: Path) -> None:
+    with pytest.raises(EngineError, match="the engine failed in episode"):
+        run(model, python(_ASKED), engine=Failing)
+
+
+async def test_what_writes_on_after_the_program_is_not_read_for_ever() -> None:
+    """Processes that left the group keep the pipe full; the worker goes on with the end of what was printed."""
+    output = program_process.Output()
+    writers = [await asyncio.create_subprocess_exec("yes", stdout=output.write_end) for _ in range(3)]
+    try:
+        await asyncio.to_thread(wait_for, output.text, "the output of a writer")
+        output.close()
+    finally:
+        for one in writers:
+            with contextlib.suppress(ProcessLookupError):  # the closed pipe has ended it
+                one.kill()
+            await one.wait()
+    assert output.text().endswith("y")
+
+
+def test_a_worker_that_never_had_a_model_closes_it() -> None:
+    asyncio.run(load_environments(())["program"].close())
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="comand: Extra inputs"):
+        load_environments(
+            (), {"a": EnvironmentDefinition.model_validate({"type": "program", "options": {"comand": ["x"]}})}
+        )
+
+
+_WORKER = """
+import asyncio, os, pathlib, sys, tempfile
+from penstock.rollout_service.environments import program_process as p
+folder = tempfile.mkdtemp(prefix=f"{p.PREFIX}{p.mark()}-", dir=sys.argv[1])
+variables = {"PATH": os.environ["PATH"], p.MARK: p.mark()}
+shell = f"setsid sleep 600 & echo $! > {sys.argv[1]}/escaped; echo $$ > {sys.argv[1]}/direct; exec sleep 600"
+asyncio.run(p.run(["sh", "-c", shell], pathlib.Path(folder), variables, 600))
+"""
+
+
+def test_programs_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
+    """The kernel kills the program; the next worker finds what the program had started, and the folder."""
+    worker = subprocess.Popen([sys.executable, "-c", _WORKER, str(tmp_path)])
+    try:
+        direct, escaped = (read_pid(tmp_path / name) for name in ("direct", "escaped"))
+        program_process.sweep(tmp_path)
+        assert list(tmp_path.glob(f"{program_process.PREFIX}*"))  # its worker runs: nothing of it is touched
+        os.kill(escaped, 0)
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait(10)
+    wait_until_ended(direct)
+    sweeper = program_process.Sweeper(tmp_path, period_s=600)  # another worker on the machine
+    wait_until_ended(escaped)
+    wait_for(lambda: not list(tmp_path.glob(f"{program_process.PREFIX}*")), "the folder's deletion")
+    sweeper.close()
+
+
+needs_bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
+)
+
+
+@needs_bubblewrap
+def test_a_program_in_the_sandbox_reaches_the_proxy_and_nothing_else(model: Path, tmp_path: Path) -> None:
+    """It asks, writes its result, and reads what it is given; no other address, file, process or variable."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "given").write_text("here")
+    (tmp_path / "hidden").write_text("secret")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "given").write_text("behind a link")
+    (tmp_path / "link").symlink_to("elsewhere")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        code = f"""
+import socket
+ask(task["messages"])
+def fails(function, *arguments):
+    try:
+        function(*arguments)
+    except OSError as err:
+        return err
+    raise AssertionError((function, arguments))
+for address in (("127.0.0.1", {other.getsockname()[1]}), ("127.0.0.1", 4222), ("192.0.2.1", 80)):
+    fails(socket.create_connection, address, 5)
+assert open({str(tmp_path / "data" / "given")!r}).read() == "here"
+assert open({str(tmp_path / "link" / "given")!r}).read() == "behind a link"
+for path in ({str(tmp_path / "hidden")!r}, "/etc/passwd", {str(ROOT / "pyproject.toml")!r}):
+    fails(open, path)
+for path in ({str(tmp_path / "data" / "new")!r}, "/usr/new", "/new"):
+    fails(open, path, "w")
+assert os.getuid() != 0 and all(int(one) < 20 for one in os.listdir("/proc") if one.isdecimal())
+assert "OWN" in os.environ and "PENSTOCK_S3_SECRET_KEY" not in os.environ
+assert os.environ["OPENAI_BASE_URL"] not in open("/proc/1/cmdline").read()  # of bubblewrap, which all users can read
+result(json.dumps({{"reward": 0.25}}))
+"""
+        options = {
+            "sandbox": True,
+            "readable": [str(tmp_path / "data"), str(tmp_path / "link")],
+            "variables": {"OWN": "2"},
+            "folder": "/usr",
+        }
+        (episode,), engine = run(model, python(code), options=options)
+    assert (episode.status, episode.reward, len(engine.prompts)) == ("done", 0.25, 1)
+
+
+@needs_bubblewrap
+def test_nothing_outlives_a_sandbox(model: Path) -> None:
+    """Its exit status is known, a signal as a shell says it, and a process that left the group is gone with it."""
+    name = f"600.{os.getpid()}"
+    code = f"{_ASKED}subprocess.Popen(['setsid', 'sleep', '{name}']); time.sleep(0.2); "
+    for end, said in (("sys.exit(3)", "exit status 3"), ("os.kill(os.getpid(), 9)", "exit status 137")):
+        found, _ = run(model, python(code + end), attempts=1, options={"sandbox": True, "folder": "/usr"})
+        assert said in str(found)
+        wait_for(lambda: not sleeping(name), "the end of the process")
+
+
+def sleeping(name: str) -> list[str]:
+    """The processes that sleep for ``name`` seconds."""
+    wanted = f"sleep\0{name}\0".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [process.name] if (process / "cmdline").read_bytes() == wanted else []
+    return found
+
+
+def test_a_sandbox_is_refused_before_the_first_episode(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the run file where it says something impossible, by a worker that has no bubblewrap before its first task."""
+
+    def define(**options: Any) -> Any:
+        return PROGRAM.defined("a", EnvironmentDefinition(type="program", options={"command": ["true"], **options}))
+
+    with pytest.raises(ConfigError, match="readable is read in the sandbox alone"):
+        define(readable=["/data"])
+    with pytest.raises(ConfigError, match="'data' is no absolute path"):
+        define(sandbox=True, folder="/usr", readable=["data"])
+    for folder in (".", "./", str(Path.cwd()), "..", "/"):
+        with pytest.raises(ConfigError, match="needs a folder"):
+            define(sandbox=True, folder=folder)
+    own = define(sandbox=True, folder="/usr")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="apt install bubblewrap"):
+        own.use_model(model, 8192)
+
+
+def read_pid(file: Path) -> int:
+    deadline = time.monotonic() + 20
+    while not (file.exists() and file.read_text().strip()):
+        assert time.monotonic() < deadline, f"no {file.name} after 20 s"
+        time.sleep(0.02)
+    return int(file.read_text())
+
+
+def wait_until_ended(pid: int) -> None:
+    """Wait until a process has ended; one that nobody has waited for yet has."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        assert time.monotonic() < deadline, f"process {pid} still runs after 20 s"
+        time.sleep(0.02)

@@ -1,0 +1,479 @@
+"""Groups of episodes: played turn by turn, recorded token for token, begun again where the environment fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
+
+from penstock.agents.environments.episode_environment import group_seed
+from penstock.agents.environments.games.lookup import LOOKUP, value_of
+from penstock.agents.environments.play import Play, Reply, Row, done, say
+from penstock.agents.environments.turn_environment import TurnEnvironment
+from penstock.agents.proxy.messages import Message
+from penstock.protocol.chat_tokenizer import ChatTokenizer
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.config.run_file import load
+from penstock.protocol.episode import Episode
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import RewardRequest, Sampling, Task
+from penstock.protocol.trajectory import Group
+from penstock.rollout_service.engines.completion import Completion
+from penstock.rollout_service.environments.build_trajectory import build_group
+from penstock.rollout_service.environments.environment import load_environments
+from penstock.rollout_service.errors import EngineError, TaskRefused
+from penstock.rollout_service.settings import RolloutSettings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), SMOLLM2)
+
+
+def task_of(text: str = "get 37", *, size: int = 2, max_new: int = 16, **more: Any) -> Task:
+    return Task(
+        group_id="r:0:1", prompt_ids=(1,), prompt_text=text, group_size=size, sampling=Sampling(max_new_tokens=max_new),
+        reward=RewardRequest(name="environment"), split="train", environment="lookup", issued_version=3,
+        messages=json.dumps([{"role": "user", "content": text}]), **more,
+    )  # fmt: skip
+
+
+def playing(model: Path, environment: TurnEnvironment, **settings: Any) -> TurnEnvironment:
+    """Return an environment of its own, with limits, that has a model."""
+    own = environment.defined("mine", EnvironmentDefinition(type=environment.name, **settings))
+    own.use_model(model, 8192)
+    return own
+
+
+def play(
+    model: Path, environment: TurnEnvironment, script: Sequence[str], task: Task | None = None, **settings: Any
+) -> Any:
+    """Play one task with an engine that answers with texts; return what became of it and the engine."""
+    engine = Engine(ChatTokenizer.read(model), script=[f"{text}<|im_end|>" for text in script])
+    (found,) = asyncio.run(playing(model, environment, **settings).rollout([task or task_of(size=1)], engine))
+    return found, engine
+
+
+def test_every_turn_is_recorded_as_it_was_sampled(model: Path) -> None:
+    """A right question and a right answer: both turns are trained under the tokens that the engine was given."""
+    value = value_of(group_seed(task_of()), "37")
+    (episode,), engine = play(model, LOOKUP, ["?37", value])
+    assert (episode.status, episode.reward, dict(episode.reward_parts)) == ("done", 1.0, {"asked": 1.0})
+    (row,) = episode.rows
+    tokens, tokenizer = row.trajectory, ChatTokenizer.read(model)
+    assert len(row.turns) == len(engine.prompts) == 2
+    for turn, prompt in zip(row.turns, engine.prompts, strict=True):
+        assert tokens.token_ids[: turn.start].tolist() == prompt
+        assert tokens.loss_mask[turn.start : turn.end].all()
+    sampled = [tokens.token_ids[turn.start : turn.end].tolist() for turn in row.turns]
+    assert sampled == [tokenizer.encode("?37<|im_end|>"), tokenizer.encode(f"{value}<|im_end|>")]
+    assert np.count_nonzero(tokens.loss_mask) == sum(map(len, sampled))
+    assert [turn.reward for turn in row.turns] == [0.0, 1.0]
+    assert len({turn.state for turn in row.turns}) == 2
+    said = [one["content"] for one in json.loads(episode.messages)]
+    assert said == ["get 37", "?37", value, value]
+
+
+@pytest.mark.parametrize(
+    ("script", "reward", "asked"),
+    [(["?38", "00"], 0.0, 1.0), (["11"], 0.0, 0.0), (["?37", "?37"], 0.0, 1.0), (["what"], 0.0, 0.0)],
+)
+def test_another_question_or_answer_gets_nothing(model: Path, script: list[str], reward: float, asked: float) -> None:
+    """A guess, a wrong key, a question asked twice, and text without form."""
+    (episode,), _ = play(model, LOOKUP, script)
+    assert (episode.status, episode.reward, dict(episode.reward_parts)) == ("done", reward, {"asked": asked})
+
+
+class Script(TurnEnvironment):
+    """Counts its plays; each step does what it is told."""
+
+    name = "script"
+
+    def __init__(self, *steps: Callable[[], Any], start: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.steps, self.begin, self.seeds, self.closed = steps, start, [], []
+
+    def play(self, seed: int, row: Row, options: Any) -> Play:
+        self.seeds.append(seed)
+        return ScriptPlay(self, row)
+
+
+class ScriptPlay(Play):
+    def __init__(self, owner: Script, row: Row) -> None:
+        self.owner, self.row, self.at = owner, row, 0
+
+    def start(self) -> Any:
+        return self.row.messages if self.owner.begin is None else self.owner.begin()
+
+    def step(self, answer: Message) -> Any:
+        self.at += 1
+        return self.owner.steps[min(self.at, len(self.owner.steps)) - 1]()
+
+    def close(self) -> None:
+        self.owner.closed.append(self.at)
+
+
+class Scored(Script):
+    """As `Script`, with a score for an episode that the run ends; counts how often it is asked."""
+
+    def __init__(self, score: Callable[[], float], *steps: Callable[[], Any]) -> None:
+        super().__init__(*steps)
+        self.score, self.asked = score, 0
+
+    def play(self, seed: int, row: Row, options: Any) -> Play:
+        self.seeds.append(seed)
+        return ScoredPlay(self, row)
+
+
+class ScoredPlay(ScriptPlay):
+    owner: Scored
+
+    def score(self) -> float:
+        self.owner.asked += 1
+        return self.owner.score()
+
+
+def fails() -> Reply:
+    raise OSError("the world is gone")
+
+
+def times_out() -> Reply:
+    raise TimeoutError("the tool gave up")
+
+
+def once(failing: Callable[[], Any], after: Reply) -> Callable[[], Any]:
+    """Return a step that fails the first time it is called."""
+    calls: list[int] = []
+
+    def step() -> Any:
+        calls.append(1)
+        return failing() if len(calls) == 1 else after
+
+    return step
+
+
+def test_an_episode_whose_environment_fails_is_begun_again_with_its_seed(model: Path) -> None:
+    """A failure is no reward; every play is closed."""
+    environment = Script(once(fails, done(0.5)))
+    (episode,), _ = play(model, environment, ["a", "b"])
+    assert (episode.status, episode.reward, episode.attempt) == ("done", 0.5, 1)
+    assert environment.seeds == [group_seed(task_of())] * 2
+    assert len(environment.closed) == 2
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (fails, "failed: OSError: the world is gone"),
+        (times_out, "failed: TimeoutError: the tool gave up"),  # no deadline of ours: the policy did not spend the time
+        (lambda: None, "step() returns a Reply, got NoneType"),
+        (lambda: done(float("nan")), "reward is nan, expected a finite number"),
+        (Reply, "a reply that is not the last has at least one Message"),
+        (lambda: Reply((Message("assistant", "x"),)), "the last of role user or tool; the last of role 'assistant'"),
+    ],
+)
+def test_a_group_that_cannot_be_played_is_refused_with_the_reason(
+    model: Path, step: Callable[[], Any], said: str
+) -> None:
+    """After all attempts; it is dead-lettered, and never gets a reward."""
+    found, _ = play(model, Script(step), ["a"] * 9)
+    assert isinstance(found, TaskRefused)
+    assert found.reason == "environment_failed"
+    assert "0 of 1 episodes of mine could be played, 1 are needed; in each of 3 attempts" in str(found)
+    assert said in str(found)
+
+
+def test_a_play_that_fails_on_closing_has_been_played(model: Path) -> None:
+    """Also with a TimeoutError of its own."""
+
+    class Stuck(Script):
+        def play(self, seed: int, row: Row, options: Any) -> Play:
+            play = super().play(seed, row, options)
+            play.close = times_out  # type: ignore[assignment,method-assign]
+            return play
+
+    (episode,), _ = play(model, Stuck(lambda: done(0.5)), ["a"])
+    assert (episode.status, episode.reward, episode.attempt) == ("done", 0.5, 0)
+
+
+def test_enough_episodes_make_a_group(model: Path) -> None:
+    """With ``min_episodes`` a group goes on without those that could not be played; indices stay."""
+    environment = Script(once(fails, done(1.0)))
+    found, _ = play(model, environment, ["a"] * 9, task_of(size=3, min_episodes=2), attempts=1)
+    assert len(found) == 2
+    group = build_group(task_of(size=3), found)
+    assert isinstance(group, Group)
+    assert {one.reward for one in found} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "script", "status"),
+    [({"max_turns": 2}, ["a", "b", "c"], "truncated"), ({"max_turns": 9}, ["a", "b"], "done")],
+)
+def test_the_turns_of_an_episode_are_limited(model: Path, more: dict[str, Any], script: list[str], status: str) -> None:
+    """It ends as truncated, with the rewards that it got."""
+    environment = Script(lambda: say("on", 0.25), lambda: done(1.0) if status == "done" else say("on", 0.25))
+    (episode,), _ = play(model, environment, script, **more)
+    assert episode.status == status
+    assert [turn.reward for turn in episode.rows[0].turns] == ([0.25, 1.0] if status == "done" else [0.25, 0.25])
+    assert episode.is_trainable
+
+
+def test_time_is_booked_to_who_spent_it(model: Path) -> None:
+    """Slow answers end an episode that is trained; a slow environment has it begun again."""
+    slow = Script(lambda: time.sleep(0.4) or done(1.0))
+    found, _ = play(model, slow, ["a"] * 3, reply_deadline_s=0.05, attempts=2)
+    assert isinstance(found, TaskRefused)
+    assert "no reply within 0.05 s (reply_deadline_s)" in str(found)
+    found, _ = play(model, slow, ["a"] * 3, episode_deadline_s=0.1, attempts=1)
+    assert isinstance(found, TaskRefused)
+    assert "timeout: not over after 0.1 s" in str(found)
+
+    async def slowly() -> None:
+        await asyncio.sleep(0.6)
+
+    engine = Engine(ChatTokenizer.read(model), script=["a<|im_end|>"] * 9, before=slowly)
+    quick = playing(model, Script(lambda: say("on", 0.5)), episode_deadline_s=1.5)
+    (group,) = asyncio.run(quick.rollout([task_of(size=1)], engine))
+    assert not isinstance(group, TaskRefused)
+    (episode,) = group
+    assert (episode.status, episode.time_spent_by, episode.is_trainable) == ("timeout", "policy", True)
+    assert episode.reward == 0.5 * len(episode.turns)
+
+
+def test_a_failure_of_the_engine_is_nobodys_reward(model: Path) -> None:
+    """It is raised, so that the pack is requeued."""
+
+    class Broken:
+        async def generate(self, prompts: Any, sampling: Sampling, n: int) -> list[list[Completion]]:
+            raise EngineError("gone")
+
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(playing(model, LOOKUP).rollout([task_of(size=2), task_of(size=1)], Broken()))
+
+
+def test_no_more_episodes_are_played_at_once_than_allowed(model: Path) -> None:
+    """The others wait, and hold no place in the engine."""
+    running, most = [0], [0]
+
+    async def count() -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.01)
+        running[0] -= 1
+
+    engine = Engine(ChatTokenizer.read(model), script=["a<|im_end|>"] * 9, before=count)
+    asyncio.run(playing(model, Script(lambda: done(1.0)), max_running=2).rollout([task_of(size=6)], engine))
+    assert most == [2]
+
+
+def test_episodes_of_all_environments_share_the_places_of_the_worker(model: Path) -> None:
+    """``worker.max_episodes`` counts episodes, those that wait for a tool too; the engine's places are free meanwhile."""
+    running, most, asked = [0], [0], [0]
+
+    class Waiting(Script):
+        def play(self, seed: int, row: Row, options: Any) -> Play:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            return super().play(seed, row, options)
+
+    async def tool() -> Reply:
+        assert asked[0] < running[0], "the episode of this tool asks nothing"
+        await asyncio.sleep(0.02)
+        running[0] -= 1
+        return done(1.0)
+
+    async def answer() -> None:
+        asked[0] += 1
+        await asyncio.sleep(0)
+        asked[0] -= 1
+
+    class Placing(Engine):
+        """Gives each episode a sampler of its own, and has them back at its end."""
+
+        num_placed = num_left = 0
+
+        @contextlib.contextmanager
+        def in_episode(self) -> Iterator[Engine]:
+            self.num_placed += 1
+            yield self
+            self.num_left += 1
+
+    async def play_both() -> Placing:
+        engine = Placing(ChatTokenizer.read(model), script=["a<|im_end|>"] * 12, before=answer)
+        places, nowhere = asyncio.Semaphore(3), Nowhere()
+        environments = [playing(model, Waiting(tool)) for _ in range(2)]
+        for one in environments:
+            one.use_worker(nowhere, places)
+        await asyncio.gather(*(one.rollout([task_of(size=6)], engine) for one in environments))
+        return engine
+
+    engine = asyncio.run(play_both())
+    assert most == [3]
+    assert (engine.num_placed, engine.num_left, asked) == (12, 12, [0])
+
+
+class Nowhere:
+    """A store that has nothing and keeps nothing."""
+
+    def take(self, task: Task) -> Sequence[Episode]:
+        return ()
+
+    async def keep(self, task: Task, episode: Episode) -> None:
+        pass
+
+
+def test_a_row_that_is_no_question_is_refused(model: Path) -> None:
+    """With the text that was found."""
+    found, _ = play(model, LOOKUP, ["a"], task_of("get", size=1))
+    assert isinstance(found, TaskRefused)
+    assert "the prompt names 0 keys, expected one number: 'get'" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("", "the prompt names 0 keys"),
+        ("[1]", "not the JSON of a chat"),
+        ("3", "not the JSON of a chat"),
+        ("[" * 100_000, "not the JSON of a chat"),
+        ('[{"role": "root", "content": "get 37"}]', "messages[0].role must be one of"),
+        ('[{"role": "user", "content": 7}]', "messages[0].content"),
+    ],
+)
+def test_a_task_with_hostile_messages_is_refused(model: Path, messages: str, said: str) -> None:
+    """The worker goes on; nothing is asked of the engine."""
+    found, engine = play(model, LOOKUP, ["a"], task_of(size=1).model_copy(update={"messages": messages}))
+    assert isinstance(found, TaskRefused)
+    assert said in str(found)
+    assert not engine.prompts
+
+
+def test_a_row_brings_its_calls_of_tools(model: Path) -> None:
+    """As the chat completions API writes them, with ground truth and extra_info as values."""
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "4", "tool_call_id": "a"}]
+    reward = RewardRequest(name="environment", ground_truth="[4]", extra_info='{"level": 2}', data_source="sums")
+    row = Row.of(task_of().model_copy(update={"messages": json.dumps(chat), "reward": reward}))
+    assert [(one.role, [call.name for call in one.tool_calls], one.content) for one in row.messages] == [
+        ("assistant", ["add"], ""),
+        ("tool", [], "4"),
+    ]
+    assert (row.ground_truth, row.extra_info, row.data_source) == ([4], {"level": 2}, "sums")
+
+
+def test_a_model_without_a_chat_template_is_refused_with_the_first_task(model: Path, tmp_path: Path) -> None:
+    """Not before: other environments of the same worker need none."""
+    bare = write_model(tmp_path / "bare", SMOLLM2)
+    (bare / "chat_template.jinja").unlink()
+    engine = Engine(ChatTokenizer.read(model))
+    found = asyncio.run(playing(bare, LOOKUP).rollout([task_of(), task_of()], engine))
+    assert ["no chat template" in str(one) and isinstance(one, TaskRefused) for one in found] == [True, True]
+    assert not engine.prompts
+
+
+def test_a_greedy_baseline_is_an_episode_too(model: Path) -> None:
+    """Of a group with the same seed; it is compared with and not trained on."""
+    seeds = {group_seed(task_of(size=2)), group_seed(task_of(size=1))}
+    assert len(seeds) == 1
+    (episode,), _ = play(model, LOOKUP, ["?37", "1"])
+    assert isinstance(episode, Episode)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[environment.define.mine]\ntype = "lokup"\n', "lookup"),
+        ('[environment.define.mine]\ntype = "lookup"\noptions = {size = 3}\n', "lookup has no options"),
+        ('[environment.define.lookup]\ntype = "lookup"\n', "there is an environment of this name"),
+        ('[environment.define.mine]\ntype = "single_turn"\n', "it is not one of several turns"),
+        ('[environment.define.mine]\ntype = "lookup"\nanswer_format = "hermez"\n', "hermes"),
+        ('[environment.define.mine]\ntype = "lookup"\nmax_turn = 3\n', "max_turns"),
+    ],
+)
+def test_a_definition_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """On reading the run file, with what is possible."""
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(RolloutSettings, files=[file])
+    assert said in str(caught.value)
+
+
+def test_a_defined_environment_has_its_own_limits() -> None:
+    """And leaves those of its type as they are."""
+    found = load_environments((), {"short": EnvironmentDefinition.model_validate({"type": "lookup", "max_turns": 2})})
+    short, plain = found["short"], found["lookup"]
+    assert isinstance(short, TurnEnvironment)
+    assert isinstance(plain, TurnEnvironment)
+    assert (short.name, short.settings.max_turns, plain.name, plain.settings.max_turns) == ("short", 2, "lookup", 16)
+
+
+def test_the_documented_environment_plays_as_documented(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and the run file of docs/environments.md, as a reader copies them."""
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    (tmp_path / "guess.py").write_text(page.split("```python\n")[1].split("```")[0])
+    (tmp_path / "run.toml").write_text(page.split("and the run file:\n\n```toml\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+    settings = load(RolloutSettings, files=[tmp_path / "run.toml"]).settings
+    small = load_environments(settings.worker.environments, settings.environment.define)["guess-small"]
+    small.use_model(model, 8192)
+    engine = Engine(ChatTokenizer.read(model), script=["one<|im_end|>", *(f"{n}<|im_end|>" for n in range(1, 21))])
+    (group,) = asyncio.run(small.rollout([task_of(size=1)], engine))
+    assert not isinstance(group, TaskRefused)
+    (episode,) = group
+    assert isinstance(episode, Episode)
+    assert episode.status in ("done", "truncated")
+    chat = json.loads(episode.messages)
+    assert chat[0]["content"] == "Guess my number, from 1 to 20."
+    assert chat[2]["content"] == "Write a number and nothing else."
+    assert episode.reward == (episode.status == "done")
+
+
+def test_options_may_hold_tables(tmp_path: Path) -> None:
+    """Inline, in a section, and as an override; the environment checks them."""
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[environment.define.a]\ntype = "program"\noptions = { command = ["x"], variables = { A = "b" } }\n'
+        '[environment.define.b]\ntype = "program"\n[environment.define.b.options]\ncommand = ["x"]\n'
+        '[environment.define.b.options.variables]\nA = "b"\n'
+    )
+    overrides = ['environment.define.b.options.variables.C="d"']
+    defined = load(RolloutSettings, files=[file], overrides=overrides).settings.environment.define
+    assert defined["a"].options["variables"] == {"A": "b"}
+    assert defined["b"].options["variables"] == {"A": "b", "C": "d"}
+    file.write_text(
+        '[environment.define.a]\ntype = "program"\noptions = { command = ["x"], variables = { A = { B = 1 } } }\n'
+    )
+    with pytest.raises(ConfigError, match=r"options: variables\.A: Input should be a valid string"):
+        load(RolloutSettings, files=[file])
+
+
+def test_a_definition_says_something_first_and_shortens_answers(model: Path) -> None:
+    """Its system prompt is the first message, or begins that of the environment; no answer is longer than its limit."""
+    (episode,), engine = play(
+        model, LOOKUP, ["?37", "0"], task_of(size=1), system_prompt="Be brief.", max_answer_tokens=3
+    )
+    first = json.loads(episode.messages)[0]
+    assert (first["role"], first["content"]) == ("system", "Be brief.")
+    assert "Be brief." in ChatTokenizer.read(model).decode(engine.prompts[0])
+    spoken = Script(lambda: done(1.0), start=lambda: [Message("system", "Rules."), Message("user", "go")])
+    (episode,), _ = play(
+        model, spoken, ["a b c d e f g"], task_of(size=1), system_prompt="Be brief.", max_answer_tokens=3
+    )
+    assert json.loads(episode.messages)[0]["content"] == "Be brief.\n\nRules."
+    assert [turn.end - turn.start for turn in episode.rows[0].turns] == [3]
+    given = {"type": "program", "options": {"command": ["x"]}, "system_prompt": "Be brief."}
+    definition = EnvironmentDefinition.model_validate(given)
+    with pytest.raises(ConfigError, match="a program writes its own messages"):
+        load_environments((), {"mine": definition})

@@ -1,0 +1,212 @@
+"""`penstock env register`, `serve --register`, `list`, `drain` and `resume`: on a real NATS, with servers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.agents.environments.test_over_http import SECRET
+from tests.agents.environments.test_turn_environment import Script, task_of
+from tests.rollout_service.registered import LEASE, play, registered, start_server, until, where, worker
+
+from penstock.agents.environments.episode_environment import group_seed
+from penstock.agents.environments.over_http import registration, registry
+from penstock.agents.environments.over_http.http_environment import Http
+from penstock.agents.environments.over_http.registration import RegisteredServer
+from penstock.agents.environments.play import done
+from penstock.agents.hosting import app, list_environments, register, registrar, serve
+from penstock.agents.hosting.episodes import Episodes
+from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
+from penstock.agents.proxy.server import serving_app
+from penstock.deploy.certificates import main as make_certificates
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.config.environment_settings import EnvironmentDefinition
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport import http_tls
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import KeyValue
+from penstock.rollout_service.environments.environment import load_environments
+from penstock.rollout_service.errors import TaskRefused
+
+
+async def test_an_https_server_is_known_by_its_authority(
+    bus: Bus, store: KeyValue, model: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls are encrypted and signed; without the authority the registration is refused, and the worker starts nothing."""
+    certificates = tmp_path / "tls"
+    assert make_certificates([str(certificates), "--service", "guess"]) == 0
+    authority = certificates / "ca.pem"
+    monkeypatch.setenv(http_tls.CERTIFICATE, str(certificates / "guess.pem"))
+    monkeypatch.setenv(http_tls.KEY, str(certificates / "guess.key"))
+    (tmp_path / "secret").write_text(SECRET)
+    options = {"secret_file": str(tmp_path / "secret")}
+    script = Script(lambda: done(1.0))
+    with pytest.raises(
+        Exception, match=r"the server's certificate is refused: .*; set PENSTOCK_TLS_CA_FILE to the ca\.pem"
+    ):
+        async with registered(store, name, script, host="0.0.0.0", secrets=(SECRET,)):
+            pass
+    async with registered(store, name, script, host="0.0.0.0", ca_file=authority, secrets=(SECRET,)) as (url, _, _):
+        assert url.startswith("https://")
+        async with worker(bus, model, name, options={**options, "ca_file": str(authority)}) as own:
+            (episode,) = await play(model, own, ["a"])
+            assert episode.reward == 1.0
+        async with worker(bus, model, name, attempts=1, options={**options, "place_deadline_s": 0.3}) as own:
+            found = await play(model, own, ["a"])
+            assert isinstance(found, TaskRefused)
+            assert "the server's certificate is refused" in str(found)
+
+
+async def test_a_server_that_is_none_is_not_registered(store: KeyValue, name: str) -> None:
+    """Nothing there, rules without a version, one that is stopping, an address that is never called."""
+    client = await registrar.client_of(RegistrySettings(), secrets=(), ca_file=None, allowed=())
+    episodes = Episodes(Script(), "", capacity=1, reply_deadline_s=1.0, idle_s=60.0)
+    try:
+        async with serving_app(app.build(episodes), "127.0.0.1", 0, key="--port") as url:
+            for offered, said in (
+                ("http://127.0.0.1:9", "ClientConnectorError"),
+                (url, "cannot be registered: version: String should have at least 1 character"),
+                ("http://169.254.169.254", "never called"),
+                ("http://127.0.0.1:4222", "is NATS of this run"),
+                (f"{url}/nowhere", "answers HTTP 404"),
+            ):
+                with pytest.raises(Exception, match=said):
+                    async with Registrar(store, client, Offer(name, offered)).registered():
+                        pass
+            episodes.version, episodes.draining = "1", True
+            with pytest.raises(registration.RegistrationRefused, match="it is stopping"):
+                async with Registrar(store, client, Offer(name, url)).registered():
+                    pass
+            with pytest.raises(ConfigError, match="expected 3 to 3600"):
+                Registrar(store, client, Offer(name, url, 1.0))
+    finally:
+        await client.close()
+        await episodes.close()
+    assert await store.entries() == []
+
+
+async def test_a_server_that_was_forgotten_registers_again(
+    store: KeyValue, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its lease had expired, and a second one registered meanwhile; one that was refused is tried again; one that was restarted with other rules."""
+    async with registered(store, name, Script()) as (url, episodes, keeper):
+        other = RegisteredServer(url="http://127.0.0.1:2", version="1", capacity=1)
+        own = (await registry.list_environments(store))[name].registered
+        assert own is not None
+        await store.delete(registration.lease_key(name, own.servers[0]))
+        await registry.register(store, name, other, LEASE, replace=False)
+        assert (await registry.list_environments(store))[name].registered == own.model_copy(
+            update={"servers": (other,)}
+        )
+        episodes.draining = True
+        await keeper.renew()
+        assert "it is stopping (draining)" in capsys.readouterr().err
+        episodes.draining = False
+        await keeper.renew()
+        listed = (await registry.list_environments(store))[name]
+        assert listed.registered is not None
+        assert {one.url: listed.state(one) for one in listed.registered.servers} == {
+            other.url: "in service",
+            url: "in service",
+        }
+        await registry.unregister(store, name, other)
+        episodes.version = "2"
+        await keeper.renew()
+        listed = (await registry.list_environments(store))[name]
+        assert listed.registered is not None
+        assert [(one.version, listed.state(one)) for one in listed.registered.servers] == [
+            ("1", "lease expired"),
+            ("2", "in service"),
+        ][1:]
+
+
+@pytest.mark.slow
+async def test_episodes_of_a_killed_server_are_played_again_with_their_seed(
+    bus: Bus, store: KeyValue, nats_settings: NatsSettings, model: Path, name: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """SIGKILL in the middle of four episodes: none is lost, none gets a reward of 0, and the rest come from the other server."""
+    first, url = await asyncio.to_thread(start_server, tmp_path / "first", nats_settings, name, 30.0)
+    second: subprocess.Popen[str] | None = None
+    try:
+        async with worker(bus, model, name, attempts=2) as own:
+            playing = asyncio.create_task(play(model, own, ["a"] * 40, size=4))
+            assert own._servers is not None
+            servers = own._servers._servers
+            await until(lambda: [one.running for one in servers.values()] == [4], "four episodes at the first server")
+            second, other = await asyncio.to_thread(start_server, tmp_path / "second", nats_settings, name, 0.0)
+            first.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(first.wait)
+            group = await playing
+            assert [(one.status, one.reward, one.environment_version) for one in group] == [("done", 1.0, "1")] * 4
+            assert Counter(one.attempt for one in group) == {1: 4}
+            assert {one.seed for one in group} == {group_seed(task_of())}
+            assert all(f"on {group_seed(task_of())}" in one.messages for one in group)
+            await until(
+                lambda: {one.url: one.is_leased for one in servers.values()} == {url: False, other: True}, "an expiry"
+            )
+        await asyncio.to_thread(list_environments.main, ["--registered", *where(nats_settings), "--json"])
+        states = {
+            one["url"]: one["state"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])[name]["servers"]
+        }
+        assert states == {url: "lease expired", other: "in service"}
+        second.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(second.wait, 60) == 0
+        assert name not in await registry.list_environments(store)
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
+
+
+async def test_servers_are_listed_drained_and_resumed_from_the_command_line(
+    store: KeyValue, nats_settings: NatsSettings, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With version, state, episodes and lease of each."""
+    nats = where(nats_settings)
+
+    def said(command: Callable[[list[str]], int], *arguments: str) -> str:
+        assert command([*arguments, *nats]) == 0
+        return capsys.readouterr().out
+
+    assert "no environment server is registered" in await asyncio.to_thread(
+        said, list_environments.main, "--registered"
+    )
+    async with registered(store, name, Script(), capacity=7) as (url, _, _):
+        text = await asyncio.to_thread(said, list_environments.main, "--registered")
+        assert f"{name}: version 1\n    {url}  version 1: in service, 0 of 7 episodes, lease of 60 s renewed " in text
+        assert f"{name} at {url}: drained" in await asyncio.to_thread(said, register.drain, name)
+        assert "version 1: drained, 0 of 7" in await asyncio.to_thread(said, list_environments.main, "--registered")
+        assert "back in service" in await asyncio.to_thread(said, register.resume, name, "--url", url)
+        with pytest.raises(ConfigError, match="no server at http://x is registered under"):
+            await asyncio.to_thread(said, register.drain, name, "--url", "http://x")
+
+
+def test_arguments_that_cannot_be_are_refused(name: str) -> None:
+    """Before anything is opened."""
+    for arguments, said in (
+        (["http://127.0.0.1:9", "--name", "a.b"], "expected 1 to 64 letters"),
+        (["ftp://127.0.0.1:9"], "only http:// and https://"),
+        (["http://127.0.0.1:9", "--allowed-target", "10.0.0.0/99"], "neither a network"),
+        (["http://127.0.0.1:9", "nats.urls=x"], "nats.urls"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            register.main(arguments)
+    with pytest.raises(ConfigError, match="is needed with --registered only"):
+        list_environments.main(["nats.url=nats://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match="with --register NAME only"):
+        serve.main(["lookup", "nats.url=nats://x"])
+    definition = EnvironmentDefinition.model_validate({"type": "http", "options": {"registered": name}})
+    own = load_environments((), {"mine": definition})["mine"]
+    assert isinstance(own, Http)
+    with pytest.raises(ConfigError, match="servers are found on NATS, in a run"):
+        own.connect()

@@ -1,0 +1,293 @@
+"""The proxy over HTTP: raw requests of the three APIs, what is refused, and what a client that is gone leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.agents.proxy.agent_model import Bench, bench
+from tests.agents.proxy.conversation import LOOK, check_rows
+
+from penstock.agents.proxy.proxy import path
+from penstock.agents.proxy.server import serving
+from penstock.agents.proxy.session import EpisodeSession
+from penstock.rollout_service.errors import EngineUnreachable
+
+END = "<|im_end|>"
+THOUGHT_AND_CALL = (
+    '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"word": "sun"}}\n</tool_call>' + END
+)
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@contextlib.asynccontextmanager
+async def served(one: Bench) -> AsyncIterator[tuple[httpx.AsyncClient, EpisodeSession]]:
+    episode = one.begin()
+    async with serving(one.proxy) as url, httpx.AsyncClient(base_url=url + path(episode), trust_env=False) as client:
+        yield client, episode
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+async def test_a_conversation_with_a_tool_is_one_row(folder: Path) -> None:
+    one = bench(folder, "qwen3", script=[THOUGHT_AND_CALL, "star" + END])
+    async with served(one) as (client, episode):
+        first = (await client.post("chat/completions", json={**ASK, "tools": [LOOK]})).json()
+        message = first["choices"][0]["message"]
+        assert first["choices"][0]["finish_reason"] == "tool_calls"
+        assert (message["reasoning_content"], message["content"]) == ("hm", "I look.")
+        call = message["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {"word": "sun"}
+        turn = episode.tree.turns[0]
+        assert first["usage"] == {
+            "prompt_tokens": turn.prompt_tokens,
+            "completion_tokens": len(turn.token_ids),
+            "total_tokens": turn.num_tokens,
+        }
+        message.pop("reasoning_content")
+        messages = [*ASK["messages"], message, {"role": "tool", "tool_call_id": call["id"], "content": "star"}]
+        second = (await client.post("chat/completions", json={"messages": messages, "tools": [LOOK]})).json()
+        assert (second["choices"][0]["message"]["content"], second["choices"][0]["finish_reason"]) == ("star", "stop")
+        made = one.proxy.end(episode)
+        check_rows(episode, made)
+        assert [len(row.spans) for row in made.rows] == [2]
+
+
+async def test_36_a_stream_is_the_answer_that_is_not_streamed(folder: Path) -> None:
+    whole: list[Any] = []
+    for stream in (False, True):
+        one = bench(folder, "qwen3", script=[THOUGHT_AND_CALL])
+        async with served(one) as (client, episode):
+            body = {**ASK, "tools": [LOOK], "stream": stream, "stream_options": {"include_usage": True}}
+            reply = await client.post("chat/completions", json=body)
+            assert reply.status_code == 200
+            if stream:
+                assert reply.headers["content-type"].startswith("text/event-stream")
+                assert reply.text.endswith("data: [DONE]\n\n")
+                chunks = events(reply.text)
+                deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+                message = {
+                    "content": "".join(delta.get("content", "") for delta in deltas),
+                    "reasoning": "".join(delta.get("reasoning_content", "") for delta in deltas),
+                    "calls": [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta],
+                }
+                whole.append((message, chunks[-2]["choices"][0]["finish_reason"], chunks[-1]["usage"]))
+            else:
+                answer = reply.json()
+                choice = answer["choices"][0]
+                message = {
+                    "content": choice["message"]["content"],
+                    "reasoning": choice["message"]["reasoning_content"],
+                    "calls": [call["function"] for call in choice["message"]["tool_calls"]],
+                }
+                whole.append((message, choice["finish_reason"], answer["usage"]))
+            whole.append(episode.tree.turns[0].token_ids.tolist())
+            assert episode.tree.turns[0].delivered
+    assert whole[:2] == whole[2:]
+
+
+async def test_36_an_error_before_the_first_byte_of_a_stream_keeps_its_status(folder: Path) -> None:
+    one = bench(folder)
+
+    async def fail() -> None:
+        raise EngineUnreachable("no engine")
+
+    one.engine.before = fail
+    async with served(one) as (client, _):
+        reply = await client.post("chat/completions", json={**ASK, "stream": True})
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "engine_error"
+
+
+async def test_36_a_slow_stream_is_kept_open_and_tells_an_error(folder: Path) -> None:
+    one = bench(folder, stream_wait_s=0.0, stream_comment_s=0.01)
+    calls = 0
+
+    async def slow() -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0.05)
+        if calls == 2:
+            raise EngineUnreachable("no engine")
+
+    one.engine.before = slow
+    async with served(one) as (client, episode):
+        good, bad = [(await client.post("chat/completions", json={**ASK, "stream": True})) for _ in range(2)]
+        assert good.status_code == bad.status_code == 200
+        assert good.text.startswith(": sampling\n\n")
+        assert good.text.endswith("[DONE]\n\n")
+        assert events(bad.text)[-1]["error"]["code"] == "engine_error"
+        assert [turn.delivered for turn in episode.tree.turns] == [True]
+
+
+async def test_35_a_client_that_is_gone_ends_the_generation(folder: Path) -> None:
+    one = bench(folder, retry_grace_s=0.0)
+    cancelled = asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    one.engine.before = wait
+    async with served(one) as (client, episode):
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("chat/completions", json=ASK, timeout=0.1)
+        await asyncio.wait_for(cancelled.wait(), 10)
+        assert episode.tree.turns == []
+
+
+async def test_35_an_answer_whose_client_is_gone_is_not_trained_unless_a_retry_fetches_it(folder: Path) -> None:
+    one = bench(folder)
+    go_on, sampled = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        await go_on.wait()
+        asyncio.get_running_loop().call_later(0.05, sampled.set)
+
+    one.engine.before = wait
+    async with served(one) as (client, episode):
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("chat/completions", json=ASK, timeout=0.1)
+        go_on.set()
+        await asyncio.wait_for(sampled.wait(), 10)
+        assert not episode.tree.turns[0].delivered
+        again = await client.post("chat/completions", json=ASK, headers={"x-stainless-retry-count": "1"})
+        assert again.status_code == 200
+        assert [turn.delivered for turn in episode.tree.turns] == [True]
+
+
+async def test_58_a_connection_stays_open_while_a_tool_runs() -> None:
+    from penstock.agents.proxy import server  # the limit is uvicorn's own 5 s otherwise
+
+    assert server._KEEP_ALIVE_S >= 600
+
+
+MALFORMED: list[tuple[dict[str, Any], int, str]] = [
+    ({"content": b"{"}, 400, "invalid_json"),
+    ({"content": b"[1]"}, 400, "invalid_json"),
+    ({"content": b"\xff{}"}, 400, "invalid_json"),
+    ({"content": b"[" * 100_000}, 400, "invalid_json"),
+    ({"json": {}}, 400, "invalid_request"),
+    ({"json": {"messages": "hello"}}, 400, "invalid_request"),
+    ({"json": {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}}, 400, "invalid_request"),
+    ({"json": {"messages": [{"role": "wizard", "content": "x"}]}}, 400, "invalid_request"),
+    ({"json": {"messages": [{"role": "user", "content": 5}]}}, 400, "invalid_request"),
+    ({"json": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, 400, "image_refused"),
+    ({"json": {"messages": [{"role": "tool", "content": "x"}]}}, 400, "invalid_request"),
+    ({"json": {**ASK, "max_tokens": 0}}, 400, "invalid_request"),
+    ({"json": {**ASK, "stop": [""]}}, 400, "invalid_request"),
+    ({"json": {**ASK, "tools": [{"type": "web_search"}]}}, 400, "unsupported"),
+    ({"json": {**ASK, "logprobs": True}}, 400, "unsupported"),
+    ({"content": b'{"messages": [{"role": "user", "content": "\\ud800"}]}'}, 400, "template_refused"),
+    ({"content": b'{"messages": "' + b"x" * 200_000 + b'"}'}, 413, "request_too_large"),
+]
+
+
+async def test_malformed_requests_are_refused_and_sample_nothing(folder: Path) -> None:
+    one = bench(folder, max_body_bytes=150_000)
+    async with served(one) as (client, episode):
+        for send, status, code in MALFORMED:
+            reply = await client.post("chat/completions", **send)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (status, code), send
+            assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+        assert episode.tree.turns == []
+
+
+async def test_46_a_late_request_and_a_wrong_secret_are_refused(folder: Path) -> None:
+    one = bench(folder)
+    async with served(one) as (client, episode):
+        one.proxy.end(episode)
+        late = await client.post("chat/completions", json=ASK)
+        assert (late.status_code, late.json()["error"]["code"]) == (404, "episode_ended")
+        wrong = await client.post(str(client.base_url).replace(episode.secret, "guess") + "chat/completions", json=ASK)
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (401, "authentication_error")
+        assert (await client.get("/nothing")).status_code == 404
+        assert one.proxy.num_refused == 2
+
+
+async def test_the_tasks_sampling_overrules_the_clients_and_the_difference_is_counted(folder: Path) -> None:
+    one = bench(folder)
+    async with served(one) as (client, episode):
+        body = {**ASK, "temperature": 0.2, "top_p": 0.9, "seed": 1, "presence_penalty": 0, "max_tokens": 3}
+        assert (await client.post("chat/completions", json=body)).status_code == 200
+        assert {name for name in episode.counts if name.startswith("overruled")} == {
+            "overruled.temperature",
+            "overruled.top_p",
+            "overruled.seed",
+        }
+        assert len(episode.tree.turns[0].token_ids) <= 3
+
+
+async def test_responses_translate_items_to_one_conversation(folder: Path) -> None:
+    one = bench(folder, "qwen3", script=[THOUGHT_AND_CALL, "star" + END])
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    async with served(one) as (client, episode):
+        items: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+        body = {"model": "m", "instructions": "be brief", "tools": [tool]}
+        first = (await client.post("responses", json={**body, "input": items})).json()
+        assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+        assert first["status"] == "completed"
+        items += [
+            *first["output"],
+            {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "star"},
+        ]
+        streamed = await client.post("responses", json={**body, "input": items, "stream": True})
+        told = events(streamed.text)
+        assert [one["sequence_number"] for one in told] == list(range(len(told)))
+        assert told[-1]["response"]["output"][0]["content"][0]["text"] == "star"
+        assert [len(row.spans) for row in one.proxy.end(episode).rows] == [2]
+
+
+async def test_responses_refuse_what_has_no_counterpart(folder: Path) -> None:
+    fields: list[dict[str, Any]] = [
+        {"previous_response_id": "resp_1"},
+        {"tools": [{"type": "web_search"}]},
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
+        {"text": {"format": {"type": "json_schema"}}},
+    ]
+    async with served(bench(folder)) as (client, _):
+        for field in fields:
+            reply = await client.post("responses", json={"input": "hello", **field})
+            assert reply.status_code == 400, field
+            assert reply.json()["error"]["code"] in ("unsupported", "constrained_decoding"), field
+
+
+async def test_messages_translate_blocks_to_one_conversation(folder: Path) -> None:
+    one = bench(folder, "qwen3", script=[THOUGHT_AND_CALL, "star" + END])
+    tool = {"name": "look", "description": "Look up.", "input_schema": {"type": "object"}}
+    async with served(one) as (client, episode):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+        body = {"model": "m", "max_tokens": 64, "system": [{"type": "text", "text": "be brief"}], "tools": [tool]}
+        first = (await client.post("messages", json={**body, "messages": messages})).json()
+        assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
+        assert (first["stop_reason"], first["content"][2]["input"]) == ("tool_use", {"word": "sun"})
+        result = {
+            "type": "tool_result",
+            "tool_use_id": first["content"][2]["id"],
+            "content": [{"type": "text", "text": "star"}],
+        }
+        messages += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+        streamed = await client.post("messages", json={**body, "messages": messages, "stream": True})
+        told = events(streamed.text)
+        assert [one["type"] for one in told][:2] == ["message_start", "content_block_start"]
+        assert told[-2]["delta"]["stop_reason"] == "end_turn"
+        assert [len(row.spans) for row in one.proxy.end(episode).rows] == [2]
+        refused = await client.post("messages", json={**body, "messages": []})
+        assert refused.json()["type"] == "error"
