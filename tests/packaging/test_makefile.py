@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,8 +17,15 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):(?!=)", MAKEFILE, re.MULTILINE))
 _COMMAND = re.compile(r"(?:`|^ {4}|^\$ )make ([a-z][a-z-]*)(?: NAME=([\w-]+))?", re.MULTILINE)
 
 
+def _make(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a terminal: the suite itself runs below `make test`, which tells the processes it starts so."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--no-print-directory", "-o", ".venv/.installed", *words]
+    return subprocess.run(command, cwd=ROOT, env=environ, check=False, capture_output=True, text=True)
+
+
 def _named(kind: str) -> set[str]:
-    printed = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    printed = _make("help").stdout
     found = re.search(rf"^make {kind} NAME=... one of: (.*)$", printed, re.MULTILINE)
     assert found is not None
     return set(found[1].split())
@@ -51,13 +59,7 @@ def test_every_target_that_is_named_exists():
 def test_every_name_starts_a_module(kind: str):
     """A benchmark or proof that the Makefile names is a file."""
     for name in _named(kind):
-        printed = subprocess.run(
-            ["make", "-n", "-o", ".venv/.installed", kind, f"NAME={name}"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        printed = _make("-n", kind, f"NAME={name}").stdout
         module = re.search(r"python -m ((?:benchmarks|tests)[\w.]+)", printed.splitlines()[-1])
         assert module is not None, printed
         assert (ROOT / f"{module[1].replace('.', '/')}.py").is_file(), module[1]
@@ -65,13 +67,7 @@ def test_every_name_starts_a_module(kind: str):
 
 def test_a_name_that_does_not_exist_lists_those_that_do():
     """With exit code 2, before anything runs."""
-    done = subprocess.run(
-        ["make", "-o", ".venv/.installed", "proof", "NAME=nothing"],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = _make("proof", "NAME=nothing")
     assert done.returncode == 2
     assert "upgrade" in done.stdout
 
