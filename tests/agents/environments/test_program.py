@@ -219,7 +219,7 @@ def test_options_are_checked() -> None:
 
 _WORKER = """
 import asyncio, os, pathlib, sys, tempfile
-from penstock.rollout_service.environments import program_process as p
+from penstock.agents.environments import program_process as p
 folder = tempfile.mkdtemp(prefix=f"{p.PREFIX}{p.mark()}-", dir=sys.argv[1])
 variables = {"PATH": os.environ["PATH"], p.MARK: p.mark()}
 shell = f"setsid sleep 600 & echo $! > {sys.argv[1]}/escaped; echo $$ > {sys.argv[1]}/direct; exec sleep 600"
