@@ -61,12 +61,11 @@ from penstock.fine_tuning.dpo import PreferenceTask
 from penstock.fine_tuning.loop import Task
 from penstock.fine_tuning.reward_scorer import load_reward_model
 from penstock.fine_tuning.rm import RewardTask
-from penstock.fine_tuning.session import optimisation
 from penstock.fine_tuning.sft import SftTask
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.data.turns import Turn
 from penstock.trainer.learner.load_model import load_policy
-from penstock.trainer.learner.trainable import import_deepspeed
+from penstock.trainer.learner.trainable import import_deepspeed, optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
@@ -258,7 +257,7 @@ def penstock(training: str) -> Callable[[Work], float]:
 def task_of(training: str, work: Work, settings: TrainerSettings, dims: ParallelDims) -> Task:
     """Return the task of a training."""
     length: Any = argparse.Namespace(num_steps=work.steps + 1)
-    how = optimisation(settings, getattr(settings, training), length)
+    how = optimisation(settings, getattr(settings, training), length.num_steps)
     turns: Any = work.turns
     pairs: Any = work.pairs
     if training == "rm":

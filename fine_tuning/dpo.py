@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.fine_tuning.length import Length
 from penstock.fine_tuning.loop import Made, Plan, Training
 from penstock.fine_tuning.result import Result
-from penstock.fine_tuning.session import load_trained, open_folder, optimisation, plan_of
+from penstock.fine_tuning.session import load_trained, open_folder, plan_of
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.pairs import Pair, PairSet
 from penstock.trainer.dpo_settings import DpoSettings
@@ -22,6 +22,7 @@ from penstock.trainer.learner.pairs.pair_planner import PairPlanner, Scorer, mea
 from penstock.trainer.learner.pairs.preference_objective import Answers, mean_figures
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import WithoutAdapter
+from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
@@ -130,7 +131,7 @@ def _use_reference(task: PreferenceTask, policy: Policy, settings: TrainerSettin
     reference: Scorer = WithoutAdapter(policy) if has_adapters else policy
     is_live = _is_live(chosen, has_adapters=has_adapters)
     if chosen.reference_path is not None or (is_live and not has_adapters):
-        how = optimisation(settings, chosen, plan.length)
+        how = optimisation(settings, chosen, plan.length.num_steps)
         folder = chosen.reference_path or settings.model.path
         reference = load_reference(folder, how, policy.device, plan.dims, temperature=1.0)
     if is_live:

@@ -19,13 +19,14 @@ from torch import Tensor
 from penstock.fine_tuning.loop import Made, Training
 from penstock.fine_tuning.result import Result
 from penstock.fine_tuning.reward_scorer import load_reward_model
-from penstock.fine_tuning.session import open_folder, optimisation, plan_of, seed_random_numbers
+from penstock.fine_tuning.session import open_folder, plan_of, seed_random_numbers
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.objective import Outcome
 from penstock.trainer.data.pairs import Ids, Pair, PairSet
 from penstock.trainer.learner.pairs.pair_batches import plan_pairs
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
@@ -158,7 +159,9 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
         data = {"rm.data": pairs.fingerprint} | ({"rm.eval_data": held_out.fingerprint} if held_out else {})
         plan = plan_of(settings, "rm", dims, num_rows=len(pairs), data=data)
         seed_random_numbers(settings, dims)
-        policy, changed = load_reward_model(settings.model.path, optimisation(settings, settings.rm, plan.length), dims)
+        policy, changed = load_reward_model(
+            settings.model.path, optimisation(settings, settings.rm, plan.length.num_steps), dims
+        )
         task = RewardTask(policy, pairs, held_out, settings, dims)
         return Training(replace(plan, changed_config=changed), task, folder, stop).run()
 

@@ -15,10 +15,9 @@ from penstock.protocol.config.run_file import values_of
 from penstock.protocol.seeds import derived_seed
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
-from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.policy import Policy
-from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
 
@@ -77,36 +76,13 @@ def load_trained(settings: TrainerSettings, section: FineTuningSettings, length:
     The random numbers of dropout begin at a place that follows from ``run.seed``, another one on each rank.
     """
     seed_random_numbers(settings, dims)
-    return load_policy(settings.model.path, optimisation(settings, section, length), dims, temperature=1.0)
+    return load_policy(settings.model.path, optimisation(settings, section, length.num_steps), dims, temperature=1.0)
 
 
 def seed_random_numbers(settings: TrainerSettings, dims: ParallelDims) -> None:
     """Begin the random numbers of first values and dropout at a place that follows from ``run.seed``, another one on each rank."""
     seed, rank = settings.first_seed, dims.ranks.rank
     torch.manual_seed(derived_seed(seed, "dropout", rank) if seed else rank)  # 0 begins as in earlier releases
-
-
-def optimisation(settings: TrainerSettings, section: FineTuningSettings, length: Length) -> Optimisation:
-    """Return how the weights are optimised."""
-    lora = settings.model.lora
-    return Optimisation(
-        num_steps=length.num_steps,
-        lr=section.lr,
-        betas=section.betas,
-        weight_decay=settings.trainer.weight_decay,
-        warmup_steps=section.warmup_steps,
-        schedule=section.schedule,
-        min_lr_ratio=settings.trainer.min_lr_ratio,
-        max_grad_norm=settings.trainer.max_grad_norm,
-        zero_stage=settings.trainer.zero_stage,
-        dtype=settings.model.dtype,
-        attention=settings.trainer.attention,
-        gradient_checkpointing=settings.model.gradient_checkpointing,
-        activation_offload=settings.model.activation_offload,
-        offload=settings.trainer.offload,
-        gradient_dtype=settings.trainer.gradient_dtype,
-        lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets), settings.first_seed) if lora.rank else None,
-    )
 
 
 def _fixed(settings: TrainerSettings, name: str) -> dict[str, Any]:

@@ -1,13 +1,8 @@
-"""Which experts of a mixture computed the tokens of a trajectory, as the engine's routers chose them.
+"""The routers of a mixture of experts, and which experts they chose for the tokens of a trajectory; pure.
 
-A trainer whose routers choose other experts for the same tokens computes another policy than the one that sampled: rounding, or
-weights that are a version newer, are enough. So a pack stores the engine's choices, and the trainer computes with those
-(Rollout Routing Replay, arXiv:2510.11370).
-
-The routers of a mixture of experts, as its config.json describes them; pure.
-
-A router chooses ``top_k`` of a layer's experts for every token. Workers read how many there are to check what an engine
-returns, the trainer to check what it is given.
+A router chooses ``top_k`` of a layer's experts for every token. A trainer whose routers choose others for the same tokens than the
+engine's computes another policy than the one that sampled: rounding, or weights that are a version newer, are enough. So a pack
+stores the engine's choices, and the trainer computes with those (Rollout Routing Replay, arXiv:2510.11370).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Extension(Generic[Kind]):
 class Registry(Generic[Kind]):
     """All extensions of one kind."""
 
-    def __init__(self, kind: str, expected: type[Kind], *, package: str, group: str, annex: str = "") -> None:
+    def __init__(self, kind: str, expected: type[Kind], *, package: str, group: str, second_package: str = "") -> None:
         """Describe a kind of extension; nothing is imported yet.
 
         Args:
@@ -56,11 +56,11 @@ class Registry(Generic[Kind]):
             package: Package whose modules, and those of its packages, hold the built-in ones: every instance of
                 ``expected`` at the top level of a module is registered under its attribute ``name``.
             group: Entry point group of installed packages.
-            annex: Another package of built-in ones, above the package that makes the registry; empty: none.
+            second_package: Another package of built-in ones, above the package that makes the registry; empty: none.
         """
         self.kind = kind
         self._expected = expected
-        self._packages = tuple(filter(None, (package, annex)))
+        self._packages = tuple(filter(None, (package, second_package)))
         self._group = group
         self._loaded: dict[tuple[str, Path], Extension[Kind]] = {}  # a module is imported once, so is its digest read
 

@@ -1,9 +1,8 @@
-"""Write files and folders so that a reader, also one after a crash, finds the old content or the new one; nothing else renames.
+"""Read and write files of a run's folder: replace them so that a reader finds the old content or the new one, also after a crash.
 
 A rename alone protects from a killed process. Only with ``sync`` is the content on disk, and only with ``sync_folder`` the
-new name, when the machine loses power.
-
-Read a file of a run's folder, which may be a copy from somebody else: never through a link, never a pipe or a device.
+new name, when the machine loses power. No other file renames. `read_regular` reads a folder that may be a copy from somebody
+else: never through a link, never a pipe or a device.
 """
 
 from __future__ import annotations

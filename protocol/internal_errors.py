@@ -1,47 +1,17 @@
 """End the output of a process that fails by an unexpected exception with one line for people, after the traceback.
 
 Errors of Penstock are printed without a traceback by each command. Anything else that reaches the top of a process is either
-a full disk, which has a fix, or an internal error, which is to be reported. A command whose output nothing reads any more, as
-`head` ends it, exits without a traceback.
+a full disk, which has a fix, or an internal error, which is to be reported.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
-import os
-import select
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-
-EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
-
-
-@contextmanager
-def ends_quietly() -> Iterator[None]:
-    """Write all output before the block ends; exit with EXIT_CODE if nothing reads standard output any more.
-
-    A pipe of the command's own that breaks is still an error.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if not _has_lost_its_reader(sys.stdout.fileno()):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
-        sys.exit(EXIT_CODE)
-
-
-def _has_lost_its_reader(pipe: int) -> bool:
-    poll = select.poll()
-    poll.register(pipe, 0)
-    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _PACKAGE = Path(__file__).parent.parent  # its files are named relative to it

@@ -1,13 +1,9 @@
-"""What each role may do on NATS, as data; `deploy/nats_permissions.py` makes a server's permissions of it.
+"""What each role may do on NATS and in the object store, as data.
 
-A service that begins to publish, tail, fetch or write something new is given the right here, and
-`python -P -m penstock.deploy.nats_config > deploy/nats.conf` writes it into the server's configuration.
-The role ``admin`` is not listed: it may do everything, because it creates and deletes streams and buckets.
-
-What each role may do in the object store, as data; `deploy/s3_policies.py` makes a server's policies of it.
-
-A service that begins to read, write, list or delete objects somewhere new is given the right here. The store's own user
-(role ``admin`` on NATS) is not listed: it may do everything, because it creates the bucket and the other users.
+`deploy/nats_permissions.py` makes the permissions of a NATS server of it, `deploy/s3_policies.py` the policies of an object store. A
+service that begins to publish, tail, fetch, read or write something new is given the right here, and
+`python -P -m penstock.deploy.nats_config > deploy/nats.conf` writes it into the server's configuration. The role ``admin`` and the
+store's own user are not listed: they may do everything, because they create streams, buckets and users.
 """
 
 from __future__ import annotations

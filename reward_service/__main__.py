@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.protocol import internal_errors, logs
+from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.protocol.internal_errors import ends_quietly
 from penstock.protocol.traces.traces import recording
 from penstock.reward_service import process_memory
 from penstock.reward_service.settings import RewardSettings

@@ -34,7 +34,7 @@ Program = TypeVar("Program", bound="RankProgram")
 log = structlog.get_logger("trainer.rank_orders")
 
 _NOT_SENT = "not sent"
-Here = Annotated[T, _NOT_SENT]  # the type of an argument that rank 0 keeps; on the other ranks it has its default
+LeaderOnly = Annotated[T, _NOT_SENT]  # the type of an argument that rank 0 keeps; on the other ranks it has its default
 _MARK = "is_rank_order"
 _DONE, _FAILED = b"=", b"!"  # first byte of an answer; a JSON value or a message follows
 
@@ -46,7 +46,7 @@ def order(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P],
 
 
 def on_all_ranks(method: Callable[Concatenate[Program, P], R]) -> Callable[Concatenate[Program, P], R]:
-    """Have all ranks run a method when rank 0 calls it, with the same arguments except those that are `Here`.
+    """Have all ranks run a method when rank 0 calls it, with the same arguments except those that are `LeaderOnly`.
 
     Such a method calls no other one that is decorated so.
     """

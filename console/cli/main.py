@@ -30,6 +30,7 @@ from penstock.console.cli import (
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.console.nodes import split
 from penstock.protocol import internal_errors
+from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.errors import PenstockError
 
 app = App(
@@ -381,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from penstock.console.cli import verb_help
 
             verb_help.attach(app)
-        with internal_errors.ends_quietly():
+        with ends_quietly():
             code = app(tokens or ["--help"]) or 0
         sys.exit(code)
     except PenstockError as err:

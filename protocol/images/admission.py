@@ -1,14 +1,10 @@
-"""Decode images from outside, once, within limits: the adapter of Pillow.
+"""Find the images of chats and data rows, and decode them once, within limits: the adapter of Pillow (extra ``penstock[images]``).
+
+Images come as bytes, as base64, or as files beside the data; nothing is fetched from a URL. What a URL names may change between two
+attempts at a group, and between engine and trainer, and the address may be one that this process should not call.
 
 What is stored is what every later reader decodes to the same pixels: the original bytes, or PNG bytes of them where readers may
 disagree (orientation in EXIF, transparency, a palette, more than 8 bits, CMYK).
-
-Needs ``pillow``, the extra ``penstock[images]``.
-
-The images of chats and data rows: find them in messages, and read their bytes; nothing is ever fetched from a URL.
-
-What a URL names may change between two attempts at a group, and between engine and trainer, and the address may be one that this
-process should not call. So images come as bytes, as base64, or as files beside the data.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What a model's image processor makes of an image: pixel values, their grid, the number of tokens.
+"""What a model's image processor makes of an image (pixel values, their grid, the number of tokens), and where its tokens stand in a row.
 
 As `Qwen2VLImageProcessorPil` of transformers 5 (which also serves Qwen2.5-VL), to the last bit, without transformers and torch, so
 that worker, engine and trainer call the same function on the same bytes. `ImageProcessor.sha256` names everything that the result
 depends on besides the bytes; a row carries it, and who computes the row refuses another one.
 
-Where the tokens of images stand in a row, and their positions for rotary embeddings; pure.
-
 A chat template puts one placeholder token where an image is. A row of Penstock holds an image's tokens all: its ids are those that
 the model computes, in task, pack, engine and trainer. Only an engine that expands placeholders itself is sent the `collapsed` ids.
-
 A sampled token may have the id of an image's; it is an ordinary token. So images are found by position, never by id.
 """
 

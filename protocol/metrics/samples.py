@@ -1,7 +1,4 @@
-"""The samples of one scrape, checked against the table, with a bounded number of series.
-
-A histogram's counts, as Prometheus wants them: by upper bound, with their sum.
-"""
+"""The samples of one scrape, checked against the table, with a bounded number of series; and the histogram among them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of several groups as they are read from a pack, column by column.
-
-Columns of lists in Parquet objects: their type, and building them without a Python object per element.
-"""
+"""Rows of several groups as they are read from a pack, column by column, and the columns of lists that hold them."""
 
 from __future__ import annotations
 

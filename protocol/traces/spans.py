@@ -1,9 +1,7 @@
-"""Spans, and the trace that a group has in every service; pure.
+"""Spans, the trace that a group has in every service, and the thread that sends finished spans.
 
 A message carries one W3C ``traceparent`` for all of its groups. The trace of one group follows from it and from the group's
 id, the same in every service, so that each group of a pack has a trace of its own and no message gets longer.
-
-Sends finished spans from a thread of its own; a collector that is slow or unreachable costs spans, never time.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from penstock.protocol import trace_context
 
 Value = str | int | float | bool
 MAX_TEXT = 200  # characters of an attribute
+log = structlog.get_logger("traces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,6 @@ def short(attributes: Mapping[str, Value]) -> dict[str, Value]:
     """Return attributes with long texts cut: ids of other services are in them."""
     return {key: value[:MAX_TEXT] if isinstance(value, str) else value for key, value in attributes.items()}
 
-
-log = structlog.get_logger("traces")
 
 QUEUE_SPANS = 8192
 _BATCH_SPANS = 512

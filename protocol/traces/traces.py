@@ -1,6 +1,6 @@
 """What a service calls to record the traces of groups; does nothing unless a collector is configured.
 
-The traces of the groups that a trainer has received, by group id, until they are trained or dropped.
+`HeldGroups` has the traces of the groups that a trainer has received, by group id, until they are trained or dropped.
 """
 
 from __future__ import annotations

@@ -1,34 +1,6 @@
 """One message that this process holds until it acknowledges, gives back or dead-letters it.
 
-Acknowledgements to one consumer, batched: those that arrive while one is under way share the next confirmation.
-
-A server processes the messages of one connection to one consumer in order, so its answer to the last acknowledgement
-of a series confirms all of them; when the connection was lost in between, the whole series is sent again. A request
-for each would cost four times the CPU. Everything here runs on the connection's event loop.
-
-A server that was killed may have lost the delivery state of its consumer, which it stores with a delay. It does not
-answer an acknowledgement of such a message until it has redelivered it, or found it deleted. So after every
-reconnect the reader first has the messages that it holds redelivered.
-
-Which messages were in progress when their reader was killed, so that none of them kills a third one.
-
-A first delivery costs nothing: that its reader was killed follows from a second delivery which nobody asked for. From
-then on the message is marked while it is processed, in the run's scoring bucket, and every reader that returns a message
-in an orderly way (a stop, a retry) records that. So only readers that were killed, or lost their connection for longer than
-the ack wait, are counted.
-
-| delivery                       | record found                  | readers killed so far           |
-|--------------------------------|-------------------------------|---------------------------------|
-| first                          | not read                      | 0                               |
-| later                          | none                          | 1                               |
-| later, after an orderly return | ``started`` is False          | as recorded                     |
-| later, its reader was killed   | ``started`` is True           | as recorded, and one more       |
-
-A record is read from any server of a cluster. One that lags may count a killed reader less, then one more is; or one too many,
-where a message that was returned a moment ago is delivered again.
-
-At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one reader had in
-progress at both times are: the trainer issues their groups again under new ids, so an innocent one costs one attempt.
+`Acks` sends the acknowledgements to one consumer; `KillMarks` counts the readers that were killed while they processed a message.
 """
 
 from __future__ import annotations
@@ -53,12 +25,22 @@ from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
 from penstock.protocol.transport.pending import Pending
 
 DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
+log = structlog.get_logger("protocol.bus")
 LatestHandle = Callable[[], Msg]  # the current handle of a message; a redelivery replaces it
 Redeliver = Callable[[], Awaitable[None]]  # has the server deliver again what it may have lost
 
 
 class Acks:
-    """The acknowledgements of one reader to one consumer."""
+    """Sends the acknowledgements to one consumer in batches: those that arrive while one is in flight share the next confirmation.
+
+    A server processes the messages of one connection to one consumer in order, so its answer to the last acknowledgement
+    of a series confirms all of them; when the connection was lost in between, the whole series is sent again. A request
+    for each would cost four times the CPU. Everything here runs on the connection's event loop.
+
+    A server that was killed may have lost the delivery state of its consumer, which it stores with a delay. It does not
+    answer an acknowledgement of such a message until it has redelivered it, or found it deleted. So after every
+    reconnect the reader first has the messages that it holds redelivered.
+    """
 
     def __init__(self, connection: Connection, spec: ConsumerSpec, redeliver: Redeliver) -> None:
         """Start with none pending."""
@@ -117,11 +99,31 @@ class Acks:
 
 
 MOST_KILLED = 2
-log = structlog.get_logger("protocol.bus")
 
 
 class KillMarks:
-    """The records of one consumer's messages. Without NATS none is written, and nothing is quarantined."""
+    """Counts how often the reader of a message was killed, so that a message which causes it is not processed a third time.
+
+    A first delivery costs nothing: that its reader was killed follows from a second delivery that was not asked for. From
+    then on the message is marked while it is processed, in the run's scoring bucket, and every reader that returns a message
+    in an orderly way (a stop, a retry) records that. So only readers that were killed, or lost their connection for longer than
+    the ack wait, are counted.
+
+    | delivery                       | record found                  | readers killed so far           |
+    |--------------------------------|-------------------------------|---------------------------------|
+    | first                          | not read                      | 0                               |
+    | later                          | none                          | 1                               |
+    | later, after an orderly return | ``started`` is False          | as recorded                     |
+    | later, its reader was killed   | ``started`` is True           | as recorded, and one more       |
+
+    A record is read from any server of a cluster. One that lags may count a killed reader less, then one more is; or one too many,
+    where a message that was returned a moment ago is delivered again.
+
+    At `MOST_KILLED` the message is dead-lettered as `ReaderKilled` and not processed again. All messages that one reader had in
+    progress at both times are: the trainer issues their groups again under new ids, so an innocent one costs one attempt.
+
+    Without NATS no record is written, and no message is dead-lettered for killed readers.
+    """
 
     def __init__(self, connection: Connection, spec: ConsumerSpec) -> None:
         """Bind to the bucket when a record is first needed."""

@@ -1,13 +1,4 @@
-"""The reader of a durable consumer: fetch messages, renew those that are held, dead-letter those that do not decode.
-
-Pull requests to one consumer over one subscription; the client library's own ``fetch`` waits too long.
-
-A pull returns as soon as there is a message, never leaves an unfinished request that would take
-messages from another reader, and sends its request again after a reconnect.
-
-While messages arrive one by one, the next request is sent a few milliseconds later: those that arrive meanwhile come
-with one request and one wake-up of the reader, which cost more than a message does. The first one after a pause never waits.
-"""
+"""The reader of a durable consumer: fetch messages, renew those that are held, dead-letter those that do not decode."""
 
 from __future__ import annotations
 
@@ -38,6 +29,7 @@ _LATE_S = 0.25  # how late the server's status of an expired request may arrive
 _GATHER_S = 0.01  # between two requests of which the first got messages, and fewer than it asked for
 _REDELIVER_S = 1.0  # deadline of a redelivery; the acknowledgement is retried anyway
 _NO_MESSAGES = ("404", "408")
+log = structlog.get_logger("protocol.bus")
 
 
 class PullRefused(Exception):
@@ -45,7 +37,14 @@ class PullRefused(Exception):
 
 
 class Pull:
-    """The pull requests of one reader; its calls take turns."""
+    """Sends pull requests to one consumer over one subscription; the client library's own ``fetch`` waits too long.
+
+    A pull returns as soon as there is a message, never leaves an unfinished request that would take
+    messages from another reader, and sends its request again after a reconnect.
+
+    While messages arrive one by one, the next request is sent a few milliseconds later: those that arrive meanwhile come
+    with one request and one wake-up of the reader, which cost more than a message does. The first one after a pause never waits.
+    """
 
     def __init__(
         self, connection: Connection, stream: str, consumer: str, renews: Callable[[Msg], bool] = lambda _: False
@@ -162,7 +161,6 @@ class Pull:
 
 
 F = TypeVar("F", bound=Fact)
-log = structlog.get_logger("protocol.bus")
 
 
 class Inbox(Generic[F]):

@@ -1,7 +1,4 @@
-"""A key-value bucket. Values are bytes; compare-and-swap by revision.
-
-Change a value of a bucket that several processes change, by compare-and-swap.
-"""
+"""A key-value bucket: values are bytes, and `change_value` changes one that several processes change, by compare-and-swap."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The requests to the object store, repeated until they succeed or fail for good, by minio, which only this file imports.
+"""The requests to the object store, by minio, which only this file imports; repeated until they succeed or fail for good.
 
 `blobs` imports it with its first request: the libraries take 0.1 s of CPU to import, and a process that looks at a run may
-never need them.
-
-Detect a clock difference that makes an S3 server refuse signed requests (more than 15 minutes); pure.
+never need them. A server that refuses signed requests because its clock differs is reported with both times (`clock_skew`).
 """
 
 from __future__ import annotations
@@ -33,29 +31,7 @@ from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobSt
 from penstock.protocol.transport import store_errors
 from penstock.protocol.transport.tls import client_context, handshake_problem
 
-LIMIT = timedelta(minutes=15)  # of Signature Version 4
-
-
-def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
-    """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
-
-    Args:
-        headers: Of the server's answer; ``Date`` is the server's time.
-        now: This machine's time, with a time zone.
-    """
-    try:
-        theirs = parsedate_to_datetime(headers["Date"])
-    except (KeyError, ValueError):
-        return ""
-    theirs = theirs if theirs.tzinfo else theirs.replace(tzinfo=UTC)
-    apart = abs(now - theirs)
-    if apart <= LIMIT:
-        return ""
-    here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
-    return (
-        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
-        f"{LIMIT.total_seconds() / 60:.0f}: correct the clock that is wrong"
-    )
+_MAX_CLOCK_SKEW = timedelta(minutes=15)  # of Signature Version 4
 
 
 T = TypeVar("T")
@@ -78,6 +54,28 @@ _ADMIN_RETRY_S = 0.2
 _ADMIN_STATUS = re.compile(r"Status: (\d{3})")  # how minio reports an answer of the admin interface
 _ADMIN_CODE = re.compile(r"Code\W{1,4}(\w{3,80})")  # of its body in XML or JSON
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
+
+
+def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
+    """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
+
+    Args:
+        headers: Of the server's answer; ``Date`` is the server's time.
+        now: This machine's time, with a time zone.
+    """
+    try:
+        theirs = parsedate_to_datetime(headers["Date"])
+    except (KeyError, ValueError):
+        return ""
+    theirs = theirs if theirs.tzinfo else theirs.replace(tzinfo=UTC)
+    apart = abs(now - theirs)
+    if apart <= _MAX_CLOCK_SKEW:
+        return ""
+    here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
+    return (
+        f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
+        f"{_MAX_CLOCK_SKEW.total_seconds() / 60:.0f}: correct the clock that is wrong"
+    )
 
 
 def _count(status: int | None, code: str | None = None) -> None:

@@ -1,9 +1,7 @@
 """Write a published version as a folder, from its objects; needs no torch and no engine.
 
-A model folder in Hugging Face's form, in which an adapter is merged into its base; or an adapter in PEFT's form, which a
-worker's engine loads too.
-
-Merge an adapter into the weights of its base, in numpy: ``W + scale B A``, summed in float32, rounded to W's dtype.
+A model folder in Hugging Face's form, in which an adapter is merged into its base (``W + scale B A``, summed in float32 and rounded
+to the dtype of W, in numpy); or an adapter in PEFT's form, which a worker's engine loads too.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ ENVIRONMENTS = Registry(
     "environment",
     Environment,  # pyright: ignore[reportAbstractUsage]  (the class is only compared with)
     package="penstock.rollout_service.environments",
-    annex="penstock.agents.environments",
+    second_package="penstock.agents.environments",
     group="penstock.environments",
 )
 

@@ -277,7 +277,7 @@ INTERFACE: dict[str, list[str]] = {
         "model_config",
     ],
     "Registry": [
-        "class(Generic) (kind: 'str', expected: 'type[Kind]', *, package: 'str', group: 'str', annex: 'str' = '') -> 'None'",
+        "class(Generic) (kind: 'str', expected: 'type[Kind]', *, package: 'str', group: 'str', second_package: 'str' = '') -> 'None'",
         "built_in",
         "find(self, name: 'str') -> 'Extension[Kind]'",
         "names(self) -> 'tuple[str, ...]'",

@@ -35,7 +35,7 @@ from penstock.deploy.plan.lengths import EnginePace, LengthMix
 from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.digest import safetensors_digests, weights_digest
+from penstock.protocol.weights.digest import weights_digest
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
@@ -53,6 +53,7 @@ from penstock.rollout_service.embedded_engine.sequence import FinishReason, Pref
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
 from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
 from penstock.rollout_service.engines.sglang.client import SglangClient
+from tests.safetensors_digests import safetensors_digests
 
 if TYPE_CHECKING:
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter

@@ -14,7 +14,7 @@ from tests.servers import wait_for
 
 from penstock.trainer.errors import CheckpointError, PublicationFailed
 from penstock.trainer.rank_orders import (
-    Here,
+    LeaderOnly,
     RankOrders,
     RankProgram,
     on_all_ranks,
@@ -57,7 +57,7 @@ class Counting(RankProgram):
         self.calls: list[Any] = []
 
     @on_all_ranks
-    def add(self, piece: Piece, known: Here[Iterable[object]] = (), *, folder: Path | None = None) -> int:
+    def add(self, piece: Piece, known: LeaderOnly[Iterable[object]] = (), *, folder: Path | None = None) -> int:
         self.calls.append((piece, list(known), folder, self.activity.phase))
         return len(self.calls)
 

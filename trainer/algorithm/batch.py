@@ -168,18 +168,6 @@ def plan_micro_batches(
     return [[held.rows for held in bins] for bins in plan]
 
 
-def num_computed(piece: Sequence[int], lengths: Sequence[int], prefixes: Prefixes) -> int:
-    """Return how many tokens a micro-batch of these rows computes."""
-    kept = set(piece)
-    total, shared = 0, 0
-    for row, common in zip(prefixes.order, prefixes.common, strict=True):
-        shared = min(shared, common)
-        if row in kept:
-            total += lengths[row] - 1 - shared
-            shared = lengths[row]
-    return total
-
-
 def build(rows: Sequence[Row], prompts: Sequence[int] | None = None) -> MicroBatch:
     """Build the tensors of one micro-batch; without rows it contributes nothing to the gradient.
 

@@ -13,7 +13,6 @@ from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.pairs import PairSet
-from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Critic, Regression, load_critic
 from penstock.trainer.learner.image_reader import image_reader
 from penstock.trainer.learner.learner import Learner
@@ -23,7 +22,7 @@ from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
 from penstock.trainer.learner.pairs.pair_planner import PairPlanner
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference, WithoutAdapter
-from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.learner.trainable import Optimisation, optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import TrainerSettings
 
@@ -41,27 +40,13 @@ def build_learner(
     Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`). The adapters
     begin with those in the folder ``adapter``; None: anew.
     """
-    how = Optimisation(
-        num_steps=settings.trainer.steps - settings.critic.head_start_steps,
-        lr=settings.trainer.lr,
-        betas=settings.trainer.betas,
-        weight_decay=settings.trainer.weight_decay,
-        warmup_steps=settings.trainer.warmup_steps,
-        schedule=settings.trainer.schedule,
-        min_lr_ratio=settings.trainer.min_lr_ratio,
-        max_grad_norm=settings.trainer.max_grad_norm,
-        zero_stage=settings.trainer.zero_stage,
-        dtype=settings.model.dtype,
-        attention=settings.trainer.attention,
-        gradient_checkpointing=settings.model.gradient_checkpointing,
-        activation_offload=settings.model.activation_offload,
-        offload=settings.trainer.offload,
-        gradient_dtype=settings.trainer.gradient_dtype,
-        router_replay=settings.trainer.router_replay,
+    trainer = settings.trainer
+    how = replace(
+        optimisation(settings, trainer, trainer.steps - settings.critic.head_start_steps),
+        router_replay=trainer.router_replay,
         train_vision_tower=settings.model.train_vision_tower,
-        lora=_lora(settings),
-        skip_above=settings.trainer.skip_step_above_grad_norm,
-        skip_after=settings.trainer.skip_step_after,
+        skip_above=trainer.skip_step_above_grad_norm,
+        skip_after=trainer.skip_step_after,
     )
     if (
         how.lora is not None and how.lora.dropout and settings.first_seed
@@ -97,12 +82,6 @@ def _mixed(
     order = DataOrder(len(pairs), settings.run.seed, settings.data.shuffle)
     coefficient = settings.algorithm.dpo_coefficient
     return MixedPairs(pairs, planner, order, batch_size=settings.dpo.batch_size, coefficient=coefficient)
-
-
-def _lora(settings: TrainerSettings) -> Lora | None:
-    chosen = settings.model.lora
-    targets = tuple(chosen.targets)
-    return Lora(chosen.rank, chosen.alpha, chosen.dropout, targets, settings.first_seed) if chosen.rank else None
 
 
 def _critic(settings: TrainerSettings, policy: Optimisation, dims: ParallelDims) -> Critic:

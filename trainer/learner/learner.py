@@ -36,7 +36,7 @@ from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
 from penstock.trainer.publishing.snapshot import Weights
-from penstock.trainer.rank_orders import Here, RankProgram, on_all_ranks
+from penstock.trainer.rank_orders import LeaderOnly, RankProgram, on_all_ranks
 
 
 class Learner(RankProgram):
@@ -94,7 +94,7 @@ class Learner(RankProgram):
         super().follow()
 
     @on_all_ranks
-    def step(self, plan: StepPlan, ready: Here[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepFigures:
+    def step(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepFigures:
         """Make the optimizer step or steps of a batch; groups of the plan that are not ``ready`` are fetched.
 
         The figures keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
@@ -102,7 +102,9 @@ class Learner(RankProgram):
         return self._train(plan, self._groups(plan, ready), keep_rows)
 
     @on_all_ranks
-    def measure(self, plan: StepPlan, ready: Here[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepFigures:
+    def measure(
+        self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0
+    ) -> StepFigures:
         """Report what a step on a batch would minimise, without making it; of several optimizer steps the first pass.
 
         Nothing is refused: loss and log-probabilities may be no finite numbers.
@@ -113,7 +115,9 @@ class Learner(RankProgram):
         return figures
 
     @on_all_ranks
-    def reference_gaps(self, plan: StepPlan, ready: Here[Iterable[ReadyGroup]] = (), *, form: AnyKlForm) -> list[float]:
+    def reference_gaps(
+        self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, form: AnyKlForm
+    ) -> list[float]:
         """Return each row's estimated KL from its sampler to the reference, summed over its tokens."""
         if self._reference is None:
             raise ValueError("the KL to the reference was requested, and no reference is loaded")

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.trainer.attention_choice import Attention
 from penstock.trainer.errors import TrainingDiverged
-from penstock.trainer.fine_tuning_settings import Schedule
+from penstock.trainer.fine_tuning_settings import FineTuningSettings, Schedule
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.deepspeed_checkpoint import another_model, load_written_by_deepspeed
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
@@ -35,7 +35,9 @@ from penstock.trainer.learner.learning_rate import lr_factor
 from penstock.trainer.learner.optimizer_state import OptimizerState
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
 from penstock.trainer.learner.tensor_parallel import WeightShares
+from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.settings import TrainerSettings
 
 _DISABLE = "TORCHDYNAMO_DISABLE"
 _NORMS = "recent_grad_norms"  # in the state of a checkpoint
@@ -67,6 +69,32 @@ class Optimisation:
     lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
     skip_above: float | None = None  # steps whose gradient norm is above this multiple of recent ones are left out
     skip_after: int = 1  # the first steps, of which none is left out
+
+
+def optimisation(
+    settings: TrainerSettings, section: OptimizerSettings | FineTuningSettings, num_steps: int
+) -> Optimisation:
+    """Return what every training reads alike: learning rate and schedule of its own section, the rest of [trainer] and [model]."""
+    trainer, model = settings.trainer, settings.model
+    lora = model.lora
+    return Optimisation(
+        num_steps=num_steps,
+        lr=section.lr,
+        betas=section.betas,
+        weight_decay=trainer.weight_decay,
+        warmup_steps=section.warmup_steps,
+        schedule=section.schedule,
+        min_lr_ratio=trainer.min_lr_ratio,
+        max_grad_norm=trainer.max_grad_norm,
+        zero_stage=trainer.zero_stage,
+        dtype=model.dtype,
+        attention=trainer.attention,
+        gradient_checkpointing=model.gradient_checkpointing,
+        activation_offload=model.activation_offload,
+        offload=trainer.offload,
+        gradient_dtype=trainer.gradient_dtype,
+        lora=Lora(lora.rank, lora.alpha, lora.dropout, tuple(lora.targets), settings.first_seed) if lora.rank else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

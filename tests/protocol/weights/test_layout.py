@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from tests.examples import examples
+from tests.safetensors_digests import safetensors_digests
 
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.weights import layout as weight_layout
-from penstock.protocol.weights.digest import safetensors_digests, weights_digest
+from penstock.protocol.weights.digest import weights_digest
 from penstock.protocol.weights.layout import TensorSpec, WeightLayout, build_layout
 
 SPECS = st.lists(

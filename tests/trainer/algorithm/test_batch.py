@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from penstock.trainer.algorithm.batch import Row, build, num_computed, plan_micro_batches, prefixes_of
+from penstock.trainer.algorithm.batch import Row, build, plan_micro_batches, prefixes_of
+from penstock.trainer.algorithm.packed_rows import Prefixes
 from penstock.trainer.errors import BatchDoesNotFit
+
+
+def num_computed(piece: Sequence[int], lengths: Sequence[int], prefixes: Prefixes) -> int:
+    """Return how many tokens a micro-batch of these rows computes."""
+    kept = set(piece)
+    total, shared = 0, 0
+    for row, common in zip(prefixes.order, prefixes.common, strict=True):
+        shared = min(shared, common)
+        if row in kept:
+            total += lengths[row] - 1 - shared
+            shared = lengths[row]
+    return total
 
 
 @examples(60)

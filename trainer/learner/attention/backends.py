@@ -7,6 +7,7 @@ the run stops with the reasons, unless a [T, T] matrix is small.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -69,13 +70,15 @@ BACKENDS: tuple[Backend, ...] = (  # in the order in which they are tried
 )
 
 
-class _Choice:
-    """What this process has found out about the backends."""
+Checked = tuple[Backend | None, list[str]]  # the first backend that works, and why not those before it
 
-    def __init__(self) -> None:
-        self.wanted: Attention = "auto"
-        self.works: dict[tuple[object, ...], Backend | None] = {}
-        self.reasons: dict[tuple[object, ...], list[str]] = {}
+
+@dataclass(slots=True)
+class _Choice:
+    """The backend that is set for this process, and what was found for each kind of tensors."""
+
+    wanted: Attention = "auto"
+    checked: dict[tuple[object, ...], Checked] = field(default_factory=dict)
 
 
 _choice = _Choice()
@@ -84,8 +87,8 @@ _choice = _Choice()
 def use(wanted: Attention) -> None:
     """Set the backend of this process from now on; ``auto``: the first that works."""
     if wanted != _choice.wanted:
-        _choice.__init__()
         _choice.wanted = wanted
+        _choice.checked.clear()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
@@ -114,18 +117,18 @@ def choose(query: Tensor, key: Tensor, value: Tensor, num_tokens: int) -> Backen
     """
     ratio = query.shape[1] // key.shape[1]
     kind = (query.device, query.dtype, query.shape[-1], value.shape[-1], ratio)
-    if kind not in _choice.works:
-        _choice.works[kind], _choice.reasons[kind] = _first_that_works(query, value, ratio)
-    if (found := _choice.works[kind]) is not None:
-        return found
+    if kind not in _choice.checked:
+        _choice.checked[kind] = _first_that_works(query, value, ratio)
+    works, reasons = _choice.checked[kind]
+    if works is not None:
+        return works
     num_bytes = matrix_bytes(query.shape[1], num_tokens)
     if _choice.wanted != "auto" or num_bytes > MAX_MATRIX_BYTES:
-        raise NoAttentionKernel(_refusal(query, num_tokens, num_bytes, _choice.reasons[kind]))
+        raise NoAttentionKernel(_refusal(query, num_tokens, num_bytes, reasons))
     return DENSE
 
 
-def _first_that_works(query: Tensor, value: Tensor, ratio: int) -> tuple[Backend | None, list[str]]:
-    """Return the backend to use, and why not those before it."""
+def _first_that_works(query: Tensor, value: Tensor, ratio: int) -> Checked:
     if _choice.wanted == DENSE.name:
         return DENSE, []
     reasons = []
