@@ -158,10 +158,11 @@ def read_order(kind: type, data: bytes) -> tuple[Callable[..., Any], dict[str, A
     Raises ValueError for a method that is not marked, and for arguments of other types.
     """
     name, sent = msgpack.unpackb(data)
-    method = inspect.unwrap(getattr(kind, name, pack_order))
-    if not getattr(method, _MARK, False):
+    found = getattr(kind, name, None)
+    if found is None or not getattr(found, _MARK, False):
         raise ValueError(
             f"internal error, please report: rank 0 ordered {name!r}, which is no order of {kind.__name__}"
         )
+    method = inspect.unwrap(found)
     types = _types(method)
     return method, {key: types[key].validate_json(value, strict=True) for key, value in sent.items()}

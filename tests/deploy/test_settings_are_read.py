@@ -71,6 +71,7 @@ def test_the_seed_has_the_readers_that_its_description_names() -> None:
         "trainer/learner/build_learner.py",
         "trainer/settings.py",
         "trainer/learner/planning.py",
+        "trainer/learner/trainable.py",  # adapters' first values
         "fine_tuning/session.py",
     }
     described = reference.load().settings["run.seed"].description
