@@ -32,16 +32,16 @@ class SessionOptions(Protocol):
     """The options of an environment that its sessions need."""
 
     @property
-    def servers(self) -> Mapping[str, McpServer]: ...  # noqa: D102
+    def servers(self) -> Mapping[str, McpServer]: ...
 
     @property
-    def call_deadline_s(self) -> float: ...  # noqa: D102
+    def call_deadline_s(self) -> float: ...
 
     @property
-    def max_message_bytes(self) -> int: ...  # noqa: D102
+    def max_message_bytes(self) -> int: ...
 
     @property
-    def allowed_targets(self) -> tuple[str, ...]: ...  # noqa: D102
+    def allowed_targets(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
