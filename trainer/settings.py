@@ -14,7 +14,7 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.shared_sections import MetricsSettings, RetentionSettings, TeacherSettings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.critic_settings import CriticSettings
-from penstock.trainer.data_settings import COLUMNS, DataSettings, Format
+from penstock.trainer.data_settings import COLUMNS, DataSettings
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.fine_tuning_settings import RmSettings, SftSettings
@@ -28,7 +28,6 @@ __all__ = [
     "COLUMNS",
     "DataSettings",
     "EvalSettings",
-    "Format",
     "ModelSettings",
     "OptimizerSettings",
     "RolloutSettings",

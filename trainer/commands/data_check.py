@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -26,22 +26,14 @@ from penstock.trainer.data.image_rows import ImageRows
 from penstock.trainer.data.inputs import data_files, model_folder, resolve_inputs
 from penstock.trainer.data.messages import text_of
 from penstock.trainer.data.pair_rows import holds_pair, pair_row
+from penstock.trainer.data.read_rows import PromptRow, TurnRow, can_imitate, form_of, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_checks import Problems
 from penstock.trainer.data.row_files import Row, RowFile, open_rows
-from penstock.trainer.data.row_formats import (
-    KnownFormat,
-    PromptRow,
-    TurnRow,
-    can_imitate,
-    form_of,
-    prompt_row,
-    rename,
-    turn_rows,
-)
+from penstock.trainer.data.row_formats.row_format import RowFormat
 from penstock.trainer.data.suggested_map import suggest
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.learner import gguf_model
-from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
+from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 
 @dataclass(slots=True)
@@ -123,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--run", type=Path, help="run file whose model, settings and (without FILE) data files are checked"
     )
-    parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
+    parser.add_argument("--format", default="auto", help="form of the rows, such as trl (default: auto)")
     parser.add_argument(
         "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
     )
@@ -304,7 +296,7 @@ def _check_row(
             if tokenizer is not None:
                 notes.add_text(text, tokenizer)
     report.completion_lengths += lengths
-    report.formats[form] += 1
+    report.formats[form.name] += 1
     report.num_sft += bool(turns)
     shown = hash((text, repr(prompt.images) if prompt is not None else ""))  # pictures differ where texts may not
     report.num_repeated_prompts += shown in seen
@@ -319,7 +311,7 @@ def _check_row(
 
 
 def _read(
-    row: Row, form: KnownFormat, data: DataSettings, place: str, report: FileReport
+    row: Row, form: RowFormat, data: DataSettings, place: str, report: FileReport
 ) -> tuple[PromptRow | None, list[TurnRow]]:
     """Return a row as a prompt and as what SFT imitates, which reads no images; raises MalformedData if it is neither."""
     problem: MalformedData | None = None

@@ -12,17 +12,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.data.messages import text_of
 from penstock.trainer.data.pair_rows import holds_pair
+from penstock.trainer.data.read_rows import PromptRow, prompt_row, rename
 from penstock.trainer.data.row_files import RowFile, open_rows
-from penstock.trainer.data.row_formats import PromptRow, prompt_row, rename
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import COLUMNS, DataSettings, Format, TrainerSettings
+from penstock.trainer.settings import COLUMNS, DataSettings, TrainerSettings
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         "--run-file", type=Path, metavar="RUN.TOML", help="rows of its data.train instead, read as it says"
     )
     parser.add_argument("--number", type=int, default=20, help="how many rows, spread over the file (default: 20)")
-    parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
+    parser.add_argument("--format", default="auto", help="form of the rows, such as trl (default: auto)")
     parser.add_argument(
         "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
     )

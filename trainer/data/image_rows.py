@@ -12,7 +12,7 @@ from penstock.protocol.errors import ImageRefused
 from penstock.protocol.facts import RowImages
 from penstock.protocol.images.admission import AdmittedImage, admit, image_bytes
 from penstock.protocol.images.processor import ImageProcessor, expanded
-from penstock.trainer.data.row_formats import PromptRow
+from penstock.trainer.data.read_rows import PromptRow
 from penstock.trainer.data.row_images import COLUMN
 from penstock.trainer.errors import MalformedData
 

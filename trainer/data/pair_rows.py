@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown
+from penstock.trainer.data.read_rows import TurnRow
 from penstock.trainer.data.row_files import Row
-from penstock.trainer.data.row_formats import TurnRow
 from penstock.trainer.data.unread_columns import refuse_media
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.pair_rows import PairRow, holds_pair, pair_row
+from penstock.trainer.data.read_rows import TurnRow, rename
 from penstock.trainer.data.row_checks import Problems, batches, encode_texts, fits, located, nothing_left
 from penstock.trainer.data.row_files import RowFile, fingerprint, open_rows
-from penstock.trainer.data.row_formats import TurnRow, rename
 from penstock.trainer.data.turns import prompt_and_completion, until_end
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings

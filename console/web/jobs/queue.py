@@ -19,8 +19,7 @@ from penstock.console import launch as command_line
 from penstock.console.web.jobs import job_file
 from penstock.console.web.jobs.job_file import Job
 from penstock.console.web.jobs.job_state import is_launched
-from penstock.console.web.launchers.launcher import Start, scheduler_options
-from penstock.console.web.launchers.registry import LAUNCHERS
+from penstock.console.web.launchers.launcher import LAUNCHERS, Start, launcher_of, scheduler_options
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem, of_error
 from penstock.protocol.config.sources import split_arguments
@@ -76,7 +75,7 @@ def advance(machine: Machine) -> int:
     with job_file.locked(machine.runs_dir / QUEUE_LOCK, "the queue"):
         free = machine.at_a_time - _num_running(machine.runs_dir)
         for folder, job in queued(machine.runs_dir):
-            is_local = LAUNCHERS[job.launcher].uses_this_machine
+            is_local = LAUNCHERS.find(job.launcher).value.uses_this_machine
             if is_local and free <= 0:
                 continue
             try:
@@ -132,7 +131,7 @@ def _to_start(runs_dir: Path) -> Iterator[tuple[Path, Job]]:
         if job_file.intent_of(folder) != "run":
             continue  # also one whose file is damaged: its state says so
         job = job_file.read(folder)
-        if job is None or job.intent != "run" or job.error or job.launcher not in LAUNCHERS:
+        if job is None or job.intent != "run" or job.error or launcher_of(job.launcher) is None:
             continue
         if not is_launched(job, job_file.read_launch(folder)):
             yield folder, job
@@ -151,7 +150,7 @@ def _start(machine: Machine, folder: Path) -> bool:
     with job_file.changing(folder) as job:
         if job.intent != "run" or is_launched(job, job_file.read_launch(folder)):
             return False  # stopped meanwhile
-        launcher = LAUNCHERS[job.launcher]
+        launcher = LAUNCHERS.find(job.launcher).value
         try:
             pause_request.clear(folder)
             start = Start(

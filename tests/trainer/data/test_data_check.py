@@ -106,9 +106,11 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
         "sft reads              prompt from instruction (data.map.prompt); answer from output (data.map.response)"
         in (capsys.readouterr().out)
     )
-    for wrong in (["--map", "promt=x"], ["--map", "prompt"], ["--format", "xml"]):
+    for wrong in (["--map", "promt=x"], ["--map", "prompt"]):
         with pytest.raises(SystemExit, match="2"):
             main(["data-check", str(path), *wrong])
+    assert main(["data-check", str(path), "--format", "xml"]) == 2
+    assert "unknown row format 'xml'" in capsys.readouterr().err
 
 
 def test_a_likely_map_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pydantic import ValidationError
 from tests.trainer.data.test_chat_template import PLAIN, write_folder
 
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -20,8 +21,8 @@ from penstock.trainer.__main__ import main
 from penstock.trainer.assemble import _open_data
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_files import open_rows
-from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData, UnsupportedModel
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -79,7 +80,7 @@ def test_the_forms_of_other_projects_are_read(row, form, contents, truth, source
     """ShareGPT, Alpaca, OpenRLHF and messages as JSON text give prompt, ground truth, source and the answer to imitate."""
     data = DataSettings()
     row = rename(row, data, nested_texts=False)
-    assert detect(row) == form
+    assert detect(row).name == form
     prompt = prompt_row(row, data)
     assert [message["content"] for message in prompt.chat] == contents
     assert (prompt.ground_truth, prompt.data_source, json.loads(prompt.extra_info)) == (truth, source, extra)
@@ -345,3 +346,25 @@ def test_the_forms_read_before_are_read_as_before(tmp_path: Path, model: Path):
         hashlib.sha256(repr((found, loaded.fingerprint)).encode()).hexdigest()
         == "548cb16361d31da54b4a0a87b27bed3d9ef8fade814ef80d1208a8e037fb0189"
     )
+
+
+OWN_FORMAT = """
+from penstock.trainer.data.row_formats.row_format import RowFormat
+
+exam = RowFormat(name="exam", columns="task, solution", required=("task", "solution"), prompt="task", ground_truth="solution")
+"""
+
+
+def test_a_form_of_ones_own_is_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named in ``data.format``; its file is run when rows are read, and not when settings are."""
+    monkeypatch.chdir(tmp_path)
+    settings = {"format": "exam.py:exam"}
+    DataSettings.model_validate(settings)  # the file does not exist yet
+    (tmp_path / "exam.py").write_text(OWN_FORMAT)
+    prompt = read({"task": "2+2?", "solution": "4", "level": 3}, **settings)
+    assert [message["content"] for message in prompt.chat] == ["2+2?"]
+    assert (prompt.ground_truth, json.loads(prompt.extra_info)) == ('"4"', {"level": 3})
+    with pytest.raises(MalformedData, match="column solution: missing in a row of format exam"):
+        read({"task": "2+2?"}, **settings)
+    with pytest.raises(ValidationError, match="did you mean 'sharegpt'"):
+        DataSettings.model_validate({"format": "sharegtp"})

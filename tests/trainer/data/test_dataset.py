@@ -21,9 +21,9 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data import dataset
 from penstock.trainer.data.dataset import PromptSet, reward_name
+from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN
 from penstock.trainer.data.row_files import fingerprint, open_rows
-from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
@@ -425,7 +425,7 @@ def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatT
 
 def test_detection_prefers_the_more_specific_format():
     """A row with columns of several formats is read in the more specific one."""
-    assert detect({"messages": [], "prompt": "x"}) == "messages"
-    assert detect({"prompt": "x", "reward_model": {}}) == "verl"
-    assert detect({"prompt": "x", "completion": "y", "ground_truth": "z"}) == "trl"
-    assert detect({"question": "x", "answer": "y"}) == "question_answer"
+    assert detect({"messages": [], "prompt": "x"}).name == "messages"
+    assert detect({"prompt": "x", "reward_model": {}}).name == "verl"
+    assert detect({"prompt": "x", "completion": "y", "ground_truth": "z"}).name == "trl"
+    assert detect({"question": "x", "answer": "y"}).name == "question_answer"

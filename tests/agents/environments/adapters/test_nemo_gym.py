@@ -23,7 +23,7 @@ from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
-from penstock.trainer.data.row_formats import prompt_row, rename
+from penstock.trainer.data.read_rows import prompt_row, rename
 from penstock.trainer.data_settings import DataSettings
 
 

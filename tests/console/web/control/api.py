@@ -18,7 +18,7 @@ from penstock.console.web.access import Access, Role
 from penstock.console.web.app import create_app
 from penstock.console.web.context import WebContext
 from penstock.console.web.jobs import check_settings, job_file
-from penstock.console.web.launchers.launcher import Found, Start
+from penstock.console.web.launchers.launcher import Found, Launcher, Start
 from penstock.console.web.launchers.local import LocalOptions
 from penstock.console.web.launchers.run_process import LOCK
 from penstock.console.web.problems import Problem
@@ -48,7 +48,7 @@ class Api:
         )
 
 
-class FakeLauncher:
+class FakeLauncher(Launcher):
     """A launcher of this machine that starts nothing: runs are running until a test ends them."""
 
     name = "local"

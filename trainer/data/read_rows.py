@@ -1,19 +1,8 @@
 """Reads rows in the formats of verl, TRL and others: as a prompt with its reward, or as a chat to imitate; pure.
 
-| format            | columns                                                                   | can train |
-|-------------------|---------------------------------------------------------------------------|-----------|
-| `verl`            | prompt (chat), reward_model {style, ground_truth}, data_source, extra_info | GRPO      |
-| `trl`             | prompt (text or chat), or with completion or response                     | both      |
-| `messages`        | messages (chat); a last assistant message is what SFT imitates            | both      |
-| `flat`            | prompt (text or chat), ground_truth, data_source                          | GRPO      |
-| `question_answer` | question, answer; the answer is the ground truth                          | both      |
-| `sharegpt`        | conversations (chat of from and value, or role and content)               | both      |
-| `alpaca`          | instruction, with input, output or history                                | both      |
-| `openrlhf`        | input (text or chat), with output, label or datasource                    | both      |
-
-Every format may have ground_truth, data_source, extra_info and system, and images (`row_images`). Other columns go into extra_info, so that a
-reward sees the whole row (`column_uses`). An invalid value raises MalformedData that begins with its column; the caller
-adds file and line. docs/data.md has an example of each.
+`row_formats` has what the columns of each format mean; docs/data.md has an example of each. Columns without a meaning go into extra_info,
+so that a reward sees the whole row (`column_uses`). An invalid value raises MalformedData that begins with its column; the caller adds
+file and line.
 """
 
 from __future__ import annotations
@@ -23,55 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
 
 from penstock.trainer.data.messages import Chat, chat_in_text, read_chat, refuse, shown, text_of
 from penstock.trainer.data.row_files import Row
+from penstock.trainer.data.row_formats.row_format import ROW_FORMATS, RowFormat, detect
 from penstock.trainer.data.row_images import COLUMN, images_of, with_images
 from penstock.trainer.data.suggested_map import as_setting, suggest
 from penstock.trainer.data.unread_columns import is_self_play, refuse_unread
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
-KnownFormat = Literal["verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
-
-_READ = {
-    "prompt",
-    "messages",
-    "response",
-    "completion",
-    "question",
-    "ground_truth",
-    "data_source",
-    "extra_info",
-    "system",
-}
-_READ_BY: dict[KnownFormat, set[str]] = {
-    "question_answer": {"answer"},
-    "sharegpt": {"conversations"},
-    "alpaca": {"instruction", "input", "output", "history"},
-    "openrlhf": {"input", "output", "label", "datasource"},
-}
 _TEXT_CHATS = {"prompt", "completion", "response"}
 _CHATS = {"messages", "conversations"}
-_REQUIRED: dict[KnownFormat, tuple[str, ...]] = {
-    "verl": ("prompt", "reward_model"),
-    "trl": ("prompt",),
-    "messages": ("messages",),
-    "flat": ("prompt", "ground_truth"),
-    "question_answer": ("question", "answer"),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction",),
-    "openrlhf": ("input",),
-}
-PROMPT_COLUMN: dict[KnownFormat, str] = {
-    "messages": "messages",
-    "sharegpt": "conversations",
-    "question_answer": "question",
-    "alpaca": "instruction",
-    "openrlhf": "input",
-}
-_ANSWERS = ("response", "completion", "answer", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +51,27 @@ class TurnRow:
     tools: tuple[Any, ...] = ()
 
 
-def detect(row: Row) -> KnownFormat:
-    """Return the format of a row, by its columns after `rename`; raises MalformedData if there is none."""
-    if "messages" in row:
-        return "messages"
-    if "prompt" in row:
-        if "reward_model" in row:
-            return "verl"
-        return "flat" if "ground_truth" in row and not {"completion", "response"} & row.keys() else "trl"
-    if "question" in row and "answer" in row:
-        return "question_answer"
-    for form in ("sharegpt", "alpaca", "openrlhf"):
-        if PROMPT_COLUMN[form] in row:
-            return form
-    guess = suggest(row)
-    other = (
-        f"if they hold them, set {as_setting(guess)}"
-        if "prompt" in guess
-        else ('name other columns as data.map.prompt = "NAME"')
-    )
-    raise MalformedData(
-        f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "
-        f"question and answer, or else conversations, instruction or input; {other}"
-    )
-
-
-def form_of(row: Row, data: DataSettings) -> KnownFormat:
+def form_of(row: Row, data: DataSettings) -> RowFormat:
     """Return the format that a renamed row is read in; raises MalformedData if a required column is missing."""
-    known = detect(row) if data.format == "auto" else data.format
-    missing = [name for name in _REQUIRED[known] if name not in row]
+    if data.format == "auto":
+        try:
+            return detect(row)
+        except MalformedData as err:
+            guess = suggest(row)
+            fix = (
+                f"if they hold them, set {as_setting(guess)}"
+                if "prompt" in guess
+                else 'name other columns as data.map.prompt = "NAME"'
+            )
+            raise MalformedData(f"{err}; {fix}") from None
+    form = ROW_FORMATS.find(data.format).value
+    missing = [name for name in form.required if name not in row]
     if missing:
         raise MalformedData(
-            f"column {missing[0]}: missing in a row of format {known}; the row has {', '.join(sorted(row)) or 'none'}; "
+            f"column {missing[0]}: missing in a row of format {form.name}; the row has {', '.join(sorted(row)) or 'none'}; "
             f'name it as data.map.{missing[0]} = "NAME", or set data.format'
         )
-    return known
+    return form
 
 
 def rename(row: Row, data: DataSettings, *, nested_texts: bool) -> Row:
@@ -166,13 +105,14 @@ def prompt_row(row: Row, data: DataSettings) -> PromptRow:
     """Read a row as a prompt with its reward; raises MalformedData naming the column."""
     form = form_of(row, data)
     refuse_unread(row, reads_self_play=data.self_play_reward is not None, reads_images=True)
-    column = PROMPT_COLUMN.get(form, "prompt")
     chat, images = with_images(_prompt_chat(row, form, data, reads_images=True), images_of(row))
     answer = None
-    if form in ("messages", "sharegpt") and chat[-1]["role"] == "assistant":
+    if form.is_whole_chat and chat[-1]["role"] == "assistant":
         chat, answer = chat[:-1], text_of(chat[-1]["content"])
     if not chat or chat[-1]["role"] == "assistant":
-        refuse(column, "expected the chat to end with a message to answer", "an assistant message" if chat else "none")
+        refuse(
+            form.prompt, "expected the chat to end with a message to answer", "an assistant message" if chat else "none"
+        )
     is_plain = _is_plain(row, form, data)
     if is_plain and images:
         refuse(COLUMN, "expected none beside a plain text prompt", f'{len(images)}; set data.text_prompts = "chat"')
@@ -198,12 +138,12 @@ def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
     refuse_unread(row)
     chat = _prompt_chat(row, form, data)
     is_plain = _is_plain(row, form, data)
-    if form in ("messages", "sharegpt"):
+    if form.is_whole_chat:
         if all(message["role"] != "assistant" for message in chat):
             roles = f"roles {[message['role'] for message in chat]}"
-            refuse(PROMPT_COLUMN[form], "expected an assistant message to imitate", roles)
+            refuse(form.prompt, "expected an assistant message to imitate", roles)
     else:
-        answer = answer_column(row, form)
+        answer = form.answer_column(row)
         if answer is None:
             raise MalformedData(
                 f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
@@ -219,63 +159,29 @@ def turn_rows(row: Row, data: DataSettings) -> list[TurnRow]:
     ]
 
 
-def can_imitate(row: Row, form: KnownFormat) -> bool:
+def can_imitate(row: Row, form: RowFormat) -> bool:
     """Return True if a renamed row has something for SFT to imitate."""
-    if form in ("messages", "sharegpt"):
-        messages = row[PROMPT_COLUMN[form]]
+    if form.is_whole_chat:
+        messages = row[form.prompt]
         return isinstance(messages, list) and any(
             isinstance(m, dict) and (m.get("role") == "assistant" or m.get("from") in ("gpt", "assistant"))
             for m in messages
         )
-    return answer_column(row, form) is not None
+    return form.answer_column(row) is not None
 
 
-def answer_column(row: Row, form: KnownFormat) -> str | None:
-    """Return the column that SFT imitates in a row without messages; None if there is none."""
-    read = {*_ANSWERS[:3], *_READ_BY.get(form, ())}
-    return next((name for name in _ANSWERS if name in row and name in read), None)
+def _prompt_chat(row: Row, form: RowFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:
+    text_role = None if form.is_whole_chat else "user"
+    chat = read_chat(row[form.prompt], form.prompt, roles=data.roles, text_role=text_role, reads_images=reads_images)
+    return chat if form.extend is None else form.extend(row, chat)
 
 
-def reads(form: KnownFormat) -> set[str]:
-    """Return the columns with a meaning in a format; the others go into extra_info."""
-    return _READ | _READ_BY.get(form, set())
-
-
-def _prompt_chat(row: Row, form: KnownFormat, data: DataSettings, *, reads_images: bool = False) -> Chat:
-    column = PROMPT_COLUMN.get(form, "prompt")
-    text_role = None if form in ("messages", "sharegpt") else "user"
-    chat = read_chat(row[column], column, roles=data.roles, text_role=text_role, reads_images=reads_images)
-    if form != "alpaca":
-        return chat
-    if extra := _text(row, "input", default=""):
-        *before, last = chat
-        content = last["content"]
-        further = f"\n{extra}"
-        whole = content + further if isinstance(content, str) else [*content, {"type": "text", "text": further}]
-        chat = (*before, {**last, "content": whole})
-    return (*_history(row.get("history") or []), *chat)
-
-
-def _history(pairs: Any) -> Chat:
-    if not isinstance(pairs, list):
-        refuse("history", "expected a list of pairs of texts", shown(pairs))
-    for number, pair in enumerate(pairs):
-        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            refuse(f"history[{number}]", "expected a pair of texts, question and answer", shown(pair))
-    return tuple(
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    )
-
-
-def _is_plain(row: Row, form: KnownFormat, data: DataSettings) -> bool:
+def _is_plain(row: Row, form: RowFormat, data: DataSettings) -> bool:
     """Return True if the prompt is used as a text, without the chat template; it is refused where that loses something."""
-    column = PROMPT_COLUMN.get(form, "prompt")
-    if data.text_prompts == "chat" or not isinstance(row[column], str):
+    if data.text_prompts == "chat" or not isinstance(row[form.prompt], str):
         return False
     for other in ("system", "history"):
-        if row.get(other) and (other == "system" or form == "alpaca"):
+        if row.get(other) and (other == "system" or other in form.prompt_parts):
             refuse(
                 other,
                 "expected none beside a plain text prompt",
@@ -305,12 +211,11 @@ def _text(row: Row, column: str, *, default: str) -> str:
     return value if isinstance(value, str) else refuse(column, "expected a text", shown(value))
 
 
-def _data_source(row: Row, form: KnownFormat) -> str:
-    column = "datasource" if form == "openrlhf" and "data_source" not in row else "data_source"
-    return _text(row, column, default="")
+def _data_source(row: Row, form: RowFormat) -> str:
+    return _text(row, "data_source" if "data_source" in row else form.data_source, default="")
 
 
-def _ground_truth(row: Row, form: KnownFormat, answer: str | None, data: DataSettings) -> str | None:
+def _ground_truth(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     if "reward_model" in row:
         model = row["reward_model"]
         if not isinstance(model, dict):
@@ -322,26 +227,24 @@ def _ground_truth(row: Row, form: KnownFormat, answer: str | None, data: DataSet
             return _json(truth, "reward_model.ground_truth")
     if "ground_truth" in row:
         return _json(row["ground_truth"], "ground_truth")
-    if form == "question_answer":
-        return _json(row["answer"], "answer")
-    if form == "openrlhf" and "label" in row:
-        return _json(row["label"], "label")
+    if form.ground_truth is not None and form.ground_truth in row:
+        return _json(row[form.ground_truth], form.ground_truth)
     return _given_answer(row, form, answer, data) if data.answer_is_ground_truth else None
 
 
-def _given_answer(row: Row, form: KnownFormat, answer: str | None, data: DataSettings) -> str | None:
+def _given_answer(row: Row, form: RowFormat, answer: str | None, data: DataSettings) -> str | None:
     """Return the answer that SFT would imitate, as a ground truth."""
-    column = None if form in ("messages", "sharegpt") else answer_column(row, form)
+    column = None if form.is_whole_chat else form.answer_column(row)
     if column is not None:
         answer = read_chat(row[column], column, roles=data.roles, text_role="assistant")[-1]["content"]
-    return None if answer is None else _json(answer, column or PROMPT_COLUMN.get(form, "prompt"))
+    return None if answer is None else _json(answer, column or form.prompt)
 
 
-def _extra_info(row: Row, form: KnownFormat) -> str:
+def _extra_info(row: Row, form: RowFormat) -> str:
     declared = row.get("extra_info", {})
     if not isinstance(declared, dict):
         refuse("extra_info", "expected an object", shown(declared))
-    others = {name: value for name, value in row.items() if name not in reads(form)}
+    others = {name: value for name, value in row.items() if name not in form.reads}
     others.pop("reward_model", None)
     if images_of(row):
         others.pop(COLUMN, None)  # the model sees them; bytes are no JSON
