@@ -76,6 +76,9 @@ test-sglang: $(STAMP) $(SGLANG)/.installed  ## run the engine contract tests aga
 
 sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate environment (0.3 GB to download)
 
+gpu-check: $(STAMP)  ## what only a GPU can show, in parts with deadlines: attention, steps, publication, a run (nine minutes; ARGS=--toy: on the CPU)
+	$(BIN)/python -m tests.rigs.gpu_check $(ARGS)
+
 wheel-test: $(STAMP)  ## install only the wheel in an empty environment and run the quickstart (two minutes)
 	$(BIN)/python -m tests.packaging.wheel_quickstart
 

@@ -73,6 +73,7 @@ class Configuration:
     hidden: int = 512
     heads: int = 8
     kv_heads: int = 2
+    head_size: int = 64
     intermediate: int = 1536
     vocabulary: int = 16_384
     tied: bool = True
@@ -212,7 +213,7 @@ def fields_of(chosen: Configuration) -> dict[str, Any]:
     return experts | {
         "model_type": chosen.family, "vocab_size": chosen.vocabulary, "hidden_size": chosen.hidden,
         "intermediate_size": chosen.intermediate, "num_hidden_layers": chosen.layers, "num_attention_heads": chosen.heads,
-        "num_key_value_heads": chosen.kv_heads, "head_dim": 64, "tie_word_embeddings": chosen.tied,
+        "num_key_value_heads": chosen.kv_heads, "head_dim": chosen.head_size, "tie_word_embeddings": chosen.tied,
     }  # fmt: skip
 
 
