@@ -46,15 +46,8 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
             "steps_and_waits_s": sum(row["step_s"] + row["wait_s"] for row in rows),
             "all_processes_cpu_s": run_cpu_s,
         },
-        "replay": {
-            "wall_s": replayed["wall_s"],
-            "cpu_s": replayed["cpu_s"],
-            "all_processes_cpu_s": replay_cpu_s,
-        },
-        "ratio": {
-            "wall": replayed["wall_s"] / trainer["wall_s"],
-            "all_processes_cpu": replay_cpu_s / run_cpu_s,
-        },
+        "replay": {"wall_s": replayed["wall_s"], "cpu_s": replayed["cpu_s"], "all_processes_cpu_s": replay_cpu_s},
+        "ratio": {"wall": replayed["wall_s"] / trainer["wall_s"], "all_processes_cpu": replay_cpu_s / run_cpu_s},
     }
 
 

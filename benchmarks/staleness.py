@@ -261,15 +261,7 @@ def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Ten
 
 
 def train(
-    task: Task,
-    rule: PolicyGradient,
-    lag: str,
-    seed: int,
-    *,
-    steps: int,
-    every: int,
-    cache: Path,
-    lr: float,
+    task: Task, rule: PolicyGradient, lag: str, seed: int, *, steps: int, every: int, cache: Path, lr: float
 ) -> dict:
     """Make one run; return its curve and the means of what the objective reported."""
     torch.set_num_threads(1)

@@ -32,14 +32,7 @@ from penstock.console.report.event_fields import (
     UnreadableEvent,
 )
 from penstock.console.report.measures import Evaluation, held_out, recent_reward
-from penstock.console.report.run_summary import (
-    Diagnosis,
-    GroupCounts,
-    Overlap,
-    RunSummary,
-    ScorerShare,
-    WorkerWeights,
-)
+from penstock.console.report.run_summary import Diagnosis, GroupCounts, Overlap, RunSummary, ScorerShare, WorkerWeights
 from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps

@@ -38,13 +38,7 @@ def card_of(target: str, arguments: Sequence[str], environ: Mapping[str, str]) -
 
 
 def push_model(
-    target: str,
-    repo: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    private: bool,
-    revision: str | None,
+    target: str, repo: str, arguments: Sequence[str], environ: Mapping[str, str], *, private: bool, revision: str | None
 ) -> int:
     """Upload a model to the hub, of a run with its card; return the exit code. Raises PenstockError."""
     is_folder = (Path(target) / "config.json").is_file()

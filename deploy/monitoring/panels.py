@@ -23,10 +23,7 @@ class Query:
 
     def of_run(self) -> str:
         """Return the expression with every metric restricted to the run that is chosen in the dashboard; "All" is `.*`."""
-        return _SELECTOR.sub(
-            lambda found: f'{found[1]}{{run=~"$run"{", " + found[2] if found[2] else ""}}}',
-            self.expr,
-        )
+        return _SELECTOR.sub(lambda found: f'{found[1]}{{run=~"$run"{", " + found[2] if found[2] else ""}}}', self.expr)
 
 
 @dataclass(frozen=True, slots=True)

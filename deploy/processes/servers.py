@@ -273,12 +273,7 @@ class S3Server(Server):
             "RCLONE_AUTH_KEY": f'"{self._access_key},{self._secret_key}"',  # not on the command line, where ps shows it
         }
         return Child(
-            self.name,
-            command,
-            log=self._log,
-            environ=environ,
-            death_signal=signal.SIGTERM,
-            keep_open=self._keep_open,
+            self.name, command, log=self._log, environ=environ, death_signal=signal.SIGTERM, keep_open=self._keep_open
         )
 
     def _write_through(self) -> None:

@@ -100,13 +100,7 @@ def _messages(text: str) -> list[dict[str, str]]:
 
 
 def token_document(
-    group: Group,
-    current: Current,
-    trajectory: int,
-    row: int,
-    first: int,
-    count: int,
-    texts: TokenTexts | None = None,
+    group: Group, current: Current, trajectory: int, row: int, first: int, count: int, texts: TokenTexts | None = None
 ) -> dict[str, Any]:
     """Return a part of the tokens of one row, as columns. Raises QueryRefused for what the group does not have."""
     rows_of = group.rows_of

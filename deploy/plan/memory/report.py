@@ -75,11 +75,7 @@ def document(plan: MemoryPlan, *, limit: int | None, on_gpu: bool, found: Sequen
         "attention": inputs.backend(on_gpu=on_gpu),
         "held": _needs(plan.held),
         "phases": {
-            phase.name: {
-                **_needs(phase.needs),
-                "on_device": phase.on_device,
-                "total": phase.total,
-            }
+            phase.name: {**_needs(phase.needs), "on_device": phase.on_device, "total": phase.total}
             for phase in plan.phases
         },
         "largest_phase": _largest(plan, on_gpu).name,

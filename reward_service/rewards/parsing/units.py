@@ -48,11 +48,7 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
     ),
     "money": (("$ dollar dollars usd", Fraction(1)), ("¢ cent cents", Fraction(1, 100))),
     "angle": (("° degree degrees deg", Fraction(1)),),
-    "speed": (
-        ("m/s", Fraction(1)),
-        ("km/h kmh kph", Fraction(1000, 3600)),
-        ("mph", Fraction(1609344, 3600000)),
-    ),
+    "speed": (("m/s", Fraction(1)), ("km/h kmh kph", Fraction(1000, 3600)), ("mph", Fraction(1609344, 3600000))),
 }
 
 
