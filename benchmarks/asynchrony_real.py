@@ -27,7 +27,7 @@ from benchmarks.rig import machine
 from penstock.console.live import watched_totals
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import curves
-from penstock.console.tools.run_profile import profile
+from penstock.console.tools.profile import profile
 from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.protocol import logs

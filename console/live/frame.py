@@ -1,7 +1,7 @@
 """Draw one frame of the terminal panel: a snapshot in, a rich renderable out that fits the terminal.
 
-What matters most is always there: progress, reward, problems, services. A low terminal gets a lower curve and fewer details,
-a narrow one a narrower curve and no histogram of staleness.
+Progress, reward, problems and services are always shown. A low terminal gets a lower curve and fewer details, a narrow one a
+narrower curve and no histogram of staleness.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -16,20 +17,79 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.console.braille import curve
-from penstock.console.durations import clock
-from penstock.console.live.frame_layout import FULL, Layout, Wanted, fit
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
-from penstock.console.printable import printable
 from penstock.console.report import learning
 from penstock.console.report.run_summary import attention_text
+from penstock.console.terminal import clock, curve, printable
 
+_MANY = 10_000
+_FRAME_LINES = 4  # border, progress, and one line free so that the terminal does not scroll
+_LEAST_CURVE, _MOST_CURVE = 4, 10  # with its caption
+_LEAST_SERVICES = 6  # with the head
 _MAX_WIDTH = 110
 _WIDE = 88  # columns inside the border from which on the histogram stands beside the curve
 _STALENESS_WIDTH = 38
 _BAR_WIDTH = 14
 _MAX_INCIDENTS = 4
 _STAGES = {"tasks": "to generate", "generated": "to score", "scored": "to train"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The lines that each part would like to have."""
+
+    figures: int
+    details: int
+    services: int  # without the head
+    problems: int
+    incidents: int
+    is_disconnected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The lines that each part gets; 0 leaves it out."""
+
+    curve: int
+    details: int
+    services: int  # with the head
+    problems: int
+    incidents: int
+    has_gaps: bool
+
+
+FULL = Layout(curve=8, details=_MANY, services=_MANY, problems=_MANY, incidents=_MANY, has_gaps=True)
+
+
+def fit(height: int, wanted: Wanted) -> Layout:
+    """Return the layout for a terminal of ``height`` lines: first what each part needs at least, then the rest in order."""
+    left = max(height - _FRAME_LINES - wanted.figures - wanted.is_disconnected, 0)
+
+    def take(most: int, had: int = 0) -> int:
+        nonlocal left
+        more = min(max(most - had, 0), left)
+        left -= more
+        return had + more
+
+    head = wanted.services + 1 if wanted.services else 0
+    services = take(min(head, _LEAST_SERVICES))
+    problems = take(min(wanted.problems, 2))
+    curve = take(_LEAST_CURVE) if left >= _LEAST_CURVE else 0
+    incidents = take(min(wanted.incidents, 1))
+    details = take(min(wanted.details, 3))
+    incidents = take(min(wanted.incidents, 2), incidents)
+    problems = take(min(wanted.problems, 6), problems)
+    details = take(wanted.details, details)
+    services = take(min(head, max(height // 3, _LEAST_SERVICES)), services)
+    incidents = take(wanted.incidents, incidents)
+    sections = sum(map(bool, (curve, problems, services, incidents, wanted.is_disconnected))) + 1
+    has_gaps = left >= sections
+    left -= sections if has_gaps else 0
+    if curve:
+        curve = take(_MOST_CURVE, curve)
+    problems = take(wanted.problems, problems)
+    services = take(head, services)
+    return Layout(curve, details, services, problems, incidents, has_gaps)
 
 
 def render(snapshot: Snapshot, width: int = 96, height: int | None = None) -> RenderableType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.console.report.measures import HeldOut
+from penstock.console.report.learning import HeldOut
 from penstock.console.report.run_summary import Diagnosis
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from penstock.console.durations import clock
 from penstock.console.live.absent_services import AbsentServices
 from penstock.console.live.fleet import Fleet
 from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint, elapsed_at
@@ -31,8 +30,9 @@ from penstock.console.report.event_fields import (
     StepFields,
     UnreadableEvent,
 )
-from penstock.console.report.measures import Evaluation, held_out, recent_reward
+from penstock.console.report.learning import Evaluation, held_out, recent_reward
 from penstock.console.report.run_summary import Diagnosis, GroupCounts, Overlap, RunSummary, ScorerShare, WorkerWeights
+from penstock.console.terminal import clock
 from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps

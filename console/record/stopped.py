@@ -11,8 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.printable import printable
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.errors import ConfigError, MalformedFact, PackError
 from penstock.protocol.facts import ScoredGroup

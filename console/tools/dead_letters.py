@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.printable import printable
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError

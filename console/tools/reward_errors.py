@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.printable import printable
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.protocol import logs, subjects
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus

@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.printable import printable
 from penstock.console.report import curves, fine_tuned
 from penstock.console.report.event_fields import number
-from penstock.console.tables import console
+from penstock.console.terminal import console, printable
 from penstock.protocol import streams
 from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.files import read_regular

@@ -13,8 +13,7 @@ from fastapi import Path as PathParameter
 from fastapi.security import HTTPBearer
 
 from penstock.console import connections
-from penstock.console.web.access import Access, Caller, Role
-from penstock.console.web.gate import CALLER
+from penstock.console.web.access import CALLER, Access, Caller, Role
 from penstock.console.web.problems import Problem
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.subjects import RUN_ID

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.console.evaluation import stored_results
+from penstock.console.evaluation import results
 from penstock.console.evaluation.results import DataFile
 from penstock.deploy.evaluation import answers, target
 from penstock.deploy.evaluation.samples import PlannedPrompt
@@ -71,7 +71,7 @@ def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextli
     found = target.find(options.target, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
     home = found.home.absolute()
-    scratch = home / stored_results.FOLDER / f".starting-{os.getpid()}"
+    scratch = home / results.FOLDER / f".starting-{os.getpid()}"
     scratch.mkdir(parents=True, exist_ok=True)
     cleaned.callback(shutil.rmtree, scratch, ignore_errors=True)
     model = target.export(found, scratch / "model", connection_arguments(rest))
@@ -106,7 +106,7 @@ def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextli
     planned, data = _plan(sets, [Path(file) for file in files], options.num_prompts)
     sampling = _sampling(options, settings, tokenizer)
     name = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
-    folder = home / stored_results.FOLDER / name
+    folder = home / results.FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.console import connections, launch
-from penstock.console.registry import tags
+from penstock.console.registry import versions
 from penstock.console.tools.runs import unknown_run
 from penstock.protocol.config.run_file import toml_text
 from penstock.protocol.errors import ConfigError
@@ -119,8 +119,8 @@ def _final_model(run: str, home: Path) -> Target:
 
 
 def _of_version(run: str, version: str, home: Path, arguments: Sequence[str]) -> Target:
-    tag = tags.read(home).get(version)
-    if tag is not None and ((kept := home / tags.MODELS / version) / "config.json").is_file():
+    tag = versions.read(home).get(version)
+    if tag is not None and ((kept := home / versions.MODELS / version) / "config.json").is_file():
         return Target(f"{run}@{version}", home, _identity(kept), kept, run, tag.version, recorded=_config(home))
     version = str(tag.version) if tag is not None else version
     rows: list[dict[str, Any]] = json.loads(_penstock("weights", run, "--json", *arguments))

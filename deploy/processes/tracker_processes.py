@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.console.tracking import trackers
-from penstock.console.tracking.position import read_marker
+from penstock.console.tracking.consumer import read_marker
 from penstock.deploy.processes.child import Child, wait_until
 from penstock.deploy.processes.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.generate import table
-from penstock.console.report.drop_reasons import MEANINGS
+from penstock.console.report.diagnoses import MEANINGS
 from penstock.console.report.learning import _NESTED, LABELS
 
 

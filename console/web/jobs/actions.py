@@ -1,22 +1,28 @@
-"""What the API does to a run: create, start, pause, resume, stop, remove. Each may be repeated; each ends with the run's state."""
+"""Create, start, pause, resume, stop and remove a run. Each action may be repeated, and returns the run's state.
+
+Run files are checked by the settings code of every service in a process of its own: the console imports no service.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
+import subprocess
+import threading
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.console import connections
+from penstock.console import connections, launch
 from penstock.console.tools import removal
 from penstock.console.web.context import WebContext
-from penstock.console.web.jobs import check_settings, job_file, job_state, queue
+from penstock.console.web.jobs import job_file, job_state, queue
 from penstock.console.web.jobs.job_file import Job
 from penstock.console.web.jobs.job_request import RunRequest, run_file_text, run_name
 from penstock.console.web.jobs.job_state import RunState
@@ -27,7 +33,55 @@ from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.record import pause_request
 
+_CHECK_S = 60.0
+_at_a_time = threading.BoundedSemaphore(2)  # each takes a second of one core
 _MAX_RUNS = 10_000
+
+
+def check(
+    arguments: Sequence[str], environ: Mapping[str, str], directory: Path, hide: Path, *, command: str
+) -> dict[str, Any]:
+    """Return settings and origins; a problem 422 that lists every error. Errors name files without the folder ``hide``.
+
+    ``command`` is the command of penstock that is to read them: train, sft, dpo or rm; ``unread`` lists the keys of files in
+    ``hide`` that it does not read.
+    """
+    if not _at_a_time.acquire(timeout=_CHECK_S / 2):
+        raise Problem(429, "many requests check settings now", fix="try again in a few seconds")
+    try:
+        answer = subprocess.run(
+            launch.module("penstock.deploy.config_show", *arguments, "--command", command, "--json"),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_CHECK_S,
+            check=False,
+            env=dict(environ),
+            cwd=directory,
+        )
+    except subprocess.TimeoutExpired:
+        raise Problem(503, f"the settings were not checked within {_CHECK_S:.0f} s", fix="try again") from None
+    finally:
+        _at_a_time.release()
+    if answer.returncode == 0:
+        return hidden(json.loads(answer.stdout), hide)
+    errors = [line.replace(f"{hide}/", "") for line in answer.stderr.splitlines() if line.strip()]
+    if answer.returncode != 2:
+        raise Problem(500, "the settings could not be checked", got="\n".join(errors[-5:]), fix="report it, please")
+    raise Problem(
+        422,
+        errors[0] if errors else "the settings are refused",
+        expected=f"settings that penstock {command} accepts",
+        errors=errors,
+        fix="correct each key; every error names its key and what to write",
+    )
+
+
+def hidden(document: dict[str, Any], hide: Path) -> dict[str, Any]:
+    """Return the document that `penstock config show --json` prints without the folder ``hide``."""
+    own = [key for key in document.get("unread", []) if document["origins"][key].startswith(f"{hide}/")]
+    return json.loads(json.dumps({**document, "unread": own}).replace(f"{hide}/", ""))
 
 
 def create(web: WebContext, request: RunRequest) -> Path:
@@ -63,7 +117,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
     try:
         (new / job_file.RUN_FILE).write_bytes(content)
         arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
-        document = check_settings.check(arguments, web.environ, directory, new, command=command)
+        document = check(arguments, web.environ, directory, new, command=command)
         if (unread := document.pop("unread", [])) and request.run_file is None:
             _refuse_unread(command, unread)
         job_file.write_document(new / job_file.PLANNED, document)

@@ -1,14 +1,14 @@
-"""The JSON documents of the panels of a run, from what was watched of it; pure."""
+"""Build the JSON documents of a run's panels, and the settings in which runs differ; pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from penstock.console.live.run_snapshot import Snapshot
-from penstock.console.report.learning import LABELS
-from penstock.console.report.measures import Evaluation, held_out, mean
+from penstock.console.report.learning import LABELS, Evaluation, held_out, mean
 from penstock.console.web.reading.page_view import PageView, VersionNotes
 from penstock.console.web.reading.step_series import histogram
 
@@ -31,6 +31,8 @@ _OUTSIDE = {
     "entropy": "The completions of a prompt have become nearly identical; lower trainer.lr or set algorithm.entropy_coefficient.",
     "zero_signal_groups": "In most groups all rewards are equal: they teach nothing; raise rollout.group_size or set algorithm.dynamic_sampling = true.",
 }
+MAX_VALUE = 500  # characters of one value
+_MISSING = "(not set)"
 
 
 def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) -> dict[str, Any]:
@@ -234,3 +236,22 @@ def rewards(view: PageView, snapshot: Snapshot, recent: dict[str, list[float]], 
 def distribution(values: Sequence[float]) -> dict[str, Any]:
     """Return how values are distributed, with their number, mean, least and greatest."""
     return {**histogram(values), "num": len(values), "mean": mean(values), "min": min(values), "max": max(values)}
+
+
+def flat(settings: Any, prefix: str = "") -> dict[str, str]:
+    """Return every setting as ``section.key`` and its value as JSON; a list is one value."""
+    if isinstance(settings, Mapping) and settings:
+        found: dict[str, str] = {}
+        for key, value in settings.items():
+            found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return {prefix: json.dumps(settings, ensure_ascii=False)[:MAX_VALUE]} if prefix else {}
+
+
+def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings in which runs differ, with the value of each run; ``configs`` are the documents by run."""
+    values = {run: flat(config.get("settings", config)) for run, config in configs.items()}
+    keys = sorted({key for one in values.values() for key in one})
+    rows = [{"key": key, "values": [one.get(key, _MISSING) for one in values.values()]} for key in keys]
+    differing = [row for row in rows if len(set(row["values"])) > 1]
+    return {"runs": list(values), "differing": differing, "num_equal": len(rows) - len(differing)}

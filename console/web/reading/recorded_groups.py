@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.console.report.measures import mean
+from penstock.console.report.learning import mean
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import LineageChapter

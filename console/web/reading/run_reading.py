@@ -16,7 +16,7 @@ from penstock.console.live.watcher import Watcher
 from penstock.console.report import fine_tuned
 from penstock.console.tools import runs
 from penstock.console.web.reading import documents
-from penstock.console.web.reading.logprob_reasons import Storing
+from penstock.console.web.reading.group_detail import Storing
 from penstock.console.web.reading.page_view import PageView
 from penstock.console.web.reading.recorded_groups import QueryRefused
 from penstock.protocol import streams

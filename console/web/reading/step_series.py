@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.console.report import learning
 from penstock.console.report.event_fields import number
-from penstock.console.report.measures import mean
+from penstock.console.report.learning import mean
 
 MAX_POINTS = 2000
 MAX_NAMES = 300  # figures of one run; a foreign trainer may log any
