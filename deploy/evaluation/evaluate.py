@@ -23,8 +23,8 @@ from penstock.console.evaluation.results import Correctness, EvaluationResult, O
 from penstock.console.terminal import console
 from penstock.deploy.evaluation import answers
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, own_environ, prepare
-from penstock.deploy.evaluation.publish_folder import publish_folder
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
+from penstock.deploy.evaluation.target import publish_folder
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import LocalRun
 from penstock.protocol import logs

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from penstock.console.evaluation.results import Outcome
-from penstock.deploy.evaluation.publish_folder import VERSION
+from penstock.deploy.evaluation.target import VERSION
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError
 from penstock.protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from penstock.deploy.plan.outcome import Durations, Fleet, Outcome
+from penstock.deploy.plan.lengths import Durations, Fleet, Outcome
 from penstock.deploy.plan.simulated_run import SimulatedRun
 
 _IDLE = 0.05  # a share of the time that is not worth a sentence

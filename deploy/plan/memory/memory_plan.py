@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.deploy.plan.memory.estimate import LOSS, MAX_LOGITS, Network, Pass, checkpoint_copy, network
-from penstock.deploy.plan.memory.method import FLOAT32, Method, Needs, Sizes
-from penstock.deploy.plan.memory.model_shape import ModelShape
+from penstock.deploy.plan.memory.model_shape import FLOAT32, Method, ModelShape, Needs, Sizes
 from penstock.deploy.plan.memory.plan_inputs import PlanInputs
 from penstock.protocol.weights.layout import BUCKET_BYTES
 
