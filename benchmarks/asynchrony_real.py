@@ -164,7 +164,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print the table, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=[mode.name for mode in MODES], help="default: those not draining")
     parser.add_argument("--groups", type=int, default=12, help=f"groups of {GROUP_SIZE} of a step")

@@ -119,11 +119,9 @@ class Clock(TrainerCallback):
     """The CPU seconds when each optimizer step ended."""
 
     def __init__(self) -> None:
-        """Measure nothing yet."""
         self.ends: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Read the clock; called after the optimizer's step."""
         self.ends.append(time.process_time())
 
 
@@ -303,7 +301,6 @@ def measure(training: str, system: str, work: Work, deadline_s: float) -> float:
 
 
 def compare(training: str, lengths: str, work: Work, rounds: int, deadline_s: float) -> None:
-    """Print a row for each system."""
     found: dict[str, list[float]] = {system: [] for system in SYSTEMS[training]}
     for number in range(rounds):
         for system in SYSTEMS[training][:: -1 if number % 2 else 1]:

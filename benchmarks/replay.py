@@ -27,7 +27,6 @@ def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
 
 
 def measure(steps: int, folder: Path) -> dict[str, Any]:
-    """Run and replay; return the measurements of both."""
     ran, run_cpu_s = penstock(folder, "quickstart", "--steps", str(steps), "--json")
     run_folder = folder / "runs" / "quickstart"
     trainer = json.loads((run_folder / "trainer.json").read_text())
@@ -52,7 +51,6 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path, help="folder for the run (default: a temporary folder)")

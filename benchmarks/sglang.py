@@ -38,7 +38,6 @@ V0 = PolicyVersion(0)
 
 
 def engines(scratch: Path) -> dict[str, ManagedEngine]:
-    """Return both engines, not started."""
     section = sglang_cpu.section()
     section |= {"python": Path(section["python"]), "extra_args": tuple(section["extra_args"])}
     sglang = SglangSettings(**section)
@@ -68,7 +67,6 @@ async def measure(engine: ManagedEngine, work: Callable[[], Awaitable[int]], rou
 
 
 async def bench(name: str, engine: ManagedEngine, model: Path, rounds: int) -> None:
-    """Print the rows of one engine."""
     started = time.perf_counter()
     await engine.load(model, V0)
     assert engine._process is not None

@@ -334,7 +334,6 @@ def plan() -> list[tuple[str, str, str, int]]:
 def run(
     task: str, method: str, lag: str, seed: int, *, cache: Path, out: Path, steps: int | None, lr: float | None
 ) -> None:
-    """Make one run, print it and append it to the results."""
     chosen = TASKS[task]
     result = train(
         chosen, METHODS[method], lag, seed, steps=steps or chosen.steps, every=10, cache=cache, lr=lr or chosen.lr

@@ -311,7 +311,6 @@ class LocalRun:
         return [] if self._supervisor is None else list(self._supervisor.events)
 
     def processes(self) -> list[ProcessView]:
-        """Return the current state of every process."""
         if self._supervisor is None:
             return []
         crashes = [event.name for event in self.events if event.kind == "crashed"]
@@ -345,7 +344,6 @@ class LocalRun:
         return self.folder / "reward.port"
 
     def log(self, name: str) -> Path:
-        """Return the log file of a process."""
         return self.folder / "logs" / f"{name}.log"
 
     def log_tail(self, name: str) -> str:

@@ -202,7 +202,6 @@ def main() -> int:
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """Return a document as its file holds it."""
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

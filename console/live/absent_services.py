@@ -20,11 +20,9 @@ class AbsentServices:
     """Since when no service of a role has reported."""
 
     def __init__(self) -> None:
-        """Start without services."""
         self._since: dict[str, float] = {}
 
     def fold(self, services: Iterable[ServiceLine], now: float) -> None:
-        """Take the services as they are at ``now``, in seconds."""
         present = {line.role for line in services if line.alive}
         self._since = {role: self._since.get(role, now) for role in _WORK if role not in present}
 

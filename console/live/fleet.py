@@ -79,7 +79,6 @@ class ServiceHistory:
         return history
 
     def totals(self) -> ServiceTotals:
-        """Return what `restore` needs."""
         return ServiceTotals(
             beat=self.beat,
             num_starts=self.num_starts,
@@ -120,7 +119,6 @@ class ServiceHistory:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of all starts."""
         return self._earlier_cpu_s + self.beat.cpu_s
 
     @property
@@ -168,7 +166,6 @@ class Fleet:
     """All services of one run, including those that have exited, and those of earlier sessions."""
 
     def __init__(self) -> None:
-        """Start without services."""
         self.both_working_s = 0.0
         self._services: dict[_Key, ServiceHistory] = {}
         self._polled_at: float | None = None
@@ -184,7 +181,6 @@ class Fleet:
             self._services[one.beat.role, one.beat.service_id] = ServiceHistory.restore(one)
 
     def totals(self) -> tuple[ServiceTotals, ...]:
-        """Return the totals of every service, for a later session."""
         return tuple(history.totals() for history in self._services.values())
 
     def fold(self, beats: Sequence[Heartbeat], now: float) -> list[Incident]:
@@ -250,7 +246,6 @@ class Fleet:
         return sum(history.count(figure) for history in self._services.values())
 
     def has(self, role: str) -> bool:
-        """Return True if a service of this role was ever seen."""
         return any(known == role for known, _ in self._services)
 
     def num_starts(self, role: str, service_id: str) -> int:

@@ -146,12 +146,10 @@ def rate(per_s: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """Return a share as a whole percentage."""
     return "–" if value is None else f"{100 * value:.0f}%"
 
 
 def figure(value: float | None, signed: bool = False) -> str:
-    """Return a reward or an accuracy with two decimals."""
     return "–" if value is None else f"{value:{'+' if signed else ''}.2f}"
 
 

@@ -115,7 +115,6 @@ class LivePanel:
         self._notes.put((time.time(), text))
 
     def snapshot(self) -> Snapshot:
-        """Return the current snapshot."""
         with self._lock:
             return self._view.snapshot(time.time())
 
@@ -227,7 +226,6 @@ class PlainLines:
 
 
 def line(s: Snapshot) -> str:
-    """Return the state of a run as one line."""
     steps = f"{s.step}/{s.total_steps}" if s.total_steps else str(s.step)
     parts = [
         f"{clock(s.elapsed_s)} step {steps}",

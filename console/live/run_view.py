@@ -101,7 +101,6 @@ class RunView:
         self._note([Incident(i.at, i.text, i.kind) for i in totals.incidents])
 
     def totals(self) -> WatchedTotals:
-        """Return what a later session needs of this one."""
         return WatchedTotals(
             until=self._last_at,
             since=self._first_at,
@@ -179,16 +178,13 @@ class RunView:
         self._absent.fold(self._fleet.lines(now), now)
 
     def fold_published(self, fact: WeightsPublished) -> None:
-        """Take the announcement of a version."""
         self.published.add(fact.version)
 
     def fold_applied(self, fact: WeightsApplied) -> None:
-        """Take a worker's report that its engine serves a version."""
         self._applied.setdefault(fact.worker_id, []).append(fact)
         self.weights.fold_applied(fact)
 
     def fold_refused(self, fact: WeightsRefused, now: float) -> None:
-        """Take a worker's report that it cannot use a version."""
         self._remember([Incident(now, self.weights.fold_refused(fact), "lost")])
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
@@ -208,18 +204,15 @@ class RunView:
         self.disconnected_s = down_s
 
     def fold_queues(self, queues: QueueDepths) -> None:
-        """Take the current depths of the queues."""
         self.queues = queues
 
     def note(self, at: float, text: str) -> None:
-        """Add a note of the script that drives the run."""
         self._saw(at)
         self._note([Incident(at, text, "note")])
 
     # ── output ────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self, now: float) -> Snapshot:
-        """Return the state of the run at ``now``."""
         points = self.points()
         rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
         staleness = self._staleness_tokens()
@@ -264,7 +257,6 @@ class RunView:
         )
 
     def summary(self) -> RunSummary:
-        """Return the totals of the run so far."""
         points = self.points()
         rewards = [p.reward_mean for p in points if p.reward_mean is not None]
         tenth = max(len(rewards) // 10, 1)
@@ -318,11 +310,9 @@ class RunView:
         )
 
     def serving(self) -> dict[str, int]:
-        """Return the version each worker served last, by worker."""
         return {worker: facts[-1].version for worker, facts in sorted(self._applied.items())}
 
     def points(self) -> list[StepPoint]:
-        """Return the steps in order."""
         return list(self.steps.values())
 
     # ── folding ───────────────────────────────────────────────────────────────────────────────

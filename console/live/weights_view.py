@@ -28,7 +28,6 @@ class WeightsView:
             self.publications[found.version] = found
 
     def fold_applied(self, fact: WeightsApplied) -> None:
-        """Take a worker's report that its engine serves a version."""
         self.fetched_bytes += fact.num_bytes
         if fact.previous_version is not None:
             self.pauses_s.append(fact.pause_s)
@@ -39,7 +38,6 @@ class WeightsView:
         return f"{fact.worker_id} cannot use version {fact.version}: {fact.reason}"
 
     def summary(self) -> WeightsSummary:
-        """Return the totals of all versions."""
         patches = [p for p in self.publications.values() if p.kind == "patch"]
         pauses = sorted(self.pauses_s)
         return WeightsSummary(

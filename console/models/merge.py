@@ -73,7 +73,6 @@ class Recipe:
 
 
 def merge(recipe: Recipe, models: Sequence[Float32s], base: Float32s | None, name: str) -> Float32s:
-    """Return the merged tensor ``name``."""
     if recipe.method == "linear":
         return _sum(models, recipe.weights) / np.float32(sum(recipe.weights))
     if recipe.method == "slerp":

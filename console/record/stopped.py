@@ -26,8 +26,6 @@ _PROMPT = 40  # characters
 
 @dataclass(frozen=True, slots=True)
 class StoppedGroup:
-    """One group of a saved batch."""
-
     group_id: str
     prompt_text: str
     rewards: tuple[float, ...]

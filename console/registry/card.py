@@ -33,8 +33,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One metric of one version."""
-
     value: float
     conditions: str = ""  # how it was measured: scores of other conditions cannot be compared
     low: float | None = None
@@ -83,7 +81,6 @@ def _offline_scores(result: EvaluationResult) -> Iterator[tuple[str, Score]]:
 
 
 def names(scores: Scores) -> list[str]:
-    """Return the names of all scores, in order."""
     return sorted({name for own in scores.values() for name in own})
 
 

@@ -39,8 +39,6 @@ _MOST_SCORES = 6  # columns of the table; --json has all
 
 
 class Tag(BaseModel):
-    """One named version."""
-
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: Annotated[int, Field(ge=0)]
@@ -106,8 +104,6 @@ def _write(run_folder: Path, tags: dict[str, Tag]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """What is known of the versions of one run."""
-
     run: str
     folder: Path
     rows: list[Row]  # stored versions, oldest first, as `penstock weights --json` has them

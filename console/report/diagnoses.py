@@ -52,11 +52,9 @@ class RunFigures:
 
     @property
     def recent(self) -> Sequence[Figures]:
-        """The newest steps."""
         return self.steps[-_RECENT:]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure over the newest steps that have it."""
         return _mean(self.recent, name)
 
 

@@ -93,17 +93,14 @@ class HeldOut:
 
     @property
     def name(self) -> str:
-        """The measure as a label."""
         return "held-out accuracy" if self.measure == "accuracy" else "held-out mean reward"
 
     @property
     def before(self) -> float | None:
-        """The first value."""
         return self.points[0][1] if self.points else None
 
     @property
     def now(self) -> float | None:
-        """The last value."""
         return self.points[-1][1] if self.points else None
 
 

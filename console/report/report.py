@@ -50,7 +50,6 @@ def stored_summary(folder: Path) -> RunSummary | None:
 
 
 def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_plot: bool) -> str:
-    """Return the report as Markdown."""
     sections = [
         _headline(summary, points.held_out),
         _diagnoses(summary),

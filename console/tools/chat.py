@@ -84,7 +84,6 @@ class ChatEngine:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the engine."""
         self.close()
 
     @property

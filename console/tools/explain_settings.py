@@ -39,7 +39,6 @@ def print_settings(topic: str | None, *, as_json: bool) -> int:
 
 
 def print_schema() -> int:
-    """Print the JSON Schema of a run file."""
     print(json.dumps(run_file_schema(), indent=1, ensure_ascii=False))
     return 0
 
@@ -85,7 +84,6 @@ def _mentioning(word: str) -> list[SettingDescription]:
 
 
 def explain(one: SettingDescription) -> Iterator[str]:
-    """Yield the lines that say everything about a setting."""
     yield one.key
     yield from wrapped(one.description, "  ")
     yield ""

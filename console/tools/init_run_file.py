@@ -29,8 +29,6 @@ Ask = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class DataSample:
-    """What the first rows of a data file say."""
-
     num_rows: int = 0
     formats: tuple[str, ...] = ()
     mapping: Mapping[str, str] = field(default_factory=dict)  # data.map: the file's columns by what they are read as

@@ -91,7 +91,6 @@ class RunProfile:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of all services."""
         return sum(service.cpu_s for service in self.services)
 
 

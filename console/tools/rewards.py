@@ -150,7 +150,6 @@ def without_serve(typed: Sequence[str]) -> list[str]:
 
 
 def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
-    """Print every reward that tasks may name; return the exit code."""
     answer = RewardService(url, token_file).call("GET", "/v1/rewards")
     if as_json:
         print(json.dumps(answer))
@@ -201,7 +200,6 @@ def score_texts(
 
 
 def set_service(name: str, verb: str, url: str, token_file: Path | None) -> int:
-    """Drain or resume an endpoint; return the exit code."""
     live = RewardService(url, token_file).call("POST", f"/v1/endpoints/{name}/{verb}")["live"]
     running = live["under_way"] + sum(live["finishing"].values())
     print(f"{name}: {live['state']}; {running} groups in running calls, as this replica sees it")
@@ -209,7 +207,6 @@ def set_service(name: str, verb: str, url: str, token_file: Path | None) -> int:
 
 
 def remove(name: str, url: str, token_file: Path | None) -> int:
-    """Unregister an endpoint; return the exit code."""
     RewardService(url, token_file).call("DELETE", f"/v1/endpoints/{name}")
     print(f"{name} is no longer registered; groups that need it wait until it is registered again")
     return 0

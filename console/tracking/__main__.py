@@ -27,7 +27,6 @@ _ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the run; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock track", allow_abbrev=False)
     parser.add_argument("run")
     parser.add_argument("label")

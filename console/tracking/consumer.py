@@ -44,8 +44,6 @@ _MOST_CONFIG_BYTES = 1024**2
 
 
 class Position(BaseModel):
-    """What a tracker has of a run."""
-
     model_config = ConfigDict(extra="forbid")
 
     key: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -110,8 +108,6 @@ def read_marker(folder: Path, label: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to write where."""
-
     run_id: str
     folder: Path  # of the run; its position, settings and report are there
     open: Callable[[Destination], TrackerWriter]
@@ -124,8 +120,6 @@ class Job:
 
 @dataclass(slots=True)
 class Written:
-    """What was done."""
-
     num_rows: int = 0
     num_repeated: int = 0
     finished: bool = False

@@ -30,7 +30,6 @@ class RowFold:
     """
 
     def __init__(self, steps: Mapping[str, int] | None = None) -> None:
-        """Continue after ``steps``."""
         self.steps: dict[str, int] = dict(steps or {})
         self.num_repeated = 0
 

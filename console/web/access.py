@@ -80,14 +80,11 @@ class Role(IntEnum):
 
     @property
     def text(self) -> str:
-        """The role as it is written in files and errors."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request."""
-
     name: str
     role: Role
 
@@ -254,7 +251,6 @@ class Gate:
         self._hosts = frozenset({*_LOOPBACK, *(host.lower() for host in hosts)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -36,7 +36,6 @@ Errors are `application/problem+json` with `detail`, `expected`, `got`, `fix` an
 
 @router.get("/healthz")
 async def healthz() -> dict[str, bool]:
-    """Return that the server answers."""
     return {"ok": True}
 
 

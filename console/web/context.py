@@ -48,7 +48,6 @@ class WebContext:
 
 
 async def context(request: Request) -> WebContext:  # async: what does not wait needs no thread of the pool
-    """Return the context of the app."""
     return request.app.state.context
 
 

@@ -51,7 +51,6 @@ class Problem(Exception):
         )
 
     def response(self, headers: dict[str, str] | None = None) -> JSONResponse:
-        """Return it as an answer."""
         return JSONResponse(
             self.body.model_dump(exclude_defaults=True), self.status, headers=headers, media_type=MEDIA_TYPE
         )

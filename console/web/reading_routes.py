@@ -59,7 +59,6 @@ def where(web: WebContext) -> tuple[tuple[str, ...], Mapping[str, str]]:
 
 
 async def open_runs(request: Request, web: Context) -> OpenRuns:
-    """Return the runs that this server watches."""
     state = request.app.state
     if not hasattr(state, "open_runs"):
         state.open_runs = OpenRuns(*where(web))

@@ -57,7 +57,6 @@ class Evaluation:
 
     @property
     def prompts_by_source(self) -> dict[str, int]:
-        """How many prompts each source has, in the files' order."""
         return dict(Counter(one.source for one in self.planned))
 
 

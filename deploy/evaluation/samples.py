@@ -217,5 +217,4 @@ class Sampler:
 
 
 def group_id(number: int) -> str:
-    """Return the id of the group of a prompt."""
     return f"eval.v{VERSION}.p{number}"

@@ -94,7 +94,6 @@ class Dashboard:
     rows: tuple[tuple[str, tuple[Panel, ...]], ...]
 
     def panels(self) -> Iterator[Panel]:
-        """Return all panels in order."""
         for _title, panels in self.rows:
             yield from panels
 

@@ -50,7 +50,6 @@ class LengthMix:
         return self._length(_normal(f"prompt {prompt}"), prompt, sample)
 
     def group(self, prompt: str, size: int) -> Sequence[int]:
-        """Return the lengths of a group's completions."""
         of_prompt = _normal(f"prompt {prompt}")
         return [self._length(of_prompt, prompt, sample) for sample in range(size)]
 
@@ -129,8 +128,6 @@ class Step:
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened."""
-
     steps: list[Step] = field(default_factory=list)
     sampled: dict[str, Sequence[int]] = field(default_factory=dict)  # lengths by group, of all started, to their ends
     abandoned: Counter[str] = field(default_factory=Counter)  # completions that were started and not kept, by reason

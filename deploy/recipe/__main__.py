@@ -107,8 +107,6 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command's options."""
-
     seed: int
     steps: int
     workers: int

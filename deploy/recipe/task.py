@@ -43,7 +43,6 @@ def problems(*, held_out: bool) -> list[tuple[int, int]]:
 
 
 def question(a: int, b: int) -> str:
-    """Return the user's message."""
     return f"{a}+{b}="
 
 

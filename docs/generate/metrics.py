@@ -8,7 +8,6 @@ from penstock.console.report.learning import _NESTED, LABELS
 
 
 def text() -> str:
-    """Return both tables."""
     figures: list[tuple[object, ...]] = [(f"`{_key(name)}`", label) for name, label in LABELS.items()]
     reasons: list[tuple[object, ...]] = [(f"`{name}`", meaning) for name, meaning in MEANINGS.items()]
     return (

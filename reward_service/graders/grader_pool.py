@@ -59,7 +59,6 @@ class JsonProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
@@ -145,7 +144,6 @@ class GraderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the graders that run."""
         return [grader.pid for grader in self._all if grader.pid]
 
     async def equal(self, gold: str, answer: str) -> Graded:
@@ -197,7 +195,6 @@ class GraderPool:
         return Graded.EXHAUSTED, _TRIES * cpu_s
 
     async def close(self) -> None:
-        """End all graders."""
         for grader in self._all:
             await grader.kill()
 

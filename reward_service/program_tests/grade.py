@@ -52,7 +52,6 @@ class Slot:
         self.stopped.clear()
 
     def kill(self) -> None:
-        """Kill both zygotes and their programs."""
         self.programs.kill()
         self.tests.kill()
 
@@ -137,7 +136,6 @@ class SandboxPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running zygotes."""
         zygotes = [zygote for slot in self._slots.all for zygote in (slot.programs, slot.tests)]
         return [zygote.pid for zygote in zygotes if zygote.pid]
 

@@ -226,7 +226,6 @@ def read_state(folder: Path, *, ask: bool = True) -> RunState:
 
 
 def machine(web: WebContext) -> queue.Machine:
-    """Return what starting a run needs of the console."""
     return queue.Machine(web.runs_dir, web.arguments, web.environ, web.at_a_time)
 
 

@@ -33,8 +33,6 @@ class KubernetesOptions(BaseModel):
 
 
 class Kubernetes:
-    """Start runs as Jobs."""
-
     name = "kubernetes"
     uses_this_machine = False
     options = KubernetesOptions
@@ -48,7 +46,6 @@ class Kubernetes:
         return document["metadata"]["name"]
 
     def find(self, folder: Path, options: BaseModel, handle: str) -> Found:
-        """Ask for the Job's status."""
         assert isinstance(options, KubernetesOptions)
         if not handle:
             return Found("absent")

@@ -43,7 +43,6 @@ class PageView(RunView):
     """A `RunView` that also keeps what the page draws; one thread folds and reads."""
 
     def __init__(self, run_id: str) -> None:
-        """Start empty."""
         super().__init__(run_id)
         self.series = StepSeries()
         self.versions: dict[int, VersionNotes] = {}
@@ -93,7 +92,6 @@ class PageView(RunView):
         return {name: ScorerShare(groups=g, first_step=a, last_step=b) for name, (g, a, b) in found.items()}
 
     def fold_event(self, event: RunEvent) -> None:
-        """Take one event of a service."""
         super().fold_event(event)
         if event.kind == "step":
             _add_step(self.series, event.at, event.data)
@@ -105,23 +103,19 @@ class PageView(RunView):
             self._note_error(event)
 
     def fold_published(self, fact: WeightsPublished) -> None:
-        """Take the announcement of a version."""
         super().fold_published(fact)
         notes = self._version(fact.version)
         notes.step, notes.num_bytes = fact.step, fact.num_bytes
 
     def fold_applied(self, fact: WeightsApplied) -> None:
-        """Take a worker's report that its engine serves a version."""
         super().fold_applied(fact)
         self._version(fact.version).adopted[fact.worker_id] = fact
 
     def fold_refused(self, fact: WeightsRefused, now: float) -> None:
-        """Take a worker's report that it cannot use a version."""
         super().fold_refused(fact, now)
         self._version(fact.version).refused[fact.worker_id] = fact.reason
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
-        """Take a dead letter."""
         super().fold_dead_letter(letter, now)
         if letter.stage == "generated":
             notes = self._errors(letter.reason)
@@ -129,7 +123,6 @@ class PageView(RunView):
             notes.newest = letter.detail
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
-        """Take all heartbeats of the live bucket."""
         super().fold_heartbeats(beats, now)
         for beat in beats[:_MAX_SERVICES]:
             self.beats[beat.role, beat.service_id] = beat

@@ -40,7 +40,6 @@ class StepSeries:
     """One row a step, one column a figure. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._steps = array("q")
         self._at = array("d")
         self._columns: dict[str, array[float]] = {}  # NaN where a step does not have the figure
@@ -57,7 +56,6 @@ class StepSeries:
 
     @property
     def last_step(self) -> int | None:
-        """The newest step."""
         return self._steps[-1] if self._steps else None
 
     def add(self, step: int, at: float, figures: Mapping[str, float]) -> None:
@@ -131,7 +129,6 @@ class StepSeries:
         return {kind: values[:num_full] + last[kind] for kind, values in full.values.items()}
 
     def latest(self, name: str) -> float | None:
-        """Return the newest value of a figure."""
         column = self._columns.get(name)
         if column is None:
             return None

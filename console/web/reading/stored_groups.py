@@ -47,7 +47,6 @@ class ReadBudget:
     """What one request may still read of a run's objects."""
 
     def __init__(self, *, num_bytes: int = 32 * 1024**2, num_objects: int = 400, seconds: float = 3.0) -> None:
-        """Start the time."""
         self._num_bytes = num_bytes
         self._num_objects = num_objects
         self._until = time.monotonic() + seconds
@@ -55,7 +54,6 @@ class ReadBudget:
         self.read_objects = 0
 
     def take(self, num_bytes: int) -> None:
-        """Count one object."""
         self.read_bytes += num_bytes
         self.read_objects += 1
 
@@ -218,7 +216,6 @@ class StoredGroups:
         return (found[0], "") if found else (None, f"its pack {entry.pack.key} does not hold it")
 
     def current(self, entry: Entry, group: Group, storing: Storing) -> Current:
-        """Return the trainer's log-probabilities of a group, or why there are none."""
         return self._logprobs.of_group(entry, group, storing)
 
     def recent_rewards(self) -> tuple[dict[str, list[float]], int]:

@@ -76,7 +76,6 @@ class StoredLogprobs:
     """The objects of one run, the last ones kept in memory. Not thread-safe: its user holds a lock."""
 
     def __init__(self, run_id: str, blobs: Blobs) -> None:
-        """Read nothing yet."""
         self._run_id = run_id
         self._blobs = blobs
         self._cache: OrderedDict[str, tuple[StepLogprobs, int]] = OrderedDict()

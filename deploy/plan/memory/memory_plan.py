@@ -73,7 +73,6 @@ class MemoryPlan:
 
     @cached_property
     def held(self) -> Needs:
-        """What is held all the time."""
         device, host = dict(self._policy.held.device), dict(self._policy.held.host)
         if self._critic:
             for held, sizes in ((device, self._critic.held.device), (host, self._critic.held.host)):
@@ -88,7 +87,6 @@ class MemoryPlan:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """The phases in their order."""
         return list(self._phases())
 
     @property

@@ -59,7 +59,6 @@ class PlanInputs:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the longest row."""
         return self.batch.prompt_tokens + self.batch.completion_tokens
 
     @cached_property

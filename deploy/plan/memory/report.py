@@ -150,7 +150,6 @@ class RankMemory:
         return self._limit is None or self._plan.peak(on_gpu=self._on_gpu) <= self._limit
 
     def text(self) -> str:
-        """Return the section of the plan's report."""
         return text(self._plan, limit=self._limit, on_gpu=self._on_gpu, found=self._found)
 
     def document(self) -> dict[str, Any]:
