@@ -190,7 +190,7 @@ def list_versions(
         version = manifest.version
         if version not in listed:
             continue
-        announcement = view.weights.publications.get(version)
+        announcement = view.publications.get(version)
         row = rows.setdefault(version, {"version": version, "anchor": False})
         row |= {
             "step": manifest.step,

@@ -184,7 +184,7 @@ def versions(view: PageView, *, before: int | None, limit: int) -> dict[str, Any
 
 
 def _version(view: PageView, number: int, notes: VersionNotes) -> dict[str, Any]:
-    publication = view.weights.publications.get(number)
+    publication = view.publications.get(number)
     adopted = sorted(notes.adopted.values(), key=lambda fact: fact.worker_id)
 
     def spread(read: Callable[[Any], float], facts: Sequence[Any]) -> dict[str, float] | None:

@@ -9,7 +9,6 @@ from typing import Any
 from penstock.console.live.run_view import RunView
 from penstock.console.report import event_fields
 from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
-from penstock.console.report.run_summary import GroupCounts, ScorerShare
 from penstock.console.web.reading.step_series import StepSeries, step_figures
 from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
@@ -60,18 +59,6 @@ class PageView(RunView):
                 _add_step(recorded, at, row)
         self.series.fill(recorded)
 
-    def group_counts(self) -> GroupCounts:
-        """Return the counts of the run's groups, without the rest of `summary`, whose cost grows with the steps."""
-        return GroupCounts(
-            issued=self._groups.issued,
-            generated=self._generated(),
-            scored=self._groups.scored,
-            trained=self._groups.trained,
-            in_flight=self._groups.outstanding,
-            dropped=self._dropped(),
-            dead_lettered=dict(self._dead),
-        )
-
     @property
     def unreadable_messages(self) -> dict[str, int]:
         """The messages that could not be read, by kind."""
@@ -81,15 +68,6 @@ class PageView(RunView):
     def last_at(self) -> float:
         """When the newest message was sent, in wall-clock seconds."""
         return self._last_at
-
-    def scorers(self) -> dict[str, ScorerShare]:
-        """Return how many groups each scorer scored, and from which step to which."""
-        found: dict[str, tuple[int, int, int]] = {}  # groups, first and last step
-        for number, point in self.steps.items():
-            for name, groups in point.scored_by.items():
-                before = found.get(name, (0, number, number))
-                found[name] = before[0] + groups, before[1], number
-        return {name: ScorerShare(groups=g, first_step=a, last_step=b) for name, (g, a, b) in found.items()}
 
     def fold_event(self, event: RunEvent) -> None:
         super().fold_event(event)
