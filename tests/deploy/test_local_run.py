@@ -16,11 +16,11 @@ from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import (
     REWARD,
     LocalRun,
-    adapter_overrides,
     endpoint_name,
     fails_at_first_start,
     worker_name,
 )
+from penstock.deploy.local_settings import adapter_overrides
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
