@@ -93,20 +93,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
     if request.serve and not request.workers:
         fix = "serve them where the reward service runs (penstock reward serve), or set workers to 1 or more"
         raise Problem(422, "serve comes with workers = 0", expected="workers of at least 1", got="workers = 0", fix=fix)
-    directory = Path.cwd()
-    try:
-        text = run_file_text(request)
-        content = text.encode()
-    except (RecursionError, UnicodeEncodeError) as err:
-        raise Problem(
-            422, "the settings are nested too deeply, or no UTF-8", got=type(err).__name__, fix="correct them"
-        ) from None
-    try:
-        settings = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as err:
-        raise Problem(
-            422, f"run_file is not valid TOML: {err}", expected="TOML", fix="correct the place named"
-        ) from None
+    content, settings = _parsed_run_file(request)
     run = run_name(request, settings)
     folder = web.runs_dir / run
     _refuse_existing(folder)
@@ -115,25 +102,7 @@ def create(web: WebContext, request: RunRequest) -> Path:
         raise Problem(429, f"{web.runs_dir.name}/ has more than {_MAX_RUNS} entries", fix="remove runs that ended")
     new = Path(mkdtemp(prefix=f".new-{run}-", dir=web.runs_dir))
     try:
-        (new / job_file.RUN_FILE).write_bytes(content)
-        arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
-        document = check(arguments, web.environ, directory, new, command=command)
-        if (unread := document.pop("unread", [])) and request.run_file is None:
-            _refuse_unread(command, unread)
-        job_file.write_document(new / job_file.PLANNED, document)
-        job = Job(
-            run=run,
-            created_at=time.time(),
-            launcher=request.launcher,
-            options=options.model_dump(exclude_none=True),
-            command=command,
-            workers=request.workers,
-            serve=tuple(str(directory / file) for file in request.serve),
-            num_gpus=request.num_gpus or 0,
-            description=" ".join(part for part in (request.model_size, request.description) if part),
-            directory=str(directory),
-        )
-        job_file.write(new, job)
+        _write_job(web, request, new, run, content, options)
         new.chmod(0o755)
         try:
             files.replace(new, folder)
@@ -144,6 +113,45 @@ def create(web: WebContext, request: RunRequest) -> Path:
         if new.exists():
             shutil.rmtree(new, ignore_errors=True)
     return folder
+
+
+def _parsed_run_file(request: RunRequest) -> tuple[bytes, dict[str, Any]]:
+    """Return the run file of a request as bytes and as sections. Raises Problem."""
+    try:
+        text = run_file_text(request)
+        content = text.encode()
+    except (RecursionError, UnicodeEncodeError) as err:
+        got = type(err).__name__
+        raise Problem(422, "the settings are nested too deeply, or no UTF-8", got=got, fix="correct them") from None
+    try:
+        return content, tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as err:
+        detail = f"run_file is not valid TOML: {err}"
+        raise Problem(422, detail, expected="TOML", fix="correct the place named") from None
+
+
+def _write_job(web: WebContext, request: RunRequest, new: Path, run: str, content: bytes, options: BaseModel) -> None:
+    """Write run file, checked settings and job into the folder ``new``. Raises Problem."""
+    directory, command = Path.cwd(), request.command_name
+    (new / job_file.RUN_FILE).write_bytes(content)
+    arguments = queue.run_arguments(web.arguments, new / job_file.RUN_FILE, run, web.runs_dir, command)
+    document = check(arguments, web.environ, directory, new, command=command)
+    if (unread := document.pop("unread", [])) and request.run_file is None:
+        _refuse_unread(command, unread)
+    job_file.write_document(new / job_file.PLANNED, document)
+    job = Job(
+        run=run,
+        created_at=time.time(),
+        launcher=request.launcher,
+        options=options.model_dump(exclude_none=True),
+        command=command,
+        workers=request.workers,
+        serve=tuple(str(directory / file) for file in request.serve),
+        num_gpus=request.num_gpus or 0,
+        description=" ".join(part for part in (request.model_size, request.description) if part),
+        directory=str(directory),
+    )
+    job_file.write(new, job)
 
 
 def start(web: WebContext, folder: Path) -> RunState:
