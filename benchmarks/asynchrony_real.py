@@ -90,8 +90,8 @@ class BoundRun(LocalRun):
     def _trainer(self, *, waits: bool = False) -> Child:
         return _bound(super()._trainer(waits=waits), core=0)
 
-    def _workers(self) -> list[Child]:
-        return [_bound(child, core=1) for child in super()._workers()]
+    def _worker(self, name: str) -> Child:
+        return _bound(super()._worker(name), core=1)
 
 
 def _bound(child: Child, *, core: int) -> Child:
