@@ -130,7 +130,9 @@ def _row(folder: Path, mode: Mode, *, first: int, measured: int) -> Row:
     window = steps[first:][:measured]
     wall_s = window[-1]["at"] - steps[first - 1]["at"]
     services = profile(curves.rows(folder), watched_totals.load(folder)).services
-    waiting = [one.waiting_share for one in services if one.role == "rollout" and one.waiting_share is not None]
+    waiting = [
+        service.waiting_share for service in services if service.role == "rollout" and service.waiting_share is not None
+    ]
     shares = staleness_shares(metrics, first)
     dropped, trained = group_counts(metrics)
     return Row(

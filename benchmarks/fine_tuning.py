@@ -199,8 +199,8 @@ class DpoAsGiven(DPOTrainer):
 
 def trl_dpo(work: Work) -> float:
     rows = [
-        {"prompt_ids": one.prompt.tolist(), "chosen_ids": one.chosen.tolist(), "rejected_ids": one.rejected.tolist()}
-        for one in work.pairs
+        {"prompt_ids": pair.prompt.tolist(), "chosen_ids": pair.chosen.tolist(), "rejected_ids": pair.rejected.tolist()}
+        for pair in work.pairs
     ]
     config = DPOConfig(**common(work, _PAIRS_TOGETHER, len(rows)), max_length=None, precompute_ref_log_probs=True)
     return timed(
@@ -215,8 +215,8 @@ def trl_dpo(work: Work) -> float:
 
 def trl_rm(work: Work) -> float:
     rows = [
-        {"chosen_ids": [*one.prompt.tolist(), *one.chosen.tolist()], "rejected_ids": [*one.prompt.tolist(), *one.rejected.tolist()]}
-        for one in work.pairs
+        {"chosen_ids": [*pair.prompt.tolist(), *pair.chosen.tolist()], "rejected_ids": [*pair.prompt.tolist(), *pair.rejected.tolist()]}
+        for pair in work.pairs
     ]  # fmt: skip
     config = RewardConfig(**common(work, _PAIRS_TOGETHER, len(rows)), max_length=None)
     classifier = AutoModelForSequenceClassification.from_pretrained(work.model, num_labels=1, dtype=torch.float32)

@@ -77,8 +77,8 @@ async def bench(name: str, engine: ManagedEngine, model: Path, rounds: int) -> N
     dense = Dense(model)
     gap = max(
         abs(reported - computed)
-        for one in samples
-        for reported, computed in zip(one.logprobs, dense.of_completion(LONG[0][0], one.token_ids), strict=True)
+        for sample in samples
+        for reported, computed in zip(sample.logprobs, dense.of_completion(LONG[0][0], sample.token_ids), strict=True)
     )
     assert gap < 1e-4, f"{name}: log-probabilities differ by {gap} from the dense forward"
     try:

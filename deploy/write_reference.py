@@ -86,7 +86,7 @@ def reference_document() -> dict[str, Any]:
     )
     return {
         "sections": {name: _first_line(_section(name)) for name in SECTIONS},
-        "settings": [one.to_document() for one in settings],
+        "settings": [setting.to_document() for setting in settings],
         "verbs": {verb: _flags(_parser_of(main)) for verb, main in _PARSERS.items()},
     }
 

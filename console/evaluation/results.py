@@ -120,7 +120,7 @@ class EvaluationResult(BaseModel):
     @property
     def overall(self) -> SourceResult:
         """The estimates over the prompts of all sources."""
-        return next((one for one in self.sources if one.source == ALL), self.sources[0])
+        return next((source for source in self.sources if source.source == ALL), self.sources[0])
 
     @property
     def is_complete(self) -> bool:
@@ -140,7 +140,7 @@ def summarise(
         correct: Which samples are correct.
         answers: How answers are found.
     """
-    by_source = {source: [one for one in outcomes if one.source == source] for source in prompts}
+    by_source = {source: [outcome for outcome in outcomes if outcome.source == source] for source in prompts}
     found = [_one(name, prompts[name], own, k, correct, answers) for name, own in by_source.items()]
     if len(found) > 1:
         found.append(_one(ALL, sum(prompts.values()), list(outcomes), k, correct, answers))
@@ -150,8 +150,8 @@ def summarise(
 def _one(
     source: str, num_prompts: int, outcomes: Sequence[Outcome], k: int, correct: Correctness, answers: Answers
 ) -> SourceResult:
-    complete = [one for one in outcomes if one.failed is None]
-    failed = [one for one in outcomes if one.failed is not None]
+    complete = [outcome for outcome in outcomes if outcome.failed is None]
+    failed = [outcome for outcome in outcomes if outcome.failed is not None]
     result = SourceResult(
         source=source,
         prompts=num_prompts,
@@ -219,7 +219,7 @@ def append_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
 
 def rewrite_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
     """Replace all outcomes, atomically."""
-    atomic_write(folder / GROUPS, "".join(one.model_dump_json() + "\n" for one in outcomes))
+    atomic_write(folder / GROUPS, "".join(outcome.model_dump_json() + "\n" for outcome in outcomes))
 
 
 def write_result(folder: Path, result: EvaluationResult) -> Path:

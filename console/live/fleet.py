@@ -177,8 +177,8 @@ class Fleet:
         """Continue with the totals of earlier sessions, before anything else is folded."""
         self.both_working_s = totals.both_working_s
         self._restored_until = totals.until
-        for one in totals.services:
-            self._services[one.beat.role, one.beat.service_id] = ServiceHistory.restore(one)
+        for service in totals.services:
+            self._services[service.beat.role, service.beat.service_id] = ServiceHistory.restore(service)
 
     def totals(self) -> tuple[ServiceTotals, ...]:
         return tuple(history.totals() for history in self._services.values())

@@ -97,7 +97,11 @@ def render(snapshot: Snapshot, width: int = 96, height: int | None = None) -> Re
     width = max(min(width, _MAX_WIDTH), 20)
     inside = width - 4
     details = _details(snapshot, is_wide=inside >= _WIDE)
-    problems = [line for one in snapshot.diagnoses for line in _problem(one.what, one.cause, one.cure, inside)]
+    problems = [
+        line
+        for diagnosis in snapshot.diagnoses
+        for line in _problem(diagnosis.what, diagnosis.cause, diagnosis.cure, inside)
+    ]
     layout = FULL
     if height is not None:
         layout = fit(
@@ -303,6 +307,10 @@ def _state(line: ServiceLine, s: Snapshot) -> tuple[str, str]:
 def _incidents(s: Snapshot, rows: int) -> list[RenderableType]:
     styles = {"lost": "red", "back": "green", "dead_letter": "red", "note": "yellow"}
     return [
-        _line(Text.assemble((f"{clock(s.elapsed_at(one.at))} ", "dim"), (printable(one.text), styles[one.kind])))
-        for one in s.incidents[len(s.incidents) - min(rows, _MAX_INCIDENTS, len(s.incidents)) :]
+        _line(
+            Text.assemble(
+                (f"{clock(s.elapsed_at(incident.at))} ", "dim"), (printable(incident.text), styles[incident.kind])
+            )
+        )
+        for incident in s.incidents[len(s.incidents) - min(rows, _MAX_INCIDENTS, len(s.incidents)) :]
     ]

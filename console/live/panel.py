@@ -216,10 +216,10 @@ class PlainLines:
                 at = s.evaluated_at[step]
                 if at >= self._since:
                     self._write(f"{clock(s.elapsed_at(at))} {s.held_out.name} {value:.3f} after step {step}")
-        for one in s.diagnoses:
-            if one.key not in self._diagnoses:
-                self._diagnoses.add(one.key)
-                self._write(f"{clock(s.elapsed_s)} problem: {one.what} {one.cause} {one.cure}")
+        for diagnosis in s.diagnoses:
+            if diagnosis.key not in self._diagnoses:
+                self._diagnoses.add(diagnosis.key)
+                self._write(f"{clock(s.elapsed_s)} problem: {diagnosis.what} {diagnosis.cause} {diagnosis.cure}")
         if s.step >= self._next_step or (last and s.step > self._next_step - self._every):
             self._write(line(s))
             self._next_step = (s.step // self._every + 1) * self._every

@@ -180,10 +180,10 @@ def _evaluation(version: int | None, scores: Scores, results: Sequence[Evaluatio
 def _offline(result: EvaluationResult) -> Iterator[str]:
     yield f"`penstock eval` of {_cell(_public(result.model))}, {result.k} samples of each prompt, 95 % intervals over prompts:\n"
     yield "| source | prompts | reward | correct | " + f"pass@{result.k} | maj@{result.k} |\n|---|---|---|---|---|---|"
-    for one in result.sources:
-        cells = [result_table.text(one.reward, as_share=False), result_table.text(one.accuracy)]
-        cells += [result_table.text(one.pass_at.get(result.k)), result_table.text(one.maj)]
-        yield f"| {_cell(one.source)} | {one.complete} of {one.prompts} | {' | '.join(cells)} |"
+    for source in result.sources:
+        cells = [result_table.text(source.reward, as_share=False), result_table.text(source.accuracy)]
+        cells += [result_table.text(source.pass_at.get(result.k)), result_table.text(source.maj)]
+        yield f"| {_cell(source.source)} | {source.complete} of {source.prompts} | {' | '.join(cells)} |"
     yield f"\nCorrect: {_cell(result.success)}. Majority: {_cell(result.answer)}.\n"
 
 

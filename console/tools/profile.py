@@ -97,12 +97,12 @@ class RunProfile:
 def profile(rows: Iterable[Mapping[str, Any]], watched: WatchedTotals | None) -> RunProfile:
     """Return the profile of the lines of metrics.jsonl and of the totals that were watched; both may be incomplete."""
     steps = _steps(rows)
-    times = [at for one in steps if (at := number(one.get("at"))) is not None]
+    times = [at for step in steps if (at := number(step.get("at"))) is not None]
     first_s = _phase_seconds(steps[0]) if steps else 0.0
-    seconds = {name: sum(number(one.get(key)) or 0.0 for one in steps) for key, name in _PHASES.items()}
+    seconds = {name: sum(number(step.get(key)) or 0.0 for step in steps) for key, name in _PHASES.items()}
     seconds[OTHER] = sum(_rests(steps)) - _between_sessions(_rests(steps), watched)
     wall_s = sum(seconds.values())
-    published = [s for one in steps if (s := number(one.get("publish_s"))) is not None]
+    published = [s for step in steps if (s := number(step.get("publish_s"))) is not None]
     since, until = (watched.since, watched.until) if watched is not None else (None, None)
     return RunProfile(
         steps=len(steps),
@@ -147,7 +147,11 @@ def limits(found: RunProfile) -> list[str]:
 
 def _slower_role(services: Sequence[ServiceProfile]) -> str:
     """Return which of the other roles works most of the time, as a clause."""
-    shares = [(share, one) for one in services if one.role != "trainer" and (share := one.waiting_share) is not None]
+    shares = [
+        (share, service)
+        for service in services
+        if service.role != "trainer" and (share := service.waiting_share) is not None
+    ]
     if not shares:
         return "what for is not known without heartbeats"
     share, busiest = min(shares, key=lambda pair: pair[0])
@@ -187,7 +191,7 @@ def _between_sessions(rests: Sequence[float], watched: WatchedTotals | None) -> 
     """Return how much of these seconds lies between sessions: each start of the trainer is in one of the longest."""
     if watched is None:
         return 0.0
-    num_resumed = sum(one.num_starts - 1 for one in watched.services if one.beat.role == "trainer")
+    num_resumed = sum(service.num_starts - 1 for service in watched.services if service.beat.role == "trainer")
     return min(watched.paused_s, sum(sorted(rests, reverse=True)[:num_resumed]))
 
 
@@ -231,7 +235,7 @@ def print_profile(run: str, arguments: Sequence[str], environ: Mapping[str, str]
 
 def document(run: str, found: RunProfile) -> dict[str, Any]:
     """Return the profile as a JSON object; seconds, shares from 0 to 1."""
-    services = [{**asdict(one), "waiting_share": one.waiting_share} for one in found.services]
+    services = [{**asdict(service), "waiting_share": service.waiting_share} for service in found.services]
     return {"run_id": run, **asdict(found), "services": services, "cpu_s": found.cpu_s, "says": limits(found)}
 
 
@@ -275,13 +279,13 @@ def _phases(found: RunProfile) -> Table:
 
 def _services(found: RunProfile) -> Table:
     table = _table("service", "works s", "waits s", "waits", "CPU s", "CPU share", "of its newest process", left=(0, 6))
-    for one in found.services:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(one.cpu_parts.items())[:_NUM_PARTS])
-        starts = f" ({one.num_starts} starts)" if one.num_starts > 1 else ""
-        waits = "–" if one.waiting_share is None else f"{one.waiting_share:.1%}"
-        share = f"{one.cpu_s / found.cpu_s:.1%}" if found.cpu_s > 0.0 else "–"
-        numbers = (f"{one.working_s:.1f}", f"{one.waiting_s:.1f}", waits, f"{one.cpu_s:.1f}", share)
-        table.add_row(printable(one.name) + starts, *numbers, printable(parts))
+    for service in found.services:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in list(service.cpu_parts.items())[:_NUM_PARTS])
+        starts = f" ({service.num_starts} starts)" if service.num_starts > 1 else ""
+        waits = "–" if service.waiting_share is None else f"{service.waiting_share:.1%}"
+        share = f"{service.cpu_s / found.cpu_s:.1%}" if found.cpu_s > 0.0 else "–"
+        numbers = (f"{service.working_s:.1f}", f"{service.waiting_s:.1f}", waits, f"{service.cpu_s:.1f}", share)
+        table.add_row(printable(service.name) + starts, *numbers, printable(parts))
     return table
 
 

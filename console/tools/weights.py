@@ -75,7 +75,9 @@ def stored_text(manifests: Iterable[VersionManifest], kept: KeptVersions) -> str
             ranges[-1][1:] = [version]
         else:
             ranges.append([version])
-    more = [f"best {one.version}" for one in kept.best] + [f"milestone {one.version}" for one in kept.milestones]
+    more = [f"best {one.version}" for one in kept.best] + [
+        f"milestone {milestone.version}" for milestone in kept.milestones
+    ]
     text = ", ".join("-".join(map(str, one)) for one in ranges) or "none"
     return f"stored: {text}" + (f" ({', '.join(more)})" if more else "")
 

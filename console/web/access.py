@@ -145,7 +145,7 @@ class Access:
     def revoke(self, name: str) -> bool:
         """Remove a token; return False if there is none of that name."""
         with self._changing() as tokens:
-            kept = [one for one in tokens if one.name != name]
+            kept = [token for token in tokens if token.name != name]
             is_there = len(kept) < len(tokens)
             tokens[:] = kept
         return is_there
@@ -200,7 +200,7 @@ class Access:
             now = time.time()
             tokens = [one for one in _read(self.file) if not one.expires or one.expires > now]
             yield tokens
-            atomic_write(self.file, "".join(one.line() for one in tokens), sync=True, mode=0o600)
+            atomic_write(self.file, "".join(token.line() for token in tokens), sync=True, mode=0o600)
 
 
 def file_of(arguments: Sequence[str], environ: Mapping[str, str], given: Path | None) -> Path:

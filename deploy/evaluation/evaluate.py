@@ -177,7 +177,7 @@ class _Store:
 def _result(
     evaluation: Evaluation, outcomes: Sequence[Outcome], rules: SuccessRules, place: str | None, root: str
 ) -> EvaluationResult:
-    complete = [one for one in outcomes if one.failed is None]
+    complete = [outcome for outcome in outcomes if outcome.failed is None]
     correct = correctness(complete, rules)
     found = answers.answers(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
     if correct.of is None:

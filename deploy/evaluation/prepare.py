@@ -205,13 +205,16 @@ def own_environ() -> Mapping[str, str]:
 def connection_arguments(rest: Sequence[str]) -> list[str]:
     """Return the arguments that say where the run's servers and folders are: run files and overrides of nats, s3 and run."""
     files, overrides = _split(rest)
-    return [*map(str, files), *(one for one in overrides if one.lstrip("-").startswith(("nats.", "s3.", "run.")))]
+    return [
+        *map(str, files),
+        *(override for override in overrides if override.lstrip("-").startswith(("nats.", "s3.", "run."))),
+    ]
 
 
 def without_servers(rest: Sequence[str]) -> list[str]:
     """Return the arguments for the evaluation's own services, which must not connect to the servers of the run."""
     files, overrides = _split(rest)
-    own = [one for one in overrides if not one.lstrip("-").startswith(("nats.", "s3.", "run."))]
+    own = [override for override in overrides if not override.lstrip("-").startswith(("nats.", "s3.", "run."))]
     return [*(str(file.absolute()) for file in files), *own]
 
 
@@ -219,7 +222,7 @@ def _split(rest: Sequence[str]) -> tuple[Sequence[Path], list[str]]:
     """Return run files and overrides, each override as one word."""
     files, overrides = split_arguments(rest)
     words = iter(overrides)
-    return files, [f"{one}={next(words, '')}" if one.startswith("--") and "=" not in one else one for one in words]
+    return files, [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
 
 
 @contextlib.contextmanager

@@ -212,8 +212,8 @@ class Sampler:
 
     def _close(self, outcomes: Sequence[Outcome]) -> None:
         self._on_outcomes(outcomes)
-        for one in outcomes:
-            self._waiting.pop(group_id(one.prompt), None)
+        for outcome in outcomes:
+            self._waiting.pop(group_id(outcome.prompt), None)
 
 
 def group_id(number: int) -> str:

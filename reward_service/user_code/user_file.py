@@ -49,7 +49,9 @@ def _reads_content(function: FunctionType | None, seen: set[CodeType]) -> bool:
     for code in codes:
         if _KEY in code.co_consts:
             return True
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]  # comprehensions, inner functions
+        codes += [
+            co_const for co_const in code.co_consts if isinstance(co_const, CodeType)
+        ]  # comprehensions, inner functions
     named = {name for code in codes for name in code.co_names}
     called = [function.__globals__.get(name) for name in sorted(named)]
     own = [_python(one) for one in called if getattr(one, "__module__", None) == function.__module__]

@@ -283,7 +283,7 @@ def _options(request: RunRequest) -> BaseModel:
     try:
         return LAUNCHERS[request.launcher].options.model_validate(request.launcher_options)
     except ValidationError as err:
-        errors = [f"launcher_options.{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
+        errors = [f"launcher_options.{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors()]
         known = ", ".join(LAUNCHERS[request.launcher].options.model_fields) or "none"
         raise Problem(
             422,

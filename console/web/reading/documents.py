@@ -67,9 +67,10 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
         "learning": snapshot.learning,
         "attention": snapshot.attention[:MAX_TEXT],
         "bands": bands(view, snapshot),
-        "diagnoses": [one.model_dump(mode="json") for one in snapshot.diagnoses],
+        "diagnoses": [diagnose.model_dump(mode="json") for diagnose in snapshot.diagnoses],
         "incidents": [
-            {"at": one.at, "text": one.text[:MAX_TEXT], "kind": one.kind} for one in list(snapshot.incidents)[-50:]
+            {"at": incident.at, "text": incident.text[:MAX_TEXT], "kind": incident.kind}
+            for incident in list(snapshot.incidents)[-50:]
         ],
         "num_incidents": snapshot.num_incidents,
         "figures": view.series.names,
@@ -80,7 +81,7 @@ def summary(view: PageView, snapshot: Snapshot, *, state: str, is_live: bool) ->
 
 def bands(view: PageView, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the newest value of each figure that has a healthy band, and a sentence for those outside."""
-    diagnosed = {one.key: f"{one.what} {one.cure}" for one in snapshot.diagnoses}
+    diagnosed = {diagnose.key: f"{diagnose.what} {diagnose.cure}" for diagnose in snapshot.diagnoses}
     found = []
     for name, (low, high, key) in BANDS.items():
         value = view.series.latest(name)

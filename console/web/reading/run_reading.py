@@ -207,7 +207,9 @@ class RunReading:
         if now - self._described[0] > _STATE_S:
             line = runs.describe(self.folder) if self.folder.is_dir() else None
             state = line.state if line else "idle"
-            if state != "finished" and any(one.role == "trainer" and one.alive for one in self._snapshot().services):
+            if state != "finished" and any(
+                service.role == "trainer" and service.alive for service in self._snapshot().services
+            ):
                 state = "running"
             self._described = (now, state)
         return self._described[1]

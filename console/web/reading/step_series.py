@@ -172,7 +172,7 @@ def _bucket(values: array[float]) -> tuple[float | None, float | None, float | N
 
 
 def _transposed(buckets: list[tuple[float | None, float | None, float | None]]) -> dict[str, list[float | None]]:
-    return {kind: [one[place] for one in buckets] for place, kind in enumerate(("mean", "min", "max"))}
+    return {kind: [bucket[place] for bucket in buckets] for place, kind in enumerate(("mean", "min", "max"))}
 
 
 def _shown(value: float) -> float | None:
