@@ -69,8 +69,6 @@ _BUSY = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement."""
-
     workers: int
     busy_disk: bool
     heartbeats_per_s: float
@@ -90,11 +88,9 @@ class Engine:
     version: None = None
 
     async def figures(self) -> dict[str, float]:
-        """Return nothing."""
         return {}
 
     def cpu_seconds(self) -> float:
-        """Return nothing used."""
         return 0.0
 
 
@@ -106,7 +102,6 @@ class TimedBucket:
         self._taken = taken
 
     async def put(self, key: str, value: bytes, **options: Any) -> int:
-        """Write and measure."""
         began = time.perf_counter()
         revision = await self._store.put(key, value, **options)
         self._taken.append((time.monotonic(), time.perf_counter() - began))
@@ -124,7 +119,6 @@ class TimedBus:
         self._taken = taken
 
     async def key_value(self, bucket: str) -> TimedBucket:
-        """Bind."""
         return TimedBucket(await self._bus.key_value(bucket), self._taken)
 
     def __getattr__(self, name: str) -> Any:
@@ -141,7 +135,6 @@ class Idle:
     taken: dict[str, float] = field(default_factory=dict)  # when a worker had a task, by its pack
 
     async def run(self, bus: Bus, number: int) -> None:
-        """Be one idle worker."""
         inboxes = {
             split: await bus.inbox(streams.tasks_consumer(_RUN, split), TaskIssued) for split in ("eval", "train")
         }

@@ -261,15 +261,7 @@ def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Ten
 
 
 def train(
-    task: Task,
-    rule: PolicyGradient,
-    lag: str,
-    seed: int,
-    *,
-    steps: int,
-    every: int,
-    cache: Path,
-    lr: float,
+    task: Task, rule: PolicyGradient, lag: str, seed: int, *, steps: int, every: int, cache: Path, lr: float
 ) -> dict:
     """Make one run; return its curve and the means of what the objective reported."""
     torch.set_num_threads(1)
@@ -342,7 +334,6 @@ def plan() -> list[tuple[str, str, str, int]]:
 def run(
     task: str, method: str, lag: str, seed: int, *, cache: Path, out: Path, steps: int | None, lr: float | None
 ) -> None:
-    """Make one run, print it and append it to the results."""
     chosen = TASKS[task]
     result = train(
         chosen, METHODS[method], lag, seed, steps=steps or chosen.steps, every=10, cache=cache, lr=lr or chosen.lr

@@ -33,8 +33,7 @@ from benchmarks.rig import Peak, processor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, MemoryPlan
-from penstock.deploy.plan.memory.method import Method
-from penstock.deploy.plan.memory.model_shape import shape_of
+from penstock.deploy.plan.memory.model_shape import Method, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs
 from penstock.trainer import process_memory
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings

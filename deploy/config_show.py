@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from penstock.console.tracking.settings import TrackSettings
-from penstock.deploy.settings_notes import notes
+from penstock.console.tracking.trackers import TrackSettings
+from penstock.deploy.resumption import notes
 from penstock.fine_tuning.own_section import OwnSection
 from penstock.fine_tuning.sections import DPO, RM, SFT
 from penstock.protocol.closed_output import ends_quietly

@@ -87,7 +87,9 @@ def _write_routes(folder: Path, servers: Sequence[str]) -> list[Path]:
     if written:
         _write(password, secrets.token_hex(_BYTES))
     known = password.read_text().strip()
-    urls = [f"nats-route://route:{known}@{one if ':' in one else f'{one}:{_ROUTE_PORT}'}" for one in servers]
+    urls = [
+        f"nats-route://route:{known}@{server if ':' in server else f'{server}:{_ROUTE_PORT}'}" for server in servers
+    ]
     text = f'ROUTE_PASSWORD: "{known}"\nROUTES: {json.dumps(urls)}\n'
     if not routes.exists() or routes.read_text() != text:
         _write(routes, text)

@@ -104,8 +104,6 @@ update_mode = "retract"     # new weights are loaded at once; sequences under wa
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command's options."""
-
     seed: int
     steps: int
     workers: int

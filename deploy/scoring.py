@@ -111,14 +111,14 @@ def _num_endpoints(url: str) -> int:
         rewards = RewardService(url).call("GET", "/v1/rewards")["rewards"]
     except RewardServiceError:
         return 0
-    return sum(one["kind"] == "endpoint" for one in rewards)
+    return sum(reward["kind"] == "endpoint" for reward in rewards)
 
 
 def _settings_of(settings: Sequence[str], recorded: Path | None, folder: Path) -> list[str]:
     """Return the arguments of the service: recorded rewards first, then the given settings without those of servers."""
     files, overrides = split_arguments(settings)
     words = iter(overrides)
-    joined = [f"{one}={next(words, '')}" if one.startswith("--") and "=" not in one else one for one in words]
+    joined = [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]
     kept = [one for one in joined if not one.lstrip("-").startswith(_ELSEWHERE)]
     first = []
     if recorded is not None and (rewards := _recorded_rewards(recorded)):

@@ -86,7 +86,7 @@ def reference_document() -> dict[str, Any]:
     )
     return {
         "sections": {name: _first_line(_section(name)) for name in SECTIONS},
-        "settings": [one.to_document() for one in settings],
+        "settings": [setting.to_document() for setting in settings],
         "verbs": {verb: _flags(_parser_of(main)) for verb, main in _PARSERS.items()},
     }
 
@@ -202,7 +202,6 @@ def main() -> int:
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """Return a document as its file holds it."""
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from penstock.protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.errors import RewardError
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from penstock.reward_service.heartbeat import HeartbeatWriter
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import ProgressStore
 from penstock.reward_service.pack_scoring import ScoringContext
-from penstock.reward_service.program_tests.pool import SandboxPool
+from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.registry.user_rewards import UserRewards

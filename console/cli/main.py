@@ -28,7 +28,7 @@ from penstock.console.cli import (
     tracking_verbs,
 )
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
-from penstock.console.nodes import split
+from penstock.console.launch import split
 from penstock.protocol import internal_errors
 from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.errors import PenstockError
@@ -265,7 +265,7 @@ def doctor(*arguments: Raw, json: Flag = False) -> int:
     json
         Print one JSON object instead of the table.
     """
-    from penstock.console.tools.doctor import report
+    from penstock.console.tools.checks import report
 
     return report(arguments, os.environ, as_json=json)
 
@@ -287,7 +287,7 @@ def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) ->
     json
         Print lines to stderr and, at the end, one JSON object as the last line of stdout.
     """
-    from penstock.console.live.watch import watch_run
+    from penstock.console.live.panel import watch_run
     from penstock.console.record import stored_run
 
     stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:], finished_only=True)

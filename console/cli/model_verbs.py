@@ -197,9 +197,9 @@ def pull(repo: str, *, to: Path, revision: str | None = None) -> int:
     revision
         Branch, tag or commit.
     """
-    from penstock.console.registry import hub
+    from penstock.console.registry import exchange
 
-    print(f"{hub.pull(repo, to, revision=revision)}: {repo}", file=sys.stderr)
+    print(f"{exchange.pull(repo, to, revision=revision)}: {repo}", file=sys.stderr)
     return 0
 
 
@@ -259,8 +259,7 @@ def merge(  # noqa: PLR0913 - each is an option of the command
     """
     if average_last is not None:
         return _average_last(models, average_last, to)
-    from penstock.console.models.merge import merge_folders
-    from penstock.console.models.merge_methods import Recipe, parse_weights
+    from penstock.console.models.merge import Recipe, merge_folders, parse_weights
 
     recipe = Recipe(method, parse_weights(weights, len(models)), t=t, density=density, scale=scale, seed=seed)
     count = merge_folders(models, base, to, recipe)

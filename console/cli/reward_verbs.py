@@ -150,7 +150,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     from penstock.console.tools.rewards import read_extra_info, score_texts, service_url
 
     if data is not None or run_file is not None:
-        from penstock.console.tools.reward_trial import RowSource, try_data
+        from penstock.console.tools.rewards import RowSource, try_data
 
         source = RowSource.of(data, run_file, map)
         at = service_url(url, serve, () if run_file is None else (str(run_file),), sys.argv[1:])

@@ -46,7 +46,6 @@ class Reference:
 
 @functools.cache
 def load() -> Reference:
-    """Read the descriptions."""
     document = json.loads(FILE.read_text(encoding="utf-8"))
     return Reference(
         sections=document["sections"],

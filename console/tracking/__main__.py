@@ -13,11 +13,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from penstock.console.tracking import position, samples
+from penstock.console.tracking import consumer, rows
 from penstock.console.tracking.consumer import Consumer, Job
 from penstock.console.tracking.interface import TRACKERS, Destination
-from penstock.console.tracking.settings import TrackSettings
-from penstock.console.tracking.trackers import load_settings
+from penstock.console.tracking.trackers import TrackSettings, load_settings
 from penstock.protocol import logs
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.transport.bus import Bus
@@ -28,7 +27,6 @@ _ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the run; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock track", allow_abbrev=False)
     parser.add_argument("run")
     parser.add_argument("label")
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = settings.run.folder.absolute()
         job = _job(settings, options.label, rest, once=options.once, awaits_report=options.await_report)
         with (
-            position.opened(folder, options.label) as file,
+            consumer.opened(folder, options.label) as file,
             Bus.connect(settings.nats, name="track", deadline_s=_CONNECT_S) as bus,
         ):
             done = Consumer(job, bus, file, stop).work()
@@ -97,12 +95,12 @@ def _job(settings: TrackSettings, label: str, arguments: Sequence[str], *, once:
         folder=folder,
         open=kind.open,
         destination=destination,
-        read_samples=(lambda: samples.read_samples(run_id, arguments, os.environ, shared.samples))
+        read_samples=(lambda: rows.read_samples(run_id, arguments, os.environ, shared.samples))
         if shared.samples
         else None,
         once=once,
         awaits_report=awaits_report,
-        on_read=lambda: position.read_marker(folder, label).touch(),
+        on_read=lambda: consumer.read_marker(folder, label).touch(),
     )
 
 

@@ -16,7 +16,6 @@ from penstock.protocol.errors import PenstockError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM; return the exit code."""
     internal_errors.install("console")
     with lean_imports(without=UNUSED_BY_CONSOLE):
         from penstock.console.web.serve import ServeOptions, serve  # noqa: PLC0415

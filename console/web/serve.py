@@ -92,7 +92,6 @@ def stop(context: WebContext, server: uvicorn.Server) -> None:
 
 
 async def _serve(context: WebContext, bound: socket.socket, hosts: Sequence[str]) -> None:
-    """Answer requests until a signal asks to stop."""
     server = server_for(context, hosts, listens_on=bound.getsockname()[0])
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

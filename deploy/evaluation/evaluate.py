@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.console.evaluation import result_table, stored_results
+from penstock.console.evaluation import result_table, results
 from penstock.console.evaluation.results import Correctness, EvaluationResult, Outcome, summarise
-from penstock.console.tables import console
+from penstock.console.terminal import console
 from penstock.deploy.evaluation import answers
 from penstock.deploy.evaluation.prepare import WORK, Evaluation, own_environ, prepare
-from penstock.deploy.evaluation.publish_folder import publish_folder
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
+from penstock.deploy.evaluation.target import publish_folder
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import LocalRun
 from penstock.protocol import logs
@@ -90,22 +90,22 @@ def _evaluate(
 ) -> tuple[EvaluationResult, str]:
     """Sample what is missing and store the result; returns it, and why prompts are missing."""
     folder = evaluation.folder
-    done = {number: one for number, one in stored_results.read_outcomes(folder).items() if one.failed is None}
-    stored_results.rewrite_outcomes(folder, done.values())
+    done = {number: one for number, one in results.read_outcomes(folder).items() if one.failed is None}
+    results.rewrite_outcomes(folder, done.values())
     missing = [one for one in evaluation.planned if one.number not in done]
     if done:
         print(f"penstock eval: {len(done)} of {len(evaluation.planned)} prompts were evaluated before", file=sys.stderr)
-    earlier = stored_results.read_result(folder)
+    earlier = results.read_result(folder)
     root, problem, rules = earlier.state_root if earlier else "", "", _read_rules(folder)
     at, wall_s = (earlier.finished_at, earlier.wall_s) if earlier else (None, None)
     if missing or rules is None:
         started = time.monotonic()
         rules, root, problem = _sample(evaluation, missing, options, stop)
         at, wall_s = time.time(), time.monotonic() - started
-    outcomes = list(stored_results.read_outcomes(folder).values())
+    outcomes = list(results.read_outcomes(folder).values())
     result = _result(evaluation, outcomes, rules, options.answer, root)
     result = result.model_copy(update={"finished_at": at, "wall_s": wall_s})
-    stored_results.write_result(folder, result)
+    results.write_result(folder, result)
     return result, problem
 
 
@@ -167,7 +167,7 @@ class _Store:
         self._printed_at = time.monotonic()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        stored_results.append_outcomes(self._folder, outcomes)
+        results.append_outcomes(self._folder, outcomes)
         self._num_done += len(outcomes)
         if time.monotonic() - self._printed_at > _PROGRESS_S:
             self._printed_at = time.monotonic()
@@ -177,7 +177,7 @@ class _Store:
 def _result(
     evaluation: Evaluation, outcomes: Sequence[Outcome], rules: SuccessRules, place: str | None, root: str
 ) -> EvaluationResult:
-    complete = [one for one in outcomes if one.failed is None]
+    complete = [outcome for outcome in outcomes if outcome.failed is None]
     correct = correctness(complete, rules)
     found = answers.answers(place, lambda one: _rewarded_by(one, rules), {_rewarded_by(one, rules) for one in complete})
     if correct.of is None:
@@ -231,12 +231,12 @@ def _rewarded_by(one: Outcome, rules: SuccessRules) -> str:
 
 def _write_rules(folder: Path, rules: SuccessRules) -> None:
     document = {"thresholds": dict(rules.thresholds), "by_source": dict(rules.by_source)}
-    (folder / stored_results.RULES).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / results.RULES).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_rules(folder: Path) -> SuccessRules | None:
     try:
-        document = json.loads((folder / stored_results.RULES).read_bytes())
+        document = json.loads((folder / results.RULES).read_bytes())
         thresholds: dict[str, SuccessThreshold] = dict(document["thresholds"])
         return SuccessRules(thresholds, dict(document["by_source"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -247,14 +247,14 @@ def _show(result: EvaluationResult, folder: Path, *, as_json: bool) -> None:
     if importlib.util.find_spec("matplotlib") is not None and result.overall.complete:
         from penstock.console.evaluation import result_plot  # noqa: PLC0415  half a second, and optional
 
-        result_plot.draw(folder / stored_results.PLOT, result)
+        result_plot.draw(folder / results.PLOT, result)
     if as_json:
         print(result.model_dump_json())
         return
     console().print(result_table.table(result))
     for note in result_table.notes(result):
         print(note)
-    print(f"stored: {folder / stored_results.RESULT}")
+    print(f"stored: {folder / results.RESULT}")
 
 
 if __name__ == "__main__":

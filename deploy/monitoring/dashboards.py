@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.monitoring.alerts import rules
-from penstock.deploy.monitoring.boards import DASHBOARDS, Dashboard
-from penstock.deploy.monitoring.panels import Panel
+from penstock.deploy.monitoring.boards import DASHBOARDS, Dashboard, Panel
 
 FOLDER = Path(__file__).parent
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}

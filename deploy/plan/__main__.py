@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.deploy.plan.lengths import EnginePace, LengthMix
-from penstock.deploy.plan.outcome import Durations, Fleet
-from penstock.deploy.plan.rank_memory import RankMemory, parse_size
+from penstock.deploy.plan.lengths import Durations, EnginePace, Fleet, LengthMix
+from penstock.deploy.plan.memory.report import RankMemory, parse_size
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, num_steps, simulate, table
 from penstock.protocol.closed_output import ends_quietly

@@ -16,8 +16,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from penstock.deploy.plan.lengths import LengthMix
-from penstock.deploy.plan.outcome import Durations, Fleet, Outcome, Step
+from penstock.deploy.plan.lengths import Durations, Fleet, LengthMix, Outcome, Step
 from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine, SimulatedSequence
 from penstock.deploy.plan.simulated_groups import SimulatedIssuer, SimulatedPrompts, scored_group
 from penstock.protocol.facts import BlobRef

@@ -56,7 +56,6 @@ class PageProcess:
         self._is_reported = False
 
     def __enter__(self) -> PageProcess:
-        """Start nothing yet."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.console import launch
-from penstock.deploy.recipe import model as published_model
 from penstock.deploy.recipe import reasoning_gym_tasks, task
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.subjects import check_run_id
@@ -108,8 +107,6 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command's options."""
-
     seed: int
     steps: int
     workers: int
@@ -155,7 +152,7 @@ def _make(options: Options) -> tuple[Path, Path, str]:
             f"{options.folder / 'run.toml'} --local"
         )
     problems = _sums(options) if options.task is None else _gym_problems(options, options.task)
-    model = options.gguf or published_model.fetch(options.folder.parent / "models")
+    model = options.gguf or task.fetch(options.folder.parent / "models")
     run_file = options.folder / "run.toml"
     run_file.write_text(
         _RUN_FILE.format(

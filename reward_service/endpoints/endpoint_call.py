@@ -22,7 +22,7 @@ from penstock.reward_service.endpoints.endpoint_http import Answer, EndpointHttp
 from penstock.reward_service.endpoints.secret_store import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, ScoreRefused
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome
 
 _PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time

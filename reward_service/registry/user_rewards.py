@@ -17,7 +17,7 @@ from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import RewardError, ScoreRefused, UserCodeFailed
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE, ENTRY_POINTS
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome
 from penstock.reward_service.user_code.worker_pool import WorkerPool
 

@@ -17,8 +17,7 @@ from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where
-from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict, truth_text
+from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
 NAME = "classification"
 _NEGATIONS = frozenset({"not", "no", "non", "never", "neither", "nor", "isn't", "isnt", "wasn't", "cannot", "without"})
@@ -29,9 +28,7 @@ class Parameters(Section):
     """Parameters of `classification`."""
 
     labels: tuple[str, ...] = Field(
-        default=(),
-        max_length=1000,
-        description="All labels; none: only an answer that is exactly the label counts.",
+        default=(), max_length=1000, description="All labels; none: only an answer that is exactly the label counts."
     )
     where: Where = Field(default="auto", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 

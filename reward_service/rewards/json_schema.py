@@ -26,8 +26,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.math_answer import Grade, Graded
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.pattern import MAX_CHARS
-from penstock.reward_service.rewards.reward import GradedReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import GradedReward, Verdict
 
 NAME = "json_schema"
 _FENCE = "```"
@@ -115,8 +114,7 @@ async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
             f"{NAME}: not a valid JSON schema, or it has a reference that cannot be resolved: {wanted[:120]}"
         )
     return Verdict(
-        float(graded is Graded.RIGHT),
-        {"parses": 1.0, "timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0},
+        float(graded is Graded.RIGHT), {"parses": 1.0, "timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0}
     )
 
 

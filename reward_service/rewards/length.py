@@ -11,9 +11,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.reward_service.rewards.parsing.words import words
-from penstock.reward_service.rewards.reward import LengthReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.parsing.final_answer import words
+from penstock.reward_service.rewards.reward import LengthReward, Verdict
 
 NAME, OVERLONG = "length", "overlong"
 

@@ -17,8 +17,8 @@ from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
-from penstock.console.printable import printable
 from penstock.console.report import curves, learning, report
+from penstock.console.terminal import printable
 from penstock.console.tools.dead_letters import DeadLetters, print_list
 from penstock.console.tools.removal import running_services
 from penstock.console.tools.resending import RunProgress, refusal

@@ -16,11 +16,11 @@ from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import (
     REWARD,
     LocalRun,
-    adapter_overrides,
     endpoint_name,
     fails_at_first_start,
     worker_name,
 )
+from penstock.deploy.local_settings import adapter_overrides
 from penstock.deploy.processes.supervise import ProcessEvent
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
@@ -200,7 +200,7 @@ def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra:
 def test_a_run_on_a_rescored_input_starts_no_engines(run_file: Path, tmp_path: Path) -> None:
     """No worker and no reward service; an input that no run here has is refused before anything starts."""
     run = LocalRun([str(run_file), "data.from_run=first-strict"])
-    assert run._workers() == []
+    assert run._local.num_workers == 0
     with pytest.raises(ConfigError, match=r"no local run in .* has a rescored input of that name; found: none"):
         run.check()
     with pytest.raises(ConfigError, match="leave out --serve"):

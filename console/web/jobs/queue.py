@@ -35,8 +35,6 @@ QUEUE_LOCK = ".console-queue.lock"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a run needs of the console that starts it."""
-
     runs_dir: Path
     arguments: Sequence[str]
     environ: Mapping[str, str]

@@ -33,8 +33,6 @@ class KubernetesOptions(BaseModel):
 
 
 class Kubernetes(Launcher):
-    """Start runs as Jobs."""
-
     name = "kubernetes"
     uses_this_machine = False
     options = KubernetesOptions
@@ -48,7 +46,6 @@ class Kubernetes(Launcher):
         return document["metadata"]["name"]
 
     def find(self, folder: Path, options: BaseModel, handle: str) -> Found:
-        """Ask for the Job's status."""
         assert isinstance(options, KubernetesOptions)
         if not handle:
             return Found("absent")

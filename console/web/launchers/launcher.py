@@ -34,7 +34,6 @@ class Start:
 
     @property
     def run(self) -> str:
-        """The run's name."""
         return self.folder.name
 
     @property

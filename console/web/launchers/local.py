@@ -27,8 +27,6 @@ class LocalOptions(BaseModel):
 
 
 class Local(Launcher):
-    """Start runs on this machine."""
-
     name = "local"
     uses_this_machine = True
     options = LocalOptions

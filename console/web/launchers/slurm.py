@@ -30,8 +30,6 @@ class SlurmOptions(BaseModel):
 
 
 class Slurm(Launcher):
-    """Start runs as batch jobs."""
-
     name = "slurm"
     uses_this_machine = False
     options = SlurmOptions

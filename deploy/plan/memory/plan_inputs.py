@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from penstock.deploy.plan.memory.estimate import Pass
-from penstock.deploy.plan.memory.method import BFLOAT16, FLOAT32, Method
-from penstock.deploy.plan.memory.model_shape import ModelShape
+from penstock.deploy.plan.memory.model_shape import BFLOAT16, FLOAT32, Method, ModelShape
 from penstock.trainer.algorithm.balanced_bins import balanced, units_of
 from penstock.trainer.algorithm.packed_rows import Prefixes
 from penstock.trainer.attention_choice import Attention, expected_backend
@@ -60,7 +59,6 @@ class PlanInputs:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of the longest row."""
         return self.batch.prompt_tokens + self.batch.completion_tokens
 
     @cached_property

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from penstock.console import launch
-from penstock.console.nodes import Nodes, split
+from penstock.console.launch import Nodes, split
 from penstock.protocol.errors import ConfigError
 
 FLAGS = ["--nodes", "2", "--node-rank", "1", "--rdzv", "node0:29501"]

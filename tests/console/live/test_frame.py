@@ -8,14 +8,13 @@ import pytest
 from rich.console import Console
 from tests.console.record import recorded_run as recorded
 
-from penstock.console.braille import curve
-from penstock.console.durations import clock
 from penstock.console.live.frame import render
 from penstock.console.live.panel import PlainLines
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
 from penstock.console.report.diagnoses import RunFigures, diagnose
-from penstock.console.report.measures import HeldOut
+from penstock.console.report.learning import HeldOut
+from penstock.console.terminal import clock, curve
 
 
 @pytest.fixture

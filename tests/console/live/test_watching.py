@@ -15,9 +15,8 @@ import pytest
 from tests.console.record import recorded_run as recorded
 from tests.servers import secret_file
 
-from penstock.console.live.panel import LivePanel
+from penstock.console.live.panel import LivePanel, has_ended, is_cut_off
 from penstock.console.live.run_view import RunView
-from penstock.console.live.watch import has_ended, is_cut_off
 from penstock.console.live.watcher import Watcher
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.servers import NatsServer

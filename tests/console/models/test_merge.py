@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.console.models.merge import merge_folders
-from penstock.console.models.merge_methods import METHODS, Method, Recipe, dare, parse_weights, slerp, ties
+from penstock.console.models.merge import METHODS, Method, Recipe, dare, merge_folders, parse_weights, slerp, ties
 from penstock.console.models.tensor_files import INDEX, open_model, packed
 from penstock.protocol.errors import ConfigError
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.console.report.diagnoses import RunFigures, diagnose
-from penstock.console.report.drop_reasons import MEANINGS
+from penstock.console.report.diagnoses import MEANINGS, RunFigures, diagnose
 from penstock.trainer.groups.drops import DropReason
 
 SOUND = {

@@ -14,7 +14,7 @@ import pytest
 from tests.console.cli.test_command import penstock
 
 from penstock.console.tools import chat
-from penstock.console.tools.chat_engine import ChatEngine, ChatEngineError, ChatRefused, has_chat_template
+from penstock.console.tools.chat import ChatEngine, ChatEngineError, ChatRefused, has_chat_template
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.console.tools.data_sample import DataSample
-from penstock.console.tools.init_run_file import SCHEMA_NAME, Answers, init, lengths
+from penstock.console.tools.init_run_file import SCHEMA_NAME, Answers, DataSample, init, lengths
 from penstock.deploy.config_show import load_all
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError

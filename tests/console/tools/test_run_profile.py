@@ -11,7 +11,7 @@ from tests.console.command import penstock
 from tests.console.record import recorded_run as recorded
 
 from penstock.console.live import watched_totals
-from penstock.console.tools.run_profile import OTHER, limits, profile
+from penstock.console.tools.profile import OTHER, limits, profile
 from penstock.protocol.activity import ENGINE_CPU, THREAD_CPU, thread_cpu_seconds
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.console.tracking import trackers
-from penstock.console.tracking.settings import TrackSettings
+from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError

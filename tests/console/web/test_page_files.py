@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.console.web import page_routes
+from penstock.console.web import app
 
-PAGES = (Path(page_routes.__file__).parent / "pages").resolve()
+PAGES = (Path(app.__file__).parent / "pages").resolve()
 # sha256 of the files in the npm package uplot 1.6.32; vendor/uplot/SHA256SUMS has the same.
 UPLOT = {
     "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",

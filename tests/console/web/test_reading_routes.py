@@ -26,12 +26,11 @@ from penstock.console import connections
 from penstock.console.web import reading_routes
 from penstock.console.web.access import Access, Role
 from penstock.console.web.context import WebContext
-from penstock.console.web.reading import chapter_reader, stored_groups
-from penstock.console.web.reading.chapter_reader import ReadBudget
+from penstock.console.web.reading import stored_groups
 from penstock.console.web.reading.open_runs import MAX_OPEN, OpenRuns
 from penstock.console.web.reading.recorded_groups import GroupFilter, QueryRefused
 from penstock.console.web.reading.run_reading import RunReading
-from penstock.console.web.reading.stored_groups import StoredGroups
+from penstock.console.web.reading.stored_groups import ReadBudget, StoredGroups
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.facts import BlobRef
@@ -392,8 +391,8 @@ def test_a_run_that_nobody_looks_at_is_not_watched_any_more(shown: Shown) -> Non
 
 def test_the_cache_of_chapters_is_bounded(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one, each is read again."""
-    monkeypatch.setattr(chapter_reader, "_CACHE_BYTES", 1)
-    reader = chapter_reader.ChapterReader(shown.plain.run_id, shown.plain.blobs.get)
+    monkeypatch.setattr(stored_groups, "_CHAPTER_CACHE_BYTES", 1)
+    reader = stored_groups.ChapterReader(shown.plain.run_id, shown.plain.blobs.get)
     assert shown.plain.end is not None
     reader.set_end(shown.plain.end, ReadBudget())
     budget = ReadBudget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.groups import make_generated, make_group, make_scored
 
+from penstock.console.web.reading.documents import differences
 from penstock.console.web.reading.recorded_groups import (
     Entry,
     GroupFilter,
@@ -13,7 +14,6 @@ from penstock.console.web.reading.recorded_groups import (
     parse_cursor,
     trajectory_rows,
 )
-from penstock.console.web.reading.settings_difference import differences
 
 
 def entry(*rewards: float, step: int | None = 5) -> Entry:

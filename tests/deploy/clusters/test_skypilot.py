@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.console import nodes
+from penstock.console import launch
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 
@@ -51,8 +51,8 @@ def test_several_nodes_meet_at_the_first(tmp_path: Path) -> None:
     """The flags are those that `penstock train` takes."""
     code, _, words = run(tmp_path, SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS=IPS, **SERVERS)
     assert code == 0
-    found, rest = nodes.split(words[1:], {})
-    assert found == nodes.Nodes(2, 1, f"10.0.0.1:{nodes.PORT}")
+    found, rest = launch.split(words[1:], {})
+    assert found == launch.Nodes(2, 1, f"10.0.0.1:{launch.PORT}")
     assert rest == ["run.toml", "trainer.store_checkpoints=true"]
 
 

@@ -15,10 +15,10 @@ import pytest
 from tests.deadline import ends_within
 from tests.servers import require, wait_for
 
-from penstock.console.evaluation import stored_results
+from penstock.console.evaluation import results
 from penstock.console.evaluation.results import Outcome
-from penstock.console.registry import tags
-from penstock.console.registry.tags import Tag
+from penstock.console.registry import versions
+from penstock.console.registry.versions import Tag
 from penstock.deploy import quickstart_task
 from penstock.deploy.evaluation import target
 from penstock.deploy.evaluation.evaluate import correctness
@@ -46,10 +46,10 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
     require("rclone")
     quickstart_task.write_data(tmp_path, seed=0, num_sft=1, num_train=1, num_eval=200)
     quickstart_task.write_model(tmp_path / "model", seed=0)
-    evaluations = tmp_path / "runs" / "eval-model" / stored_results.FOLDER
+    evaluations = tmp_path / "runs" / "eval-model" / results.FOLDER
 
     def outcomes() -> dict[int, Outcome]:
-        return next((stored_results.read_outcomes(one) for one in evaluations.glob("model-*")), {})
+        return next((results.read_outcomes(one) for one in evaluations.glob("model-*")), {})
 
     with subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
         wait_for(outcomes, "the first prompts", 120.0)
@@ -65,7 +65,7 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
     after = outcomes()
     assert sorted(after) == list(range(200))
     assert {number: after[number] for number in before} == before
-    assert next(stored_results.results_of(tmp_path / "runs" / "eval-model")).model_dump(mode="json") == result
+    assert next(results.results_of(tmp_path / "runs" / "eval-model")).model_dump(mode="json") == result
     assert not (next(evaluations.glob("model-*")) / "work" / "store").exists()
 
 
@@ -90,10 +90,10 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
         target.recorded_settings(final, with_reward=True) == 'data = {system_prompt = "s"}\nreward = {name = "math"}\n'
     )
     assert target.recorded_settings(final, with_reward=False) == 'data = {system_prompt = "s"}\n'
-    tags.put(home, "kept", Tag(version=7))
-    quickstart_task.write_model(home / tags.MODELS / "kept", seed=0)
+    versions.put(home, "kept", Tag(version=7))
+    quickstart_task.write_model(home / versions.MODELS / "kept", seed=0)
     kept = target.find("one@kept", runs, {})
-    assert (kept.run, kept.version, kept.folder) == ("one", 7, home / tags.MODELS / "kept")
+    assert (kept.run, kept.version, kept.folder) == ("one", 7, home / versions.MODELS / "kept")
     with pytest.raises(ConfigError, match="no run two"):
         target.find("two", runs, {})
 

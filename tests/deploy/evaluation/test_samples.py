@@ -11,8 +11,8 @@ from tests.weights_source import read_version
 
 from penstock.console.evaluation.results import Outcome
 from penstock.console.models.tensor_files import open_model
-from penstock.deploy.evaluation.publish_folder import VERSION, publish_folder
 from penstock.deploy.evaluation.samples import HowToSample, PlannedPrompt, Sampler
+from penstock.deploy.evaluation.target import VERSION, publish_folder
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol import streams, subjects
 from penstock.protocol.chat_tokenizer import ChatTokenizer

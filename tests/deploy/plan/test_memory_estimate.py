@@ -13,8 +13,7 @@ import pytest
 
 from penstock.deploy.plan.memory import estimate
 from penstock.deploy.plan.memory.memory_plan import CHECKPOINT, COPY, PARKED, MemoryPlan
-from penstock.deploy.plan.memory.method import Method
-from penstock.deploy.plan.memory.model_shape import read_shape, shape_of
+from penstock.deploy.plan.memory.model_shape import Method, read_shape, shape_of
 from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs, plan_inputs
 from penstock.deploy.plan.memory.suggestions import suggestions
 from penstock.protocol.config.run_file import load
@@ -261,6 +260,6 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path, content: str, wor
 
 def test_the_estimate_imports_no_torch() -> None:
     """It needs settings and a config.json alone."""
-    code = "import sys, penstock.deploy.plan.rank_memory; print(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    code = "import sys, penstock.deploy.plan.memory.report; print(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout.strip() == "[]"

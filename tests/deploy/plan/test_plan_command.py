@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.deploy.plan.__main__ import main
-from penstock.deploy.plan.rank_memory import RankMemory
+from penstock.deploy.plan.memory.report import RankMemory
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 

@@ -8,8 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from penstock.deploy.plan.lengths import EnginePace, LengthMix
-from penstock.deploy.plan.outcome import Durations, Fleet, Outcome
+from penstock.deploy.plan.lengths import Durations, EnginePace, Fleet, LengthMix, Outcome
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, measure, num_steps
 from penstock.rollout_service.engines.redundancy import Redundancy

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.console.tracking.settings import TrackSettings
+from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.config_show import as_document, load_all
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED, SYSTEMS, Alias, advice
 from penstock.protocol.config.run_file import load

@@ -13,7 +13,7 @@ import pytest
 from tests.console.web.control.api import Api, FakeLauncher, settings
 
 from penstock.console.web.access import Role
-from penstock.console.web.jobs import actions, check_settings, job_file, queue
+from penstock.console.web.jobs import actions, job_file, queue
 from penstock.console.web.jobs.job_file import Job, Launch
 from penstock.console.web.jobs.job_state import decide
 from penstock.console.web.launchers.launcher import Found
@@ -362,12 +362,12 @@ def test_a_lock_that_another_request_holds_or_that_is_gone_is_a_problem(
 
 def test_checks_of_settings_are_few_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each is a process: one more than allowed is refused, and one that takes too long is ended."""
-    monkeypatch.setattr(check_settings, "_CHECK_S", 0.02)
+    monkeypatch.setattr(actions, "_CHECK_S", 0.02)
     with pytest.raises(Problem, match="were not checked within"):
-        check_settings.check([], {}, tmp_path, tmp_path, command="train")
-    monkeypatch.setattr(check_settings, "_at_a_time", threading.BoundedSemaphore(1))
-    with check_settings._at_a_time, pytest.raises(Problem, match="many requests check settings now"):
-        check_settings.check([], {}, tmp_path, tmp_path, command="train")
+        actions.check([], {}, tmp_path, tmp_path, command="train")
+    monkeypatch.setattr(actions, "_at_a_time", threading.BoundedSemaphore(1))
+    with actions._at_a_time, pytest.raises(Problem, match="many requests check settings now"):
+        actions.check([], {}, tmp_path, tmp_path, command="train")
 
 
 def test_wrong_states_are_refused_with_what_to_do(api: Api, launcher: FakeLauncher):

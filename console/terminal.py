@@ -1,12 +1,56 @@
-"""Draw a curve with braille characters, each two columns and four rows of dots."""
+"""Print to a terminal: tables, durations, curves in braille characters, and text without control characters."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNBOUNDED = 100_000  # columns
+_KEPT = frozenset("\n\t")
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # [column][row from the top]
+
+
+def console() -> Console:
+    """Return a console for stdout; in a pipe or a file no cell is cut off."""
+    from rich.console import Console  # noqa: PLC0415  not every process that formats a duration prints a table
+
+    return Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
+
+
+def printable(text: object) -> str:
+    """Return a text with control characters as their escapes: printed, they could change what a terminal shows.
+
+    Line feeds and tabs are kept, except a carriage return, which would overwrite the line.
+    """
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c in _KEPT or not _is_control(c) else c.encode("unicode_escape").decode() for c in shown)
+
+
+def _is_control(letter: str) -> bool:
+    """Return True for C0, DEL, C1, surrogates, and the characters that change the direction of text."""
+    code = ord(letter)
+    return (
+        code < 0x20
+        or 0x7F <= code < 0xA0
+        or 0xD800 <= code < 0xE000
+        or 0x202A <= code <= 0x202E
+        or 0x2066 <= code <= 0x2069
+    )
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as ``m:ss``, or ``h:mm:ss`` from one hour."""
+    whole = max(int(seconds), 0)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def curve(values: Sequence[float], *, width: int, height: int, low: float, high: float) -> list[str]:
