@@ -18,7 +18,7 @@ from penstock.protocol.record.checkpoint_state import PARTIAL
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.recovery import durable_folders
+from penstock.trainer.recovery.durable_folders import commit_folder, raise_not_written, remove_folder, sync_tree
 from penstock.trainer.recovery.checkpoint_files import hash_files
 
 STATE_FILE = "state.json"
@@ -64,14 +64,14 @@ def commit(root: Path, state: TrainingState, write: Callable[[Path], None], *, k
         write(partial)
         complete = state.model_copy(update={"files": hash_files(partial)})
         (partial / STATE_FILE).write_text(complete.model_dump_json(indent=1), encoding="utf-8")
-        durable_folders.sync_tree(partial)
+        sync_tree(partial)
     except (OSError, RuntimeError) as err:  # torch raises RuntimeError when the disk is full
-        durable_folders.raise_not_written(partial, err)
+        raise_not_written(partial, err)
     crash_points.reach(CrashPoint.WRITTEN)
-    durable_folders.commit(partial, partial.with_name(partial.name.removesuffix(PARTIAL)))
+    commit_folder(partial, partial.with_name(partial.name.removesuffix(PARTIAL)))
     crash_points.reach(CrashPoint.COMMITTED)
     for old in _committed(root)[:-keep]:
-        durable_folders.remove(old)
+        remove_folder(old)
 
 
 def newest(root: Path) -> tuple[Path, TrainingState] | None:
@@ -124,7 +124,7 @@ def check_same(state: TrainingState, folder: Path, *, settings: Mapping[str, Any
 def remove_all(root: Path) -> None:
     """Remove every checkpoint."""
     for folder in _committed(root):
-        durable_folders.remove(folder)
+        remove_folder(folder)
     shutil.rmtree(root, ignore_errors=True)
 
 

@@ -71,7 +71,7 @@ from penstock.trainer.recovery.finished_run import SUMMARY_FILE
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
-from penstock.trainer.recovery.rolled_back import describe, read_rolled_back
+from penstock.trainer.recovery.rolled_back import describe_rolled_back, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.recovery.shared_folder import check_shared
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
@@ -505,7 +505,7 @@ def _evaluator(
 def _report_rolled_back(events: EventWriter, resumed: CheckpointState | None) -> None:
     """Cut metrics.jsonl back to the checkpoint, and report what is made again."""
     found = read_rolled_back(events.rewind(resumed.metrics_bytes if resumed else 0))
-    if text := describe(found, resumed_step=resumed.step if resumed else None):
+    if text := describe_rolled_back(found, resumed_step=resumed.step if resumed else None):
         events.write("log", {"text": text, "rolled_back": asdict(found)})
         log.warning(text)
 

@@ -7,7 +7,7 @@ import time
 
 import structlog
 
-log = structlog.get_logger("trainer.progress")
+progress_log = structlog.get_logger("trainer.progress")
 
 _LINES_PER_JOB = 10
 
@@ -32,7 +32,7 @@ class ProgressLine:
             sys.stderr.write(f"\r\x1b[K{self._job} {step}/{self._num_steps} {text}" + ("\n" if last else ""))
             sys.stderr.flush()
         elif last or step % max(1, self._num_steps // _LINES_PER_JOB) == 0:
-            log.info(self._job, step=step, of=self._num_steps, **{k: _rounded(v) for k, v in figures.items()})
+            progress_log.info(self._job, step=step, of=self._num_steps, **{k: _rounded(v) for k, v in figures.items()})
 
 
 def _short(value: float | str) -> str:

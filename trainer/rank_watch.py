@@ -20,7 +20,7 @@ import structlog
 from penstock.trainer.errors import RankUnresponsive
 from penstock.trainer.ranks import RankChannel
 
-log = structlog.get_logger("trainer.rank_watch")
+watch_log = structlog.get_logger("trainer.rank_watch")
 
 HUNG = 75  # exit code (EX_TEMPFAIL): started again, the run resumes
 _ASKED_PER_DEADLINE = 6
@@ -104,7 +104,7 @@ def _give_time(asked: float, deadline_s: float) -> None:
 
 def end_process(reason: str) -> None:
     """End this process at once, as a SIGKILL would: its main thread cannot be reached."""
-    log.error("a rank hangs: this process ends, so that all ranks are started again", reason=reason)
+    watch_log.error("a rank hangs: this process ends, so that all ranks are started again", reason=reason)
     sys.stderr.write(f"{reason}\n")
     sys.stderr.flush()
     os._exit(HUNG)

@@ -85,7 +85,7 @@ def _of_group(group: ReadyGroup, held: Sequence[np.ndarray], sampled: Sequence[n
     )
 
 
-def describe(verdict: BatchVerdict) -> str:
+def describe_batch(verdict: BatchVerdict) -> str:
     """Return the verdict as text: figures of the step and of each group, then whether it fails as the run did."""
     lines = [
         f"run {verdict.run_id}: the batch of step {verdict.step} alone, from {verdict.weights_from} (version {verdict.version})",

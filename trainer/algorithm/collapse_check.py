@@ -6,7 +6,7 @@ import structlog
 
 from penstock.trainer.errors import PolicyCollapsed
 
-log = structlog.get_logger("trainer.collapse")
+collapse_log = structlog.get_logger("trainer.collapse")
 
 PATIENCE = 3  # consecutive steps: one batch may be of easy prompts
 
@@ -25,7 +25,7 @@ class CollapseCheck:
             self._num_below = 0
             return
         self._num_below += 1
-        log.warning("entropy below trainer.min_entropy", step=step, entropy=entropy, limit=self._limit)
+        collapse_log.warning("entropy below trainer.min_entropy", step=step, entropy=entropy, limit=self._limit)
         if self._num_below >= PATIENCE:
             raise PolicyCollapsed(
                 f"step {step}: the entropy of the sampled tokens is {entropy:.3g} nats per token, below trainer.min_entropy = "

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = loaded.settings
     check_same_model(settings.run.folder, settings.model.path)
     check_same_ranks(settings.run.folder, settings.trainer.num_ranks)
-    if finished := finished_run.notice(settings):
+    if finished := finished_run.finished_notice(settings):
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"{finished}\n")
         return 0

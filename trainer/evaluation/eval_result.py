@@ -69,7 +69,7 @@ def summarise(
     tokens = [count for group in groups for count in group.generated.completion_tokens]
     finishes = [reason for group in groups for reason in group.generated.finish_reasons]
     num_samples = min(len(group.rewards) for group in groups)
-    correct = success.count(groups, rules)
+    correct = success.count_correct(groups, rules)
     by_group = correct.by_group
     ks = [2**i for i in range(num_samples.bit_length())] if num_samples > 1 else []
     return EvalResult(

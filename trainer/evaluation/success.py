@@ -82,7 +82,7 @@ class Correct:
     text: str  # the rules, or why they cannot be applied; empty without any
 
 
-def count(groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None]) -> Correct:
+def count_correct(groups: Sequence[ScoredGroup], rules: Mapping[str, SuccessRule | None]) -> Correct:
     """Count the correct completions of every group; ``rules`` are by group id."""
     of_groups = [rules.get(group.generated.group_id) for group in groups]
     known = [rule for rule in of_groups if rule is not None]

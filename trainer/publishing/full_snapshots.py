@@ -20,7 +20,7 @@ from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
-log = structlog.get_logger("trainer.full_snapshots")
+snapshot_log = structlog.get_logger("trainer.full_snapshots")
 
 _DENSE = 0.5  # a patch of this share of a full snapshot's size costs about as much as the full snapshot
 # A larger share costs more: each worker decodes the patch and writes it twice, after the one before it; a full snapshot
@@ -94,11 +94,11 @@ class FullSnapshots:
                 point=CrashPoint.ANCHOR_STORED,
             )
         except PenstockError as err:
-            log.warning("full snapshot not written; trying again when the next one is due", error=str(err))
+            snapshot_log.warning("full snapshot not written; trying again when the next one is due", error=str(err))
             return
         self.num_written += 1
         self.restart(written.as_anchor)
-        log.info(
+        snapshot_log.info(
             "full snapshot written",
             policy_version=snapshot.version,
             num_bytes=written.manifest.num_bytes,

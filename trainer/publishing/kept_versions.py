@@ -19,7 +19,7 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.publishing.weight_retention import KeepRule, best_versions, milestone_versions
 
-log = structlog.get_logger("trainer.kept_versions")
+kept_log = structlog.get_logger("trainer.kept_versions")
 
 _SWAPS = 5
 _FAILURES = 3  # sweeps in a row whose record could not be written, before the rest is collected without
@@ -46,7 +46,7 @@ class KeptVersionsKey:
             try:
                 self._write_results()
             except BusError as err:
-                log.warning("evaluated version not recorded yet", policy_version=evaluated.version, error=str(err))
+                kept_log.warning("evaluated version not recorded yet", policy_version=evaluated.version, error=str(err))
 
     def unwritten(self) -> set[PolicyVersion]:
         """Return the evaluated versions that are not recorded yet: they are pinned."""
@@ -67,7 +67,7 @@ class KeptVersionsKey:
             self._num_failures += 1
             if self._num_failures < _FAILURES:
                 raise
-            log.warning("no further version is kept: renew the rights of the trainer's NATS user", error=str(err))
+            kept_log.warning("no further version is kept: renew the rights of the trainer's NATS user", error=str(err))
             with self._lock:
                 self._unwritten.clear()
             return self.read()
@@ -111,7 +111,7 @@ class KeptVersionsKey:
         try:
             return decode(entry.value, KeptVersions), entry.revision
         except WireError as err:
-            log.warning("the record of kept versions cannot be read: it is written again", error=str(err))
+            kept_log.warning("the record of kept versions cannot be read: it is written again", error=str(err))
             return KeptVersions(), entry.revision
 
 
@@ -134,5 +134,5 @@ def _located(kept: KeptVersions, stored: Stored) -> KeptVersions:
         elif version in stored:
             best.append(one.model_copy(update={"manifest": stored[version][1]}))
         else:
-            log.warning("an evaluated version is not stored any more: it is not kept", policy_version=version)
+            kept_log.warning("an evaluated version is not stored any more: it is not kept", policy_version=version)
     return kept.model_copy(update={"best": tuple(best)})

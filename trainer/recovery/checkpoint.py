@@ -30,7 +30,7 @@ from penstock.protocol.record.checkpoint_state import (
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
-from penstock.trainer.recovery import durable_folders
+from penstock.trainer.recovery.durable_folders import commit_folder, raise_not_written, remove_folder, sync_tree
 from penstock.trainer.recovery.checkpoint_files import hash_files, missing_files
 
 
@@ -70,19 +70,19 @@ def commit(
         write(partial)
         data = _to_json(state, hash_files(partial))
         (partial / STATE_FILE).write_bytes(data)
-        durable_folders.sync_tree(partial)
+        sync_tree(partial)
     except Exception as err:
         confirm()  # raises LeaseLost if a new holder of the lease has removed the folder
         if isinstance(err, (OSError, RuntimeError)):  # torch raises RuntimeError when the disk is full
-            durable_folders.raise_not_written(partial, err)
+            raise_not_written(partial, err)
         raise
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
-    durable_folders.commit(
+    commit_folder(
         partial, final
     )  # one of its name is of a trainer that had lost its lease: never acknowledged
     for old, _ in committed(root)[:-keep]:
-        durable_folders.remove(old)
+        remove_folder(old)
     return data
 
 

@@ -12,14 +12,14 @@ from penstock.protocol.record.checkpoint_state import PARTIAL
 from penstock.trainer.errors import CheckpointError
 
 
-def commit(partial: Path, final: Path) -> None:
+def commit_folder(partial: Path, final: Path) -> None:
     """Give a folder, which `sync_tree` wrote to disk, its final name; a folder of that name is removed."""
     if final.exists():
-        remove(final)
+        remove_folder(final)
     files.replace(partial, final, sync_folder=True)
 
 
-def remove(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Rename a folder, then remove it, so that a crash leaves no incomplete one under its name."""
     removed = folder.with_name(folder.name + ".removed" + PARTIAL)
     files.replace(folder, removed)

@@ -11,7 +11,7 @@ from penstock.trainer.settings import TrainerSettings
 SUMMARY_FILE = "trainer.json"
 
 
-def notice(settings: TrainerSettings) -> str | None:
+def finished_notice(settings: TrainerSettings) -> str | None:
     """Return what to tell someone who starts a finished run again; None if the run has something to do.
 
     A run is finished when its trainer made all ``trainer.steps``, exported the model, evaluated it and exited.

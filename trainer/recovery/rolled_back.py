@@ -39,7 +39,7 @@ def read_rolled_back(lines: bytes) -> RolledBack:
     return RolledBack(steps, groups, seconds)
 
 
-def describe(found: RolledBack, *, resumed_step: int | None) -> str:
+def describe_rolled_back(found: RolledBack, *, resumed_step: int | None) -> str:
     """Return the sentence for log and panel; "" when a new run starts. ``resumed_step``: of the checkpoint, None without one."""
     if resumed_step is None and not found.steps:
         return ""
