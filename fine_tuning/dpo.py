@@ -12,15 +12,15 @@ from torch import Tensor
 
 from penstock.fine_tuning.length import Length
 from penstock.fine_tuning.loop import Made, Plan, Training
-from penstock.fine_tuning.result import Result
 from penstock.fine_tuning.session import load_trained, open_folder, plan_of
+from penstock.fine_tuning.training_folder import Result
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.pairs import Pair, PairSet
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.learner.load_model import load_reference
-from penstock.trainer.learner.pairs.pair_planner import PairPlanner, Scorer, mean_tokens_of
-from penstock.trainer.learner.pairs.preference_objective import Answers, mean_figures
+from penstock.trainer.learner.pair_planner import PairPlanner, Scorer, mean_tokens_of
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.preference_objective import Answers, mean_figures
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from penstock.fine_tuning.loop import Made, Training
-from penstock.fine_tuning.result import Result
 from penstock.fine_tuning.reward_scorer import load_reward_model
 from penstock.fine_tuning.session import open_folder, plan_of, seed_random_numbers
+from penstock.fine_tuning.training_folder import Result
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
 from penstock.trainer.algorithm.objective import Outcome
 from penstock.trainer.data.pairs import Ids, Pair, PairSet
-from penstock.trainer.learner.pairs.pair_batches import plan_pairs
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.preference_objective import plan_pairs
 from penstock.trainer.learner.trainable import optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks

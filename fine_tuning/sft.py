@@ -15,8 +15,8 @@ import numpy as np
 import structlog
 
 from penstock.fine_tuning.loop import Made, Training
-from penstock.fine_tuning.result import Result
 from penstock.fine_tuning.session import load_trained, open_folder, plan_of
+from penstock.fine_tuning.training_folder import Result
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches

@@ -40,12 +40,9 @@ from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.eval_settings import DATA_EVAL
-from penstock.trainer.evaluation.early_stop import EarlyStop, stored_scores
-from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
+from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, SuccessRules
 from penstock.trainer.evaluation.evaluate import EvaluatedSource, Evaluator
-from penstock.trainer.evaluation.evaluation_log import EvaluationLog
-from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
-from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationLog, EvaluationSchedule, stored_scores
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
 from penstock.trainer.groups.mixture import Mixture
@@ -53,37 +50,32 @@ from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.captured_state import CheckpointWriter
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
+from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.vision_check import check_environments, check_vision
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.preflight import check_is_newest, check_resume, check_rewards, connect
+from penstock.trainer.preflight import check_is_newest, check_resume, check_rewards, check_shared, connect
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
-from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
-from penstock.trainer.rank_watch import RankWatch, answer_watch, end_process
+from penstock.trainer.rank_orders import RankWatch, answer_watch, end_process
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
-from penstock.trainer.recovery.checkpoint_files import verify_files
-from penstock.trainer.recovery.finished_run import SUMMARY_FILE
+from penstock.trainer.recovery.checkpoint import verify_files
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.recorded_settings import changed_settings
-from penstock.trainer.recovery.rolled_back import describe_rolled_back, read_rolled_back
+from penstock.trainer.recovery.resume_checks import SUMMARY_FILE, describe_rolled_back, read_rolled_back
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
-from penstock.trainer.recovery.shared_folder import check_shared
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 from penstock.trainer.settings import DataSettings, TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
 from penstock.trainer.telemetry import trainer_metrics
-from penstock.trainer.telemetry.event_writer import METRICS_FILE, EventWriter
+from penstock.trainer.telemetry.event_writer import METRICS_FILE, EventWriter, StepReporter
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter
-from penstock.trainer.telemetry.queue_reader import QueueReader
-from penstock.trainer.telemetry.step_reporter import StepReporter
-from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
+from penstock.trainer.telemetry.trainer_metrics import QueueReader, TrainerMetrics
 from penstock.trainer.training import Training
 
 log = structlog.get_logger("trainer.assemble")

@@ -6,6 +6,7 @@ The data files and the model folder are checked where they are opened.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -35,6 +36,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet
 from penstock.trainer.errors import CheckpointError, UnknownReward
 from penstock.trainer.publishing.head import read_head
+from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer.preflight")
@@ -243,3 +245,29 @@ def _plain_first(missing: set[str], defined: Mapping[str, str]) -> list[str]:
 def _near(name: str, offers: list[RewardsOffered]) -> str:
     near = nearest(name, offers)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
+
+
+_VISIBLE_S = 10.0  # a file that one node has made may be seen late on another, by a network file system
+
+
+def check_shared(folder: Path, ranks: Ranks, *, deadline_s: float = _VISIBLE_S) -> None:
+    """Make a file on rank 0 and look for it on every rank (all ranks); raises ConfigError on each if one does not see it."""
+    if ranks.num_ranks == 1:
+        return
+    name = ""
+    if ranks.is_leader:
+        name = f".seen-by-all-{secrets.token_hex(8)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    mark = folder / ranks.broadcast(name or None)
+    deadline = time.monotonic() + deadline_s
+    while not (is_seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (num_seeing,) = ranks.sum([float(is_seen)])
+    if ranks.is_leader:
+        mark.unlink()
+    if num_seeing < ranks.num_ranks:
+        raise ConfigError(
+            f"run.dir: {folder.absolute()} of rank 0 is seen by {num_seeing:.0f} of {ranks.num_ranks} ranks; every rank writes its "
+            "part of a checkpoint there: set run.dir to a folder on storage that all nodes share, at the same path"
+        )

@@ -1,7 +1,7 @@
 """The measures of a run's success, in one definition for panel, report, plot, list of runs and JSON; pure.
 
 Held-out prompts show accuracy where the reward says what is correct, else the mean reward. An evaluation without ``accuracy`` is one of a reward
-without a threshold of success (`trainer/evaluation/success.py`).
+without a threshold of success (`trainer/evaluation/eval_result.py`).
 """
 
 from __future__ import annotations

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.corrections.effective_sample_size import learning_rate_factor
 from penstock.trainer.algorithm.corrections.interface import CorrectionFunction, Drift
-from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths
-from penstock.trainer.algorithm.corrections.ratios import Level, divergence, log_weights
-from penstock.trainer.algorithm.corrections.stale_negatives import weigh_negatives
+from penstock.trainer.algorithm.corrections.m2po import m2po, m2po_clip_widths
+from penstock.trainer.algorithm.corrections.ratios import (
+    Level,
+    divergence,
+    learning_rate_factor,
+    log_weights,
+    weigh_negatives,
+)
 from penstock.trainer.algorithm.distillation import DistillTerm, of_teacher
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate, kl_penalty
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
@@ -331,3 +337,37 @@ class CrossEntropy:
     def lr_factor(self, sums: Mapping[str, float]) -> float:
         """Return 1: the schedule alone sets the learning rate."""
         return 1.0
+
+
+def build_objective(settings: AlgorithmSettings) -> PolicyGradient:
+    """Return what the trainer minimises; raises ValueError when two corrections have one name."""
+    loss = settings.parts.loss.value
+    drift_rule = settings.options_of(m2po)
+    return PolicyGradient(
+        loss=loss.fn,
+        options=settings.options_of(loss).model_dump(),
+        anchor="proximal" if settings.uses_proximal else "behaviour",
+        many_updates=settings.many_updates,
+        negative_weight=settings.negative_weight,
+        stale_weight=settings.stale_negative_weight,
+        corrections=_corrections(settings),
+        m2po_budget=drift_rule.m2po_budget,
+        m2po_form=drift_rule.m2po_form,
+        kl=KlTerm(settings.kl_form, settings.kl_coefficient, settings.kl_unbiased) if settings.kl_coefficient else None,
+        distill=DistillTerm(settings.distill_form, settings.distill_coefficient, settings.distill_clip)
+        if settings.distill_coefficient
+        else None,
+        entropy_coefficient=settings.entropy_coefficient,
+        ess=EssRule(settings.ess_level, settings.ess_power, settings.ess_floor)
+        if settings.ess_level != "off"
+        else None,
+    )
+
+
+def _corrections(settings: AlgorithmSettings) -> dict[str, CorrectionFunction]:
+    found: dict[str, CorrectionFunction] = {}
+    for one in settings.parts.corrections:
+        if one.value.name in found:
+            raise ValueError(f"two corrections are named {one.value.name!r}; rename the function of {one.name}")
+        found[one.value.name] = partial(one.value.fn, **settings.options_of(one.value).model_dump())
+    return found

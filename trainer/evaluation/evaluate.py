@@ -30,8 +30,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.eval_settings import EvalSettings
-from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
-from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, SuccessRules, summarise
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens

@@ -21,7 +21,7 @@ from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcom
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.captured_state import CapturedPart, random_state_name
-from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of
+from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy

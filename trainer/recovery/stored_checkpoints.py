@@ -45,8 +45,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.recovery.durable_folders import commit_folder, sync_tree
-from penstock.trainer.recovery.checkpoint_files import missing_files, path_of
+from penstock.trainer.recovery.checkpoint import commit_folder, missing_files, path_of, sync_tree
 
 log = structlog.get_logger("trainer.recovery.stored_checkpoints")
 
