@@ -14,8 +14,8 @@ from penstock.fine_tuning.length import Length
 from penstock.fine_tuning.loop import Made, Plan, Training
 from penstock.fine_tuning.session import load_trained, open_folder, plan_of
 from penstock.fine_tuning.training_folder import Result
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.pairs import Pair, PairSet
+from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.learner.load_model import load_reference
 from penstock.trainer.learner.pair_planner import PairPlanner, Scorer, mean_tokens_of
@@ -112,12 +112,11 @@ def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Resul
 def open_pairs(settings: TrainerSettings, files: Sequence[Path], dims: ParallelDims) -> PairSet:
     """Open preference rows, and log what was read; raises MalformedData or ConfigError."""
     data = settings.data
-    tokenizer = ChatTokenizer.read(
-        settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
-    )
     longest = settings.trainer.micro_batch_tokens // 2  # both answers of a pair are in one micro-batch
     one_answer = settings.dpo.takes_one_answer
-    pairs = PairSet.open(files, data=data, tokenizer=tokenizer, max_tokens=longest, takes_one_answer=one_answer)
+    pairs = PairSet.open(
+        files, data=data, tokenizer=read_tokenizer(settings), max_tokens=longest, takes_one_answer=one_answer
+    )
     if dims.writes_files:
         for path, count in pairs.num_rows.items():
             log.info("data read", file=str(path), rows=count)

@@ -34,7 +34,6 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
 from penstock.trainer.algorithm.engine_check import EngineCheck
 from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
-from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.errors import EngineMismatch, PolicyCollapsed, TrainingDiverged
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.learner.build_learner import build_learner
@@ -45,7 +44,7 @@ from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.recovery.checkpoint import verify_files
+from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields

@@ -37,7 +37,6 @@ from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.learner.build_learner import build_learner
@@ -47,7 +46,7 @@ from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import run_record_writer
-from penstock.trainer.recovery.checkpoint import verify_files
+from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings, what_steps_read
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 from penstock.trainer.settings import TrainerSettings

@@ -14,7 +14,7 @@ from itertools import islice
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.trainer.data.row_files import RowFile
 from penstock.trainer.errors import MalformedData
-from penstock.trainer.settings import DataSettings
+from penstock.trainer.settings import DataSettings, TrainerSettings
 
 _NAMES: Mapping[str, Sequence[str]] = {  # the likeliest first
     "prompt": (
@@ -131,3 +131,10 @@ def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: C
         tokenizer.encode(text, add_special_tokens=True) if is_plain else ids
         for text, is_plain, ids in zip(texts, begin_plain, encoded, strict=True)
     ]
+
+
+def read_tokenizer(settings: TrainerSettings) -> ChatTokenizer:
+    """Return the tokenizer of ``model.path`` with its chat template, which must exist where the settings render chats with it."""
+    data = settings.data
+    renders_chats = data.text_prompts == "chat" and data.from_run is None
+    return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=renders_chats)

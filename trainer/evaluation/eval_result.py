@@ -1,4 +1,4 @@
-"""The result of an evaluation: accuracy, rewards and pass@k of held-out groups, and which completions count as correct; pure.
+"""One evaluation: its prompts, the groups that it waits for, and its result (accuracy, rewards, pass@k); pure.
 
 The run file says from which reward, or from which scores of the reward's parts, a completion is correct (``reward.success``); otherwise the
 built-in graders whose rewards are 0 or 1 do. For any other reward (a length, a weighted sum, an endpoint) there is no accuracy: its mean is
@@ -7,14 +7,18 @@ reported under its own name.
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.protocol.config.reward_settings import SuccessThreshold
-from penstock.protocol.facts import RewardRequest, ScoredGroup
+from penstock.protocol.facts import BlobRef, RewardRequest, Sampling, ScoredGroup
 from penstock.protocol.rewards_offered import RewardsOffered
-from penstock.trainer.data.dataset import AUTO_REWARD
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.data.dataset import AUTO_REWARD, Prompt, PromptSet
+from penstock.trainer.eval_settings import EvalSettings
 
 _ROUNDING = 1e-6  # a reward this far below its threshold reaches it
 
@@ -173,3 +177,90 @@ def summarise(
         eval_s=eval_s,
         success=correct.text,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedSource:
+    """Held-out prompts that are evaluated together, and how: one source of the run file."""
+
+    name: str
+    prompts: PromptSet
+    settings: EvalSettings  # of this source
+    sampling: Sampling
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts are evaluated."""
+        return min(self.settings.num_prompts or len(self.prompts), len(self.prompts))
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """An evaluation under way: the groups that it waits for, and those that have arrived."""
+
+    version: PolicyVersion
+    source: EvaluatedSource
+    step: int
+    started: float
+    waiting_for: set[str]
+    is_of_session: bool = True  # False: an earlier session issued its groups, perhaps with other settings
+    is_issued: bool = False
+    groups: dict[str, ScoredGroup] = field(default_factory=dict)
+    packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
+    dead_lettered: dict[str, str] = field(default_factory=dict)  # the reason, by group id; they may arrive all the same
+    changed_at: float = field(default_factory=time.monotonic)  # when a group or a dead letter arrived
+    failure: str = ""
+    is_closed: bool = False  # its result is reported and its groups are closed in the accounting
+
+    def note_dead_letter(self, group_ids: Iterable[str], reason: str) -> None:
+        """Note the reason for those of the groups that it waits for."""
+        self.dead_lettered |= dict.fromkeys(self.waiting_for.intersection(group_ids), reason)
+        self.changed_at = time.monotonic()
+
+    @property
+    def only_dead_lettered_are_missing(self) -> bool:
+        """Whether every group that has not arrived is named by a dead letter."""
+        return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.failure) or not self.waiting_for
+
+
+class NumberedSources:
+    """The sources of an evaluator, their prompts numbered together; group ids follow from version and number."""
+
+    def __init__(self, sources: Sequence[EvaluatedSource]) -> None:
+        self.sources = tuple(sources)
+        ends = list(itertools.accumulate((source.num_prompts for source in sources), initial=0))
+        self.numbers = {s.name: range(*span) for s, span in zip(sources, itertools.pairwise(ends), strict=True)}
+
+    def prompt(self, source: EvaluatedSource, number: int) -> Prompt:
+        return source.prompts[number - self.numbers[source.name].start]
+
+    def ids(self, version: PolicyVersion, name: str) -> set[str]:
+        return {group_id_of(version, number) for number in self.numbers.get(name, ())}
+
+    def all_ids(self, version: PolicyVersion) -> set[str]:
+        return {group_id for name in self.numbers for group_id in self.ids(version, name)}
+
+    def by_source(self, ids: Iterable[str]) -> dict[str, set[str]]:
+        """Return group ids by source; those beyond the present prompts with the last source."""
+        by_name: dict[str, set[str]] = {}
+        for group_id in ids:
+            number = index_of(group_id)
+            name = next((name for name, numbers in self.numbers.items() if number in numbers), self.sources[-1].name)
+            by_name.setdefault(name, set()).add(group_id)
+        return by_name
+
+
+def group_id_of(version: PolicyVersion, index: int) -> str:
+    return f"eval.v{version}.p{index}"
+
+
+def index_of(group_id: str) -> int:
+    return int(group_id.rpartition(".p")[2])
+
+
+def version_of(group_id: str) -> PolicyVersion:
+    return PolicyVersion(int(group_id.split(".")[1].removeprefix("v")))

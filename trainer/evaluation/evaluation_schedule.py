@@ -11,10 +11,12 @@ from typing import Any
 
 import structlog
 
+from penstock.protocol.facts import KeptVersion
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.eval_settings import DATA_EVAL, BestBy, EvalSettings
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
 from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.publishing.weight_gc import KeptVersionsKey
 from penstock.trainer.telemetry.event_writer import EventWriter
 
 
@@ -94,12 +96,13 @@ log = structlog.get_logger("trainer.evaluation.evaluation_log")
 
 
 class EvaluationLog:
-    """The results of this session."""
+    """The results of this session: written as events, and compared by the source and metric that decide between versions."""
 
-    def __init__(self, events: EventWriter, primary: str = DATA_EVAL) -> None:
-        """Start empty; ``primary`` is the source that versions are compared by."""
-        self._events = events
-        self._primary = primary
+    def __init__(
+        self, events: EventWriter, best: BestBy | None, early_stop: EarlyStop, kept_versions: KeptVersionsKey
+    ) -> None:
+        self._events, self._best = events, best
+        self._early_stop, self._kept_versions = early_stop, kept_versions
         self.results: list[EvalResult] = []
 
     def add(self, result: EvalResult | LostEvaluation) -> None:
@@ -111,12 +114,15 @@ class EvaluationLog:
             self._events.write("evaluation_lost", {"text": text, **asdict(result)})
             log.warning("evaluation lost", policy_version=result.version, step=result.step, reason=result.reason)
             return
+        is_primary = result.split == (self._best.source if self._best is not None else DATA_EVAL)
+        if is_primary and self._best is not None:
+            self._compare(result, self._best.metric)  # before the evaluator unpins the version
         self.results.append(result)
         fields = asdict(result)
         fields["pass_at"] = {str(k): share for k, share in result.pass_at.items()}
         if result.split != DATA_EVAL:
             fields["name"] = result.split  # trackers give a named evaluation a series of its own
-        self._events.write("eval", {**fields, "primary": result.split == self._primary})
+        self._events.write("eval", {**fields, "primary": is_primary})
         log.info(
             "evaluated",
             source=result.split,
@@ -124,6 +130,15 @@ class EvaluationLog:
             accuracy=result.accuracy,
             reward=result.reward_mean,
         )
+
+    def _compare(self, result: EvalResult, metric: str) -> None:
+        if (scored := result.score_by(metric)) is None:
+            log.warning("version not compared: the metric is not measured", metric=metric, source=result.split)
+            return
+        measure, score = scored
+        version = KeptVersion(version=result.version, step=result.step, measure=measure, score=score)
+        self._kept_versions.add_result(version)
+        self._early_stop.add(result.step, measure, score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +198,10 @@ class EarlyStop:
         return None if end is None else {**asdict(end), "text": end.text}
 
 
-def stored_scores(metrics: Path, by: BestBy) -> Iterator[tuple[int, float]]:
+def stored_scores(metrics: Path, by: BestBy | None) -> Iterator[tuple[int, float]]:
     """Yield steps and scores of the evaluations in a ``metrics.jsonl``, of the source and metric that decide."""
+    if by is None:
+        return
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError:

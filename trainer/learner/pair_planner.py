@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import Outcome, PolicyGradient
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.pairs import Pair, PairSet
+from penstock.trainer.data.row_checks import read_tokenizer
 from penstock.trainer.dpo_settings import DpoSettings
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.preference_objective import (
@@ -177,32 +177,19 @@ class MixedObjective:
     pairs: PreferenceObjective
     coefficient: float  # of the pairs' loss
 
+    needs_teacher_kl = False  # settings refuse a teacher's likeliest tokens, which pairs have not
+
     @property
     def needs_entropy(self) -> bool:
-        """Whether entropies come with the log-probabilities; those of pairs are not read."""
         return self.groups.needs_entropy
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the KL over the whole vocabulary comes with them; that of pairs is not read."""
         return self.groups.needs_full_kl
 
-    @property
-    def needs_teacher_kl(self) -> bool:
-        """Return False: settings refuse a teacher's likeliest tokens, which pairs have not."""
-        return False
-
-    def __call__(
-        self,
-        logprobs: Tensor,
-        batch: MicroBatch,
-        entropies: Tensor | None = None,
-        full_kl: Tensor | None = None,
-        teacher_kl: Tensor | None = None,
-    ) -> Outcome:
-        """Return the loss of a micro-batch of either kind."""
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         if not isinstance(batch, PairBatch):
-            return self.groups(logprobs, batch, entropies, full_kl, teacher_kl)
+            return self.groups(logprobs, batch, **scores)
         found = self.pairs(logprobs, batch)
         sums = {"loss": found.loss.detach(), **found.sums}
         return Outcome(
@@ -212,7 +199,6 @@ class MixedObjective:
         )
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return the factor on the learning rate that the groups' objective asks for."""
         return self.groups.lr_factor(sums)
 
 
@@ -249,13 +235,10 @@ def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
     if not settings.algorithm.dpo_coefficient:
         return None
     data, num_wanted = settings.data, settings.dpo.batch_size
-    tokenizer = ChatTokenizer.read(
-        settings.model.path, arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
-    )
     pairs = PairSet.open(
         data.train_files,
         data=data,
-        tokenizer=tokenizer,
+        tokenizer=read_tokenizer(settings),
         max_tokens=settings.trainer.micro_batch_tokens // 2,  # both answers of a pair are in one micro-batch
         skips_prompts=True,
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches
-from penstock.trainer.algorithm.objective import Outcome
+from penstock.trainer.algorithm.objective import Outcome, PlainObjective
 from penstock.trainer.algorithm.preferences.interface import Divergence, Pairs, WeighedLoss, combined
 from penstock.trainer.data.pairs import Ids, Pair
 
@@ -177,7 +177,7 @@ def coupled_loss(
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceObjective:
+class PreferenceObjective(PlainObjective):
     """Minimises a preference on one batch of ``num_pairs``."""
 
     preference: Preference
@@ -185,18 +185,7 @@ class PreferenceObjective:
     mean_chosen_tokens: float
     kl: float = 0.0
 
-    needs_entropy = False
-    needs_full_kl = False
-    needs_teacher_kl = False
-
-    def __call__(
-        self,
-        logprobs: Tensor,
-        batch: MicroBatch,
-        entropies: Tensor | None = None,
-        full_kl: Tensor | None = None,
-        teacher_kl: Tensor | None = None,
-    ) -> Outcome:
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         """Return the loss of a micro-batch of pairs."""
         assert isinstance(batch, PairBatch)
         answers = answers_of(logprobs, batch, self.preference.length_alpha)
@@ -209,10 +198,6 @@ class PreferenceObjective:
             loss = linear - linear.detach() + batch.loss_share
         sums: dict[str, Tensor | float] = {"tokens": float(len(logprobs)), **self.preference.figures(answers)}
         return Outcome(loss=loss.float() if batch.num_pairs else logprobs.sum(), sums=sums, maxima={})
-
-    def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return 1: the schedule alone sets the learning rate."""
-        return 1.0
 
 
 def mean_figures(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:

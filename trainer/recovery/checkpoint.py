@@ -70,6 +70,7 @@ def raise_not_written(partial: Path, err: Exception) -> NoReturn:
     ) from err
 
 
+CHECKPOINTS = "checkpoints"  # in the folder of a run
 log = structlog.get_logger("trainer.recovery.checkpoint_files")
 
 _THREADS = 8  # hashed at the same time; hashlib releases the interpreter lock
