@@ -36,7 +36,6 @@ from torch import Tensor
 from penstock.deploy import quickstart_task
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.corrections.importance import importance
 from penstock.trainer.algorithm.estimators.grpo import grpo
 from penstock.trainer.algorithm.estimators.interface import Outcomes
@@ -48,8 +47,8 @@ from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.losses.sapo import sapo
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.losses.topr import topr_token
-from penstock.trainer.algorithm.objective import EssRule, PolicyGradient
-from penstock.trainer.learner.learning_rate import lr_factor
+from penstock.trainer.algorithm.objective import EssRule, PolicyGradient, build_objective
+from penstock.trainer.learner.deepspeed_config import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PPO = {"clip_low": 0.2, "clip_high": 0.2}

@@ -38,15 +38,14 @@ from penstock.deploy.plan.memory.plan_inputs import Batch, PlanInputs
 from penstock.trainer import process_memory
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.load_model import prepare
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.trainable import Optimisation, Trainable, import_deepspeed
-from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets
 from penstock.trainer.ranks import Ranks
 

@@ -18,8 +18,7 @@ from pydantic import BaseModel
 
 from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.resumption import notes
-from penstock.fine_tuning.own_section import OwnSection
-from penstock.fine_tuning.sections import DPO, RM, SFT
+from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
 from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError

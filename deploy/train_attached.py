@@ -42,7 +42,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.commands.train import OUTAGE
 from penstock.trainer.data.run_length import known_steps
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.settings import TrainerSettings
 
 _POLL_S = 0.2
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             if not nodes.is_first:
                 launch.replace_process(command)
-        if finished := finished_run.notice(settings):
+        if finished := resume_checks.finished_notice(settings):
             return say_finished(settings.run.folder.absolute(), finished, as_json=options.json)
         check_inputs(settings)
         trackers = TrackerProcesses(rest, os.environ)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(f"run {settings.run.id}: the trainer's log is {trainer.log}", file=sys.stderr)
                 code, summary = _watch(trainer, trackers, settings, steps, quiet=options.json)
             # a signal that came after the last step stopped nothing
-            is_done = code == 0 or (trainer.stop_requested and finished_run.notice(settings) is not None)
+            is_done = code == 0 or (trainer.stop_requested and resume_checks.finished_notice(settings) is not None)
             if is_done and summary is not None:
                 write_report(settings.run.folder.absolute(), summary, as_json=options.json)
                 for line in trackers.finish():

@@ -27,7 +27,7 @@ from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.record import pause_request
 from penstock.protocol.transport.bus import Bus
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 
 _POLL_S = 0.2
 _STOPPED_ON_REQUEST = 130
@@ -81,7 +81,7 @@ def _train(
                 LocalRun(rest, num_workers=options.workers, reward_files=options.serve, tls=options.tls)
             )
             page = stack.enter_context(PageProcess(run.folder, is_wanted=options.page, as_json=options.json))
-            if finished := finished_run.notice(run.settings):
+            if finished := resume_checks.finished_notice(run.settings):
                 return say_finished(run.folder, finished, as_json=options.json)
             run.check()
             for note in [*resumption.start_notes(rest, os.environ), *missing_rewards(run.settings, options.serve)]:

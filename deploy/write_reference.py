@@ -36,8 +36,8 @@ from penstock.reward_service.hosting import serve, serve_grader, serve_judge
 from penstock.reward_service.registry.built_in import BUILT_INS
 from penstock.rollout_service.engines.engine_kind import ENGINES
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
+from penstock.trainer.algorithm.chosen_parts import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
 from penstock.trainer.algorithm.presets import PRESETS
-from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
 from penstock.trainer.commands import data_check
 
 _NAMES = ("trainer", "rollout worker", "reward service", "trackers")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError, PenstockError
-from penstock.reward_model.conversation import Form, Reading, Unusable
+from penstock.reward_model.classifier import Form, Reading, Unusable
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import served_reward
 

@@ -22,8 +22,7 @@ from penstock.protocol.weights.signature import SigningKey
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import VersionPublisher
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
-from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import VersionWriter
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets, read_buckets

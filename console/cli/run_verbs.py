@@ -319,8 +319,7 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
         Print one JSON object.
     """
     from penstock.console.record import stored_run
-    from penstock.forensics.rescore.rescore import RescoreOptions, rescore, service_for
-    from penstock.forensics.rescore.rescoring import Rule, parse_weights
+    from penstock.forensics.rescore.rescore import RescoreOptions, Rule, parse_weights, rescore, service_for
 
     rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
     typed = sys.argv[1:] if reward or not serve else [*sys.argv[1:], "--reward", serve[0].stem]

@@ -12,8 +12,7 @@ from penstock.deploy.config_import.found import Found, readable, unassigned
 from penstock.deploy.config_import.rule_table import rule_for
 from penstock.deploy.config_import.rules import epochs
 from penstock.deploy.config_import.translation import Line, Outcome, Translation
-from penstock.fine_tuning.own_section import OwnSection
-from penstock.fine_tuning.sections import DPO, SFT
+from penstock.fine_tuning.sections import DPO, SFT, OwnSection
 from penstock.protocol.config.foreign_config import ALIASES, RENAMED, SYSTEMS, Alias, advice, prefix_advice
 
 _PATHS = ("model.path", "data.train", "data.eval", "critic.path", "run.dir", "algorithm.reference_path")

@@ -34,7 +34,7 @@ from penstock.protocol.facts import RewardRequest
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.connections import Connections
-from penstock.trainer.evaluation.success import SuccessRule, SuccessRules
+from penstock.trainer.evaluation.eval_result import SuccessRule, SuccessRules
 from penstock.trainer.groups.completion_texts import CompletionTexts
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.preflight import check_rewards

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from penstock.console import connections
 from penstock.deploy.bootstrap import ConnectionSettings
-from penstock.forensics.backup.restore import restore
-from penstock.forensics.backup.save import checkpoint_elsewhere, inputs_of, save
-from penstock.forensics.backup.saved_run import SavedRun
+from penstock.forensics.backup.saved_run import SavedRun, checkpoint_elsewhere, inputs_of, restore, save
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import PenstockError

@@ -132,8 +132,8 @@ def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Pa
 
 
 def _lead_batch(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
-    from penstock.forensics.replay.batch_verdict import describe as describe_batch  # noqa: PLC0415  as above
     from penstock.forensics.replay.replay_batch import BatchReplay  # noqa: PLC0415
+    from penstock.forensics.replay.replay_verdict import describe_batch  # noqa: PLC0415  as above
 
     del files  # they say where the run is
     folder = find_batch(settings.run.folder, options.batch)

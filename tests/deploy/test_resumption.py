@@ -16,7 +16,7 @@ from penstock.deploy import quickstart, resumption, train_attached, train_local
 from penstock.fine_tuning import __main__ as fine_tuning
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import config_document, load
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_was_stopped_after_its_end_is_not_to_be_resumed(
         if code:  # its summary is the last that a trainer writes
             (tmp_path / "run").mkdir(exist_ok=True)
             summary = {"run_id": "run", "steps": 100, "complete": True}
-            (tmp_path / "run" / finished_run.SUMMARY_FILE).write_text(json.dumps(summary))
+            (tmp_path / "run" / resume_checks.SUMMARY_FILE).write_text(json.dumps(summary))
         return code, RunView("run").summary()
 
     monkeypatch.setattr(train_attached, "create_what_is_missing", lambda _: None)

@@ -12,7 +12,7 @@ from tests.servers import wait_for
 
 RANK = """
 import os, sys, time
-from penstock.trainer.commands.stop_signals import end_with_torchrun
+from penstock.trainer.commands.run_command import end_with_torchrun
 end_with_torchrun(os.environ)
 print(os.getpid(), flush=True)
 time.sleep(600)

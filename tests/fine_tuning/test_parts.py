@@ -18,8 +18,7 @@ from tests.examples import examples
 from penstock.console.report import fine_tuned
 from penstock.fine_tuning import checkpoints
 from penstock.fine_tuning.checkpoints import TrainingState
-from penstock.fine_tuning.early_stop import Best
-from penstock.fine_tuning.length import Length, check_warmup
+from penstock.fine_tuning.length import Best, Length, check_warmup
 from penstock.fine_tuning.rm import RewardTask, ScoredBatch
 from penstock.fine_tuning.training_folder import TrainingFolder
 from penstock.protocol.errors import ConfigError

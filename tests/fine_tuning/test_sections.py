@@ -10,8 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from penstock import fine_tuning, trainer
-from penstock.fine_tuning.own_section import READ, OwnSection, check_ranks
-from penstock.fine_tuning.sections import DPO, RM, SFT
+from penstock.fine_tuning.sections import DPO, READ, RM, SFT, OwnSection, check_ranks
 from penstock.protocol.config.run_file import load, values_of
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.settings import TrainerSettings
@@ -86,11 +85,9 @@ def test_the_source_reads_what_is_listed():
     root, own = Path(trainer.__file__).parent, Path(fine_tuning.__file__).parent
     files = [*own.glob("*.py"), *(root / "commands").glob("*.py")]
     files += [root / f"{name}settings.py" for name in ("", "model_", "data_", "rollout_", "optimizer_")]
-    files += [
-        root / "data" / f"{name}.py" for name in ("turns", "pairs", "pair_rows", "row_formats", "row_checks", "inputs")
-    ]
+    files += [root / "data" / f"{name}.py" for name in ("turns", "pairs", "row_formats", "row_checks", "inputs")]
     code = "\n".join(file.read_text().partition("READ = ")[0] for file in files)
-    code += (own / "own_section.py").read_text().partition("def check_ranks")[2]  # after the list itself
+    code += (own / "sections.py").read_text().partition("def check_ranks")[2]  # after the list itself
     for key in READ - {"run.id", "run.dir"} | SFT.also_read:
         *sections, name = key.split(".")
         owners = [f"settings.{'.'.join(sections)}", sections[-1], "data", "_data", "self"]

@@ -14,9 +14,7 @@ from penstock.console.tools.removal import RunIsActive, running_services
 from penstock.deploy.bootstrap import delete_run
 from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.forensics.backup import saved_run
-from penstock.forensics.backup.restore import restore
-from penstock.forensics.backup.save import save
-from penstock.forensics.backup.saved_run import BackupBroken, SavedRun
+from penstock.forensics.backup.saved_run import BackupBroken, SavedRun, restore, save
 from penstock.protocol import heartbeats, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import BlobError, BusRefused, ConfigError

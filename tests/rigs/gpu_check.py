@@ -40,8 +40,7 @@ from penstock.protocol.files import atomic_write
 from penstock.trainer.algorithm.packed_rows import Layout, pack
 from penstock.trainer.learner.attention import backends
 from penstock.trainer.learner.trainable import import_deepspeed
-from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
 
 QWEN3_06B = Configuration(

@@ -18,7 +18,7 @@ from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.inputs import resolve_inputs
 from penstock.trainer.data.messages import text_of
-from penstock.trainer.data.pair_rows import holds_pair
+from penstock.trainer.data.pairs import holds_pair
 from penstock.trainer.data.read_rows import PromptRow, prompt_row, rename
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.errors import MalformedData

@@ -8,8 +8,7 @@ from typing import Literal
 
 from penstock.deploy.plan.memory.estimate import Pass
 from penstock.deploy.plan.memory.model_shape import BFLOAT16, FLOAT32, Method, ModelShape
-from penstock.trainer.algorithm.balanced_bins import balanced, units_of
-from penstock.trainer.algorithm.packed_rows import Prefixes
+from penstock.trainer.algorithm.packed_rows import Prefixes, balanced, units_of
 from penstock.trainer.attention_choice import Attention, expected_backend
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.settings import TrainerSettings

@@ -7,7 +7,7 @@ import torch
 from penstock.console.report import learning
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
-from penstock.trainer.learner.pairs.mixed_pairs import pair_figures
+from penstock.trainer.learner.pair_planner import pair_figures
 
 
 def test_critic_metrics_are_shown() -> None:

@@ -25,8 +25,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
 from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
-from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
-from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.snapshot import ModelWeights
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
 from penstock.trainer.publishing.weight_buckets import copy_to_buckets

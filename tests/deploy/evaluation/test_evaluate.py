@@ -26,7 +26,7 @@ from penstock.deploy.evaluation.prepare import _sampling, alone, connection_argu
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.evaluation.eval_result import SuccessRules
 from penstock.trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[3]

@@ -16,8 +16,8 @@ from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.ledger import Ledger

@@ -23,13 +23,14 @@ from penstock.trainer.algorithm import kl as kl_
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
 from penstock.trainer.algorithm.corrections.age_band import inside_age_band
-from penstock.trainer.algorithm.corrections.effective_sample_size import effective_share, learning_rate_factor
 from penstock.trainer.algorithm.corrections.importance import importance_weights
 from penstock.trainer.algorithm.corrections.m2po import m2po_mask
 from penstock.trainer.algorithm.corrections.opsm import off_policy_sequence_mask
 from penstock.trainer.algorithm.corrections.ratios import (
     approximate_proximal,
     bernoulli_kl,
+    effective_share,
+    learning_rate_factor,
     log_weights,
     total_variation,
 )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
-from penstock.trainer.algorithm.corrections.effective_sample_size import effective_share, learning_rate_factor
 from penstock.trainer.algorithm.corrections.importance import importance_weights
 from penstock.trainer.algorithm.corrections.m2po import (
     m2po_clip,
@@ -24,7 +23,13 @@ from penstock.trainer.algorithm.corrections.m2po import (
     m2po_width,
     moved_along,
 )
-from penstock.trainer.algorithm.corrections.ratios import Level, approximate_proximal, log_weights
+from penstock.trainer.algorithm.corrections.ratios import (
+    Level,
+    approximate_proximal,
+    effective_share,
+    learning_rate_factor,
+    log_weights,
+)
 from penstock.trainer.algorithm.corrections.veto import not_vetoed
 from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.estimators.gpg import gpg

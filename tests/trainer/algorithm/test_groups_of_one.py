@@ -7,8 +7,8 @@ import torch
 
 from penstock.protocol.config.run_file import load
 from penstock.trainer.algorithm.algorithm_settings import RECORDED
+from penstock.trainer.algorithm.chosen_parts import ESTIMATORS
 from penstock.trainer.algorithm.estimators.interface import Outcomes
-from penstock.trainer.algorithm.registries import ESTIMATORS
 from penstock.trainer.settings import TrainerSettings
 
 ONE = ["model.path=m", "rollout.group_size=1"]

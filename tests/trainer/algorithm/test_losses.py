@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.trainer.algorithm.tokens import lengths, sample, seeds
 
+from penstock.trainer.algorithm.chosen_parts import LOSSES as REGISTRY
 from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
 from penstock.trainer.algorithm.losses.cispo import cispo
 from penstock.trainer.algorithm.losses.covariance import clip_cov
@@ -28,7 +29,6 @@ from penstock.trainer.algorithm.losses.tokens import PolicyLoss, Sequences, Toke
 from penstock.trainer.algorithm.losses.topr import topr, topr_token
 from penstock.trainer.algorithm.losses.turn_ratio import turn_ratio
 from penstock.trainer.algorithm.losses.vespo import vespo
-from penstock.trainer.algorithm.registries import LOSSES as REGISTRY
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 

@@ -13,9 +13,8 @@ from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
-from penstock.trainer.algorithm.objective import PolicyGradient
-from penstock.trainer.algorithm.registries import LOSSES
+from penstock.trainer.algorithm.chosen_parts import LOSSES
+from penstock.trainer.algorithm.objective import PolicyGradient, build_objective
 from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.settings import TrainerSettings
 

@@ -90,7 +90,7 @@ shown = format_config(loaded)
 without_torch = "torch" not in sys.modules
 import torch
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 
 credit = credit_rule(settings, longest=9)([Scored([1.0, 0.5], [1, 2], [False, False])])

@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.examples import examples
 
-from penstock.trainer.algorithm.preferences.registry import PREFERENCE_LOSSES
+from penstock.trainer.algorithm.preferences.interface import PREFERENCE_LOSSES
 from penstock.trainer.data.pairs import Pair
 from penstock.trainer.dpo_settings import DpoSettings
-from penstock.trainer.learner.pairs.pair_batches import answer_sums, answer_weights, build_pairs
-from penstock.trainer.learner.pairs.preference_objective import Answers, Preference, coupled_loss
+from penstock.trainer.learner.preference_objective import (
+    Answers,
+    Preference,
+    answer_sums,
+    answer_weights,
+    build_pairs,
+    coupled_loss,
+)
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "trl" / "losses.json").read_text())
 # TRL 1.16 itself refuses to weigh aot, which sorts the answers of a batch

@@ -15,10 +15,10 @@ from penstock.protocol.config.run_file import Loaded, config_document, format_co
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
-from penstock.trainer.recovery.environment_fingerprint import differences, environment_fingerprint
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.recovery.recorded_settings import changed_settings, read_settings
+from penstock.trainer.recovery.run_record_writer import differences, environment_fingerprint
 from penstock.trainer.settings import TrainerSettings
 
 PARTS = '''

@@ -21,11 +21,11 @@ from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.assemble import _open_data, train
+from penstock.trainer.assemble import train
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnknownReward, UnsupportedModel
-from penstock.trainer.preflight import check_resume, check_rewards, check_success, connect
+from penstock.trainer.preflight import check_resume, check_rewards, check_success, connect, open_data
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -55,7 +55,7 @@ def changed(settings: TrainerSettings, section: str, **values: object) -> Traine
 def test_a_missing_model_is_named(settings: TrainerSettings, tmp_path: Path) -> None:
     """A missing model folder is an error with its path."""
     with pytest.raises(UnsupportedModel, match=r"nowhere: it has no config.json"):
-        _open_data(changed(settings, "model", path=tmp_path / "nowhere"))
+        open_data(changed(settings, "model", path=tmp_path / "nowhere"))
 
 
 def test_no_nats_is_named(settings: TrainerSettings) -> None:

@@ -19,8 +19,8 @@ from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer import model_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.attention_choice import NAMES
 from penstock.trainer.settings import TrainerSettings
@@ -260,7 +260,7 @@ def test_settings_load_and_are_shown_without_torch():
 import sys
 sys.modules |= dict.fromkeys(("torch", "deepspeed", "transformers"))  # importing one of them raises ImportError
 from penstock.protocol.config.run_file import format_config, load
-from penstock.trainer.algorithm.registries import ALL
+from penstock.trainer.algorithm.chosen_parts import ALL
 from penstock.trainer.settings import TrainerSettings
 assert all(registry.built_in for registry in ALL)
 for name in sys.argv[1:]:

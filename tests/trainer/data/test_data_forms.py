@@ -18,13 +18,13 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.__main__ import main
-from penstock.trainer.assemble import _open_data
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.read_rows import detect, prompt_row, rename, turn_rows
 from penstock.trainer.data.row_files import open_rows
 from penstock.trainer.data.turns import TurnSet
 from penstock.trainer.errors import MalformedData, UnsupportedModel
+from penstock.trainer.preflight import open_data
 from penstock.trainer.settings import DataSettings, TrainerSettings
 
 USER = {"role": "user", "content": "q"}
@@ -273,7 +273,7 @@ def test_the_evaluation_set_is_not_cut(tmp_path: Path, model: Path):
         f"data.eval={path}",
         "data.train_max_samples=2",
     ]
-    data = _open_data(load(TrainerSettings, overrides=overrides).settings)
+    data = open_data(load(TrainerSettings, overrides=overrides).settings)
     assert data.train is not None
     assert (len(data.train), [len(source.prompts) for source in data.eval]) == (2, [5])
     overrides[-1] = "data.train_max_samples=-1"

@@ -14,8 +14,7 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.commands import data_rows
 from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.dataset import PromptSet
-from penstock.trainer.data.pair_rows import pair_row
-from penstock.trainer.data.pairs import PairSet
+from penstock.trainer.data.pairs import PairSet, pair_row
 from penstock.trainer.data.read_rows import rename
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings

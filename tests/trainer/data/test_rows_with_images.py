@@ -20,9 +20,9 @@ from penstock.protocol.images.processor import ImageProcessor
 from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
-from penstock.trainer.data.image_rows import ImageRows
 from penstock.trainer.data.read_rows import turn_rows
 from penstock.trainer.data.row_files import fingerprint
+from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import CheckpointError, MalformedData
 from penstock.trainer.groups.dispatch_state import DispatchState, order_id
 from penstock.trainer.settings import DataSettings

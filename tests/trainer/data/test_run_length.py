@@ -11,7 +11,7 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.data.run_length import known_steps, with_steps
-from penstock.trainer.recovery import finished_run
+from penstock.trainer.recovery import resume_checks
 from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.settings import TrainerSettings
 
@@ -78,11 +78,14 @@ def test_a_resumed_or_finished_run_of_epochs_is_recognised(folder: Path) -> None
     record.write_text(json.dumps(config_document(with_steps(loaded))))
     assert changed_settings(record, json.dumps(config_document(loaded)).encode()) == []
     (folder / "r" / "trainer.json").write_text('{"run_id": "r", "complete": true, "steps": 5}')
-    said = finished_run.notice(loaded.settings)
+    said = resume_checks.finished_notice(loaded.settings)
     assert said is not None
     assert "is finished: 5 of 5 steps" in said
     assert "raise trainer.epochs" in said
-    assert finished_run.notice(load(TrainerSettings, overrides=overrides(folder, "trainer.epochs=3")).settings) is None
+    assert (
+        resume_checks.finished_notice(load(TrainerSettings, overrides=overrides(folder, "trainer.epochs=3")).settings)
+        is None
+    )
 
 
 def test_stored_groups_have_no_epochs() -> None:

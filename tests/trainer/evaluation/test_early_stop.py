@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from penstock.trainer.eval_settings import BestBy, EvalSettings, EvalSource
-from penstock.trainer.evaluation.early_stop import EarlyStop, stored_scores
 from penstock.trainer.evaluation.eval_result import EvalResult
+from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, stored_scores
 
 DATA = [Path("x.jsonl")]
 

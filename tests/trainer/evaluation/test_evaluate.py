@@ -26,10 +26,15 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.eval_settings import EvalSettings, EvalSource
-from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, pass_at_k
-from penstock.trainer.evaluation.evaluate import EvaluatedSource, Evaluator
+from penstock.trainer.evaluation.eval_result import (
+    EvalResult,
+    EvaluatedSource,
+    LostEvaluation,
+    SuccessRules,
+    pass_at_k,
+)
+from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
-from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot

@@ -8,8 +8,7 @@ from tests.groups import make_generated, make_groups, make_scored
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import RewardRequest, ScoredGroup
 from penstock.protocol.rewards_offered import RewardsOffered
-from penstock.trainer.evaluation.eval_result import EvalResult, summarise
-from penstock.trainer.evaluation.success import SuccessRules
+from penstock.trainer.evaluation.eval_result import EvalResult, SuccessRules, summarise
 
 OFFER = RewardsOffered(
     run_id="t", replica="r", at=0.0, names=("exact_match", "gsm8k", "mine"), by_source={"openai/gsm8k": "gsm8k"},

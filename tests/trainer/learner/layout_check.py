@@ -22,19 +22,18 @@ from torch import Tensor, nn
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build, plan_micro_batches, prefixes_of
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.adapter import Lora, attach
 from penstock.trainer.learner.captured_state import CapturedPart
-from penstock.trainer.learner.health.layer_groups import layer_groups
 from penstock.trainer.learner.load_model import load_language_model, load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.optimizer_state import part_of
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.shard_files import Fragment
+from penstock.trainer.learner.step_watch import layer_groups
 from penstock.trainer.learner.trainable import Optimisation, Trainable
-from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout
 from penstock.trainer.ranks import Ranks
 
 NUM_STEPS = 3

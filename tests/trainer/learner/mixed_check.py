@@ -19,7 +19,7 @@ from penstock.protocol.packs import group_pack
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs, pair_figures
+from penstock.trainer.learner.pair_planner import open_mixed_pairs, pair_figures
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims

@@ -19,10 +19,9 @@ from penstock.trainer.errors import NoAttentionKernel
 from penstock.trainer.learner.attention import backends, cpu_flash, cuda_flash, flex
 from penstock.trainer.learner.attention.cpu_flash import CpuFlash
 from penstock.trainer.learner.attention.cuda_flash import CudaFlash
-from penstock.trainer.learner.attention.dense import DenseMask
 from penstock.trainer.learner.attention.flex import Flex
 from penstock.trainer.learner.attention.models import attention_of, head_sizes
-from penstock.trainer.learner.attention.sdpa import Sdpa
+from penstock.trainer.learner.attention.sdpa import DenseMask, Sdpa
 from penstock.trainer.learner.logprobs import CompletionScorer
 
 

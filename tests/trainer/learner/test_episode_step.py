@@ -45,7 +45,7 @@ from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.packs.task_source import ReceivedPack
-from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.collect import Collector

@@ -20,8 +20,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import gguf_model
-from penstock.trainer.learner.gguf_header import is_gguf, read_header
-from penstock.trainer.learner.gguf_model import model_folder, with_model_folders
+from penstock.trainer.learner.gguf_model import is_gguf, model_folder, read_header, with_model_folders
 from penstock.trainer.settings import TrainerSettings
 
 WORDS = "the package gguf"

@@ -15,19 +15,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.deploy.quickstart_task import write_model
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.build_objective import build_objective
-from penstock.trainer.algorithm.collapse_check import PATIENCE, CollapseCheck
+from penstock.trainer.algorithm.engine_check import PATIENCE, CollapseCheck
+from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.errors import PolicyCollapsed, TrainingDiverged
 from penstock.trainer.learner.adapter import Lora, attach
-from penstock.trainer.learner.health.flops import Load, Work, load_of, pass_cost
-from penstock.trainer.learner.health.layer_groups import KINDS, layer_groups
-from penstock.trainer.learner.health.outliers import WINDOW, Outliers
-from penstock.trainer.learner.health.peak_flops import peak_of
+from penstock.trainer.learner.flops import Load, Work, load_of, pass_cost, peak_of
 from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.step_watch import KINDS, WINDOW, Outliers, layer_groups
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.telemetry.speed import speed_fields
+from penstock.trainer.telemetry.metrics import speed_fields
 
 ALONE = ParallelDims(SimpleNamespace(rank=0, num_ranks=1))  # type: ignore[arg-type]
 

@@ -21,8 +21,7 @@ from penstock.trainer.learner.model_folder_check import check_layout
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.learner.trainable import Optimisation
-from penstock.trainer.parallel_dims import ParallelDims, Share
-from penstock.trainer.parallel_layout import ParallelLayout
+from penstock.trainer.parallel_dims import ParallelDims, ParallelLayout, Share
 
 HOW = Optimisation(
     num_steps=1, lr=1e-3, betas=(0.9, 0.9), weight_decay=0.0, warmup_steps=0, schedule="constant", min_lr_ratio=1.0,

@@ -24,10 +24,9 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.learner import Learner
-from penstock.trainer.learner.passes import Passes, plan_passes
 from penstock.trainer.learner.planning import num_kept_rows
 from penstock.trainer.learner.step_figures import StepFigures, batch_figures
-from penstock.trainer.learner.step_plan import Capacity, StepPlan, make_plan
+from penstock.trainer.learner.step_plan import Capacity, Passes, StepPlan, make_plan, plan_passes
 from penstock.trainer.rank_orders import pack_order, read_order
 from penstock.trainer.recovery.recorded_settings import what_steps_read
 

@@ -14,8 +14,7 @@ from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import UnsupportedModel
-from penstock.trainer.learner.deepspeed_config import deepspeed_config
-from penstock.trainer.learner.learning_rate import lr_factor
+from penstock.trainer.learner.deepspeed_config import deepspeed_config, lr_factor
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.trainable import Optimisation

@@ -22,13 +22,14 @@ from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.commit import CHECKPOINTS, Committer
+from penstock.trainer.commit import Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery import checkpoint
+from penstock.trainer.recovery.checkpoint import CHECKPOINTS
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 
 RUN = "machine"

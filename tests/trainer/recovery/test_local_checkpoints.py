@@ -25,7 +25,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.checkpoint_files import missing_files, verify_files
+from penstock.trainer.recovery.checkpoint import missing_files, verify_files
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
 
 FILES = {

@@ -23,7 +23,7 @@ from penstock.trainer.errors import CheckpointError
 from penstock.trainer.preflight import check_is_newest
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.checkpoint_files import verify_files
+from penstock.trainer.recovery.checkpoint import verify_files
 from penstock.trainer.settings import TrainerSettings
 
 JSON = b"the state of step 4"

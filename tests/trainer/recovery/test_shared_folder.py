@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.recovery.shared_folder import check_shared
+from penstock.trainer.preflight import check_shared
 
 
 class Threads:

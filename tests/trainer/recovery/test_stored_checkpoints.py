@@ -18,7 +18,7 @@ from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.recovery import checkpoint
-from penstock.trainer.recovery.checkpoint_files import verify_files
+from penstock.trainer.recovery.checkpoint import verify_files
 from penstock.trainer.recovery.stored_checkpoints import StoredCheckpoints
 
 METRICS = b'{"step":1}\n{"step":2, "after": "the checkpoint"}\n'

@@ -10,7 +10,7 @@ from tests.groups import make_group
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
-from penstock.trainer.telemetry.environment_figures import environment_figures
+from penstock.trainer.telemetry.metrics import environment_figures
 
 PACK = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
 

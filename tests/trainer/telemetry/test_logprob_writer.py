@@ -13,9 +13,8 @@ from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.planning import Learned
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_figures import KeptRows, StepFigures
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, all_rows
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 

@@ -23,10 +23,9 @@ from penstock.protocol.metrics.table import METRICS
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.telemetry import trainer_metrics
-from penstock.trainer.telemetry.event_writer import EventWriter
+from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
 from penstock.trainer.telemetry.heartbeat import SERVICE_ID, HeartbeatWriter
-from penstock.trainer.telemetry.queue_reader import QueueReader
-from penstock.trainer.telemetry.step_reporter import StepReporter
+from penstock.trainer.telemetry.trainer_metrics import QueueReader
 
 STEP: dict[str, Any] = {
     "step": 7, "version": 6, "loss": 0.25, "reward_mean": 0.5, "reward_std": 0.1, "zero_signal_groups": 0.2,

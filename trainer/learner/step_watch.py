@@ -11,15 +11,90 @@ the memory of the step: ``w_before - w_after = lr m̂ / (√v̂ + ε) + lr λ w_
 from __future__ import annotations
 
 import math
+import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.trainer.learner.health.layer_groups import ALL
 from penstock.trainer.learner.optimizer_state import MOMENTS, Place, part_of
+
+ALL = "all"  # everything that is trained, in figures by group
+KINDS = ("embedding", "attention", "mlp", "norm", "head", "other")
+MAX_RANGES = 4
+
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?=\.)")
+_NORM = re.compile(r"norm|(?:^|\.)ln_?\d*(?:_\w+)?\.")
+_ATTENTION = re.compile(r"attn|attention")
+_MLP = re.compile(r"mlp|feed_forward|ffn|expert|moe|router|(?:^|\.)fc\d?\.")
+_HEAD = re.compile(r"head|embed_out|score")
+_EMBEDDING = re.compile(r"emb|(?:^|\.)w[tp]e\.")
+
+
+def layer_groups(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return the groups of each parameter: its kind, and the range of blocks that it is in, if any.
+
+    A tied output head is in ``embedding``. A parameter that no rule knows is in ``other``.
+    """
+    blocks = {name: _block(name) for name in names}
+    num_blocks = max((number for number in blocks.values() if number is not None), default=-1) + 1
+    return {
+        name: (_kind(name, in_block=number is not None), *([] if number is None else [_range(number, num_blocks)]))
+        for name, number in blocks.items()
+    }
+
+
+def _block(name: str) -> int | None:
+    found = _BLOCK.search(name)
+    return int(found[1]) if found else None
+
+
+def _kind(name: str, *, in_block: bool) -> str:
+    if _NORM.search(name):
+        return "norm"
+    rules = ((_ATTENTION, "attention"), (_MLP, "mlp")) if in_block else ((_HEAD, "head"), (_EMBEDDING, "embedding"))
+    return next((kind for rule, kind in rules if rule.search(name)), "other")
+
+
+def _range(number: int, num_blocks: int) -> str:
+    """Return the range of blocks of a block; ranges are as equal in size as possible."""
+    count = min(MAX_RANGES, num_blocks)
+    index = (number * count) // num_blocks
+    first = -(-index * num_blocks // count)
+    last = -(-(index + 1) * num_blocks // count) - 1
+    return f"block {first}" if first == last else f"blocks {first}-{last}"
+
+
+WINDOW = 64  # optimizer steps
+
+
+@dataclass(slots=True)
+class Outliers:
+    """The rule, and the norms that it compares with."""
+
+    above: float  # multiple of the median
+    after: int  # optimizer steps before the first one that may be left out
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def limit(self) -> float | None:
+        """The largest norm of a step that is made; None while too few are known."""
+        return self.above * median(self.norms) if len(self.norms) >= min(self.after, WINDOW) else None
+
+    def is_outlier(self, norm: float) -> bool:
+        """Return True if the step of a gradient of this norm is to be left out, and remember the norm."""
+        limit = self.limit
+        self.norms.append(norm)
+        return limit is not None and norm > limit
+
+    def restore(self, norms: Iterable[float]) -> None:
+        """Continue with the norms of a checkpoint."""
+        self.norms = deque(norms, maxlen=WINDOW)
+
 
 _PIECE = 2**22  # elements that are computed at a time
 
