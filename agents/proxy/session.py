@@ -26,7 +26,7 @@ from penstock.protocol.images.processor import ImageProcessor
 from penstock.protocol.seeds import derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun, is_fresh, newest, oldest
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.errors import EngineError, EngineTimeout, ReplyRefused, TaskRefused
 from penstock.rollout_service.run_images import RunImages
 

@@ -23,7 +23,7 @@ from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job,
 
 if TYPE_CHECKING:  # decisions alone: what computes may be another runner, without torch
     from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
-    from penstock.rollout_service.embedded_engine.model.transformer import Weights
+    from penstock.rollout_service.embedded_engine.model.weights import Weights
     from penstock.rollout_service.embedded_engine.runner import Runner
 
 T = TypeVar("T")

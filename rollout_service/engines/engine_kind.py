@@ -15,11 +15,10 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import EngineClient, GeneratesRedundantly
+from penstock.rollout_service.engines.engine_client import EngineClient, GeneratesRedundantly, UpdateMode
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.engine_process import LaunchCommand
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
-from penstock.rollout_service.engines.update_mode import UpdateMode
 
 
 class Connect(Protocol):
@@ -40,7 +39,7 @@ class ServerLaunch:
     context_length: int | None = None  # the limit it is started with, where less than the model's
     prepare: Sequence[
         str
-    ] = ()  # its program and a flag with which it reads the words after these from stdin (`prepared_process.py`)
+    ] = ()  # its program and a flag with which it reads the words after these from stdin (`PreparedProcess`)
 
 
 class NoOptions(Section):

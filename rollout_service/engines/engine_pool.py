@@ -21,10 +21,14 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_client import Generates, KeptCompletions, able_to_abandon
-from penstock.rollout_service.engines.engine_metrics import aggregate_metrics
+from penstock.rollout_service.engines.engine_client import (
+    Generates,
+    KeptCompletions,
+    UpdateMode,
+    able_to_abandon,
+    aggregate_metrics,
+)
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
 
 T = TypeVar("T")

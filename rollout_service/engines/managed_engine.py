@@ -16,12 +16,14 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import EngineChecksum
-from penstock.rollout_service.engines.engine import metrics_or_none, wait_until_it_answers
-from penstock.rollout_service.engines.engine_client import EngineClient
-from penstock.rollout_service.engines.engine_process import EngineProcess, LaunchCommand, process_cpu_seconds
-from penstock.rollout_service.engines.prepared_process import PreparedProcess
-from penstock.rollout_service.engines.served_version import ServedVersion
-from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.engines.engine import ServedVersion, metrics_or_none, wait_until_it_answers
+from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode
+from penstock.rollout_service.engines.engine_process import (
+    EngineProcess,
+    LaunchCommand,
+    PreparedProcess,
+    process_cpu_seconds,
+)
 from penstock.rollout_service.errors import (
     EngineError,
     EngineRestartLimit,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from penstock.protocol.facts import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
-from penstock.rollout_service.engines.engine_client import KeptCompletions
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt, KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.environments.build_trajectory import build_trajectory
 from penstock.rollout_service.environments.environment import (

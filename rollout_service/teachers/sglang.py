@@ -10,7 +10,7 @@ import numpy as np
 from penstock.rollout_service.engines.completion import shorten
 from penstock.rollout_service.engines.engine_http import EngineHttp
 from penstock.rollout_service.errors import ReplyRefused
-from penstock.rollout_service.teachers.interface import Answer, Question, TeacherKind
+from penstock.rollout_service.teachers.teacher import Answer, Question, TeacherKind
 
 _SCORE_ONLY = {"max_new_tokens": 0, "temperature": 1.0}
 

@@ -1,6 +1,6 @@
 """Admit ordinary generation and weight swaps while evaluations pin exact versions.
 
-Ordinary generation accepts any version that is served; `update_mode.py` defines what happens to it during a swap. A *pin*
+Ordinary generation accepts any version that is served; `engine_client.py` defines what happens to it during a swap. A *pin*
 holds one version while an evaluation samples with it: swaps wait. Ordinary generation waits too while the pinned version is
 older than the newest, since its samples would be stale at once.
 """

@@ -21,16 +21,11 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import adapter_name
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.adapter_loader import AdapterLoader
-from penstock.rollout_service.engines.completion import Completion, EngineChecksum, read_version, shorten
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum, Resumption, read_version, shorten
 from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
-from penstock.rollout_service.engines.engine_client import ServerReport
+from penstock.rollout_service.engines.engine_client import ServerReport, UpdateMode, refuse_images
 from penstock.rollout_service.engines.engine_http import EngineHttp
-from penstock.rollout_service.engines.image_prompt import refuse_images
-from penstock.rollout_service.engines.resumption import Resumption
-from penstock.rollout_service.engines.update_mode import UpdateMode
-from penstock.rollout_service.engines.vllm.metrics import read_metrics
-from penstock.rollout_service.engines.vllm.read_reply import read_checksum, read_completions
-from penstock.rollout_service.engines.vllm.server_check import report_of
+from penstock.rollout_service.engines.vllm.read_reply import read_checksum, read_completions, read_metrics, report_of
 from penstock.rollout_service.errors import EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
 
 _PROBE_S = 10.0  # a request that generates nothing, such as weight_info
@@ -149,7 +144,7 @@ class VllmClient:
         return True
 
     async def metrics(self) -> dict[str, float]:
-        """Return the server's metrics by the names of `engine_metrics.py`."""
+        """Return the server's metrics by the names of `engine_client.py`."""
         return read_metrics(await self._http.call("GET", "/metrics", None, _PROBE_S, parse=False))
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:

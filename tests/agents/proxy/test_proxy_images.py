@@ -32,7 +32,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.facts import Sampling
 from penstock.protocol.transport.blobs import Blobs
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.run_images import RunImages
 
 END = "<|im_end|>"
