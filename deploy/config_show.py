@@ -20,9 +20,9 @@ from penstock.console.tracking.settings import TrackSettings
 from penstock.deploy.settings_notes import notes
 from penstock.fine_tuning.own_section import OwnSection
 from penstock.fine_tuning.sections import DPO, RM, SFT
-from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.process_end import ends_quietly
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings

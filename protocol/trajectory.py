@@ -23,8 +23,7 @@ from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 if TYPE_CHECKING:
     from penstock.protocol.episode import Episode, Turn
-    from penstock.protocol.expert_choices import ExpertChoices
-    from penstock.protocol.teacher_scores import TeacherScores
+    from penstock.protocol.token_annotations import ExpertChoices, TeacherScores
 
 # Of recorded groups: a token of probability exp(-1000), which is 0 in every format, is never sampled.
 LOWEST_LOGPROB = -1000.0

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 import structlog
 
 from penstock.protocol import streams
-from penstock.protocol.activity import Activity
 from penstock.protocol.config import run_file
 from penstock.protocol.endpoints import own_servers
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Split, TaskIssued
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.logs import configure
-from penstock.protocol.metrics.certificates import certificate_ends
+from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.traces.traces import Traces, recording
 from penstock.protocol.transport.blobs import Blobs

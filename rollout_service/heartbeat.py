@@ -18,10 +18,10 @@ from types import MappingProxyType
 import structlog
 
 from penstock.protocol import heartbeats, streams
-from penstock.protocol.activity import ENGINE_CPU, Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.heartbeats import ENGINE_CPU, Activity, cpu_seconds, thread_cpu_seconds
 from penstock.protocol.metrics.exporter import NO_CERTIFICATES, NO_FOLDERS, Exporter
 from penstock.protocol.metrics.samples import Samples
 from penstock.protocol.metrics.server import MetricsServer

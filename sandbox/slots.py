@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
-from penstock.sandbox.errors import SandboxError
+from penstock.sandbox.zygote_command import SandboxError
 
 log = structlog.get_logger("sandbox")
 

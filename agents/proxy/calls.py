@@ -14,8 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.agents.proxy.agent_request import RetryMark
-from penstock.agents.proxy.request_errors import RequestRefused, invalid
+from penstock.agents.proxy.messages import RequestRefused, RetryMark, invalid
 from penstock.agents.proxy.tree import SampledTurn
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.console.live.run_snapshot import service_name
 from penstock.console.live.watched_totals import ServiceTotals, WatchedTotals
 from penstock.console.report.event_fields import number
-from penstock.protocol.activity import ENGINE_CPU, THREAD_CPU
+from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
 
 OTHER = "other"
 # Phases of the training thread, one after the other: field of the step's line -> name.

@@ -14,7 +14,7 @@ from penstock.protocol.errors import BlobError, ConfigError, MissingStream
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.snapshots import CHUNK_BYTES, Snapshot
+from penstock.protocol.transport.stream_admin import CHUNK_BYTES, Snapshot
 
 
 def restore(folder: Path, bus: Bus, blobs: Blobs, limits: StreamLimits, report: Report) -> SavedRun:

@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanContext as OtelContext
 from opentelemetry.trace.status import Status, StatusCode
 
 import penstock
-from penstock.protocol.traces.spans import Span, SpanContext
+from penstock.protocol.traces.traces import Span, SpanContext
 
 
 class OtlpExporter:

@@ -15,7 +15,6 @@ from nats.js.kv import KeyValue as NatsKeyValue
 
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport import store_errors
-from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
 from penstock.protocol.transport.nats_errors import (
     BOOTSTRAP,
@@ -26,6 +25,7 @@ from penstock.protocol.transport.nats_errors import (
     refusal,
 )
 from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.tail import direct_get
 
 T = TypeVar("T")
 

@@ -8,9 +8,8 @@ from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.program_tests.grade import Graded, Slot, grade
 from penstock.reward_service.program_tests.test_code import Proofs
 from penstock.reward_service.program_tests.tests_of_row import Tests
-from penstock.sandbox.errors import SandboxError
 from penstock.sandbox.slots import Slots
-from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_command import Launch, SandboxError
 from penstock.sandbox.zygote_process import Limits, Zygote
 
 

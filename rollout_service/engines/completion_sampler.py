@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from penstock.protocol.expert_choices import ExpertChoices
 from penstock.protocol.facts import Sampling
+from penstock.protocol.token_annotations import ExpertChoices
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits, check_request
 from penstock.rollout_service.engines.adapter_loader import AdapterTable

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.protocol.activity import cpu_seconds
 from penstock.protocol.facts import Sampling
+from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.engines.completion import Completion, EngineChecksum
 from penstock.rollout_service.engines.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from penstock.protocol.activity import cpu_seconds
+from penstock.protocol.heartbeats import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits

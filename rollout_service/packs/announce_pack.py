@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import structlog
 
 from penstock.protocol import blob_keys, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import BlobRef, GroupGenerated
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
-from penstock.protocol.traces.spans import Value
-from penstock.protocol.traces.traces import NO_TRACES, Traces
+from penstock.protocol.traces.traces import NO_TRACES, Traces, Value
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

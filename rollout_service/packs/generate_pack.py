@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import structlog
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import AbandonedCompletion, Task, TaskList, decode
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion

@@ -21,7 +21,7 @@ from penstock.protocol.config.shared_sections import TeacherSettings
 from penstock.protocol.errors import PackError
 from penstock.protocol.extensions import Registry
 from penstock.protocol.packs.teacher_columns import num_sampled
-from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.rollout_service.errors import (
     EngineError,

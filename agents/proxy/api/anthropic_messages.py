@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.agents.proxy.agent_request import AgentRequest
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.agents.proxy.request_errors import RequestRefused, invalid, unsupported
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, ToolCall, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _SIGNATURE = "penstock"

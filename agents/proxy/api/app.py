@@ -14,11 +14,9 @@ from typing import Any
 
 import structlog
 
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.proxy import AgentProxy
-from penstock.agents.proxy.request_errors import RequestRefused, invalid
-from penstock.agents.proxy.session import EpisodeSession
+from penstock.agents.proxy.messages import AgentRequest, RequestRefused, RetryMark, invalid
+from penstock.agents.proxy.session import AgentProxy, EpisodeSession
 from penstock.agents.proxy.tree import SampledTurn
 
 log = structlog.get_logger("rollout.proxy")

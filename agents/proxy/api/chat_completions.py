@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.agents.proxy.agent_request import AgentRequest
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import Message
-from penstock.agents.proxy.request_errors import RequestRefused, constrained, invalid, unsupported
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, constrained, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

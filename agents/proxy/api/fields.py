@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.agents.proxy.messages import ToolCall
-from penstock.agents.proxy.request_errors import constrained, invalid, unsupported
+from penstock.agents.proxy.messages import ToolCall, constrained, invalid, unsupported
 from penstock.protocol.errors import ImageRefused
 from penstock.protocol.images import admission
 

@@ -9,10 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.agents.proxy.agent_request import AgentRequest
 from penstock.agents.proxy.api import fields
-from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.agents.proxy.request_errors import constrained, invalid, unsupported
+from penstock.agents.proxy.messages import AgentRequest, Message, ToolCall, constrained, invalid, unsupported
 from penstock.agents.proxy.tree import SampledTurn
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.protocol.expert_choices import routers_of
+from penstock.protocol.token_annotations import routers_of
 from penstock.trainer.errors import NotEstimated
 
 FAMILIES = (

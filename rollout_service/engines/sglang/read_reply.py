@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.protocol.errors import PackError
-from penstock.protocol.expert_choices import ExpertChoices, Routers, dtype_of
+from penstock.protocol.token_annotations import ExpertChoices, Routers, dtype_of
 from penstock.rollout_service.engines.completion import (
     Completion,
     EngineChecksum,

@@ -16,8 +16,7 @@ from tests.contracts.tiny_model import build_model
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedModel
 
-from penstock.agents.proxy.build_episode import counts_of, messages_json, stored_rows
-from penstock.agents.proxy.rows import TreeRow, TreeRows
+from penstock.agents.proxy.rows import TreeRow, TreeRows, counts_of, messages_json, stored_rows
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode

@@ -20,11 +20,9 @@ from penstock.agents.environments.tools.tool import (
 )
 from penstock.protocol.errors import ConfigError
 from penstock.sandbox import canary
-from penstock.sandbox.errors import SandboxError
-from penstock.sandbox.outcome import Reason, failure
-from penstock.sandbox.run_program import run_program
+from penstock.sandbox.outcome import Reason, failure, run_program
 from penstock.sandbox.slots import Slots
-from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_command import Launch, SandboxError
 from penstock.sandbox.zygote_process import Limits, Run, Zygote
 
 _MAX_CODE = 65_536  # characters
