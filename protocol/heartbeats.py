@@ -39,7 +39,6 @@ class Activity:
     """Accumulates busy and idle seconds; thread-safe. ``clock`` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start idle."""
         self._clock = clock
         self._lock = threading.Lock()
         self._since = clock()

@@ -96,7 +96,6 @@ class ExpertChoices:
 
 
 def dtype_of(shape: RouterShape) -> np.dtype[np.unsignedinteger]:
-    """Return the dtype in which the numbers of experts are stored."""
     return np.dtype(np.uint8 if shape.num_experts <= 256 else np.uint16)
 
 

@@ -313,7 +313,6 @@ class Group:
         return tuple([one.finish_reason for one in (self.episodes or self.trajectories)])
 
     def summary(self, row_group: int) -> GeneratedGroup:
-        """Describe the group for the message that announces it."""
         return GeneratedGroup(
             group_id=self.group_id,
             row_group=row_group,

@@ -37,8 +37,6 @@ _COUNT_EVERY = 10  # heartbeats: how often the services are counted
 
 
 class HeartbeatWriter:
-    """Writes one worker's heartbeat."""
-
     def __init__(
         self,
         *,
@@ -160,7 +158,6 @@ _FIGURES: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
 
 
 def collect(beat: Heartbeat | None, samples: Samples) -> None:
-    """Add the metrics of a heartbeat."""
     for key, value in beat.figures.items() if beat is not None else ():
         if key in _FIGURES:
             name, labels = _FIGURES[key]

@@ -203,12 +203,10 @@ class WorkerSettings(Section):
 
     @property
     def kind(self) -> EngineKind:
-        """The kind of engine that `engine` names."""
         return ENGINES.find(self.engine).value
 
     @property
     def engine_urls(self) -> tuple[str, ...]:
-        """The URLs in `engine_url`."""
         return tuple(url.strip().rstrip("/") for url in self.engine_url.split(",") if url.strip())
 
     def trusted_keys(self) -> TrustedKeys | None:

@@ -38,8 +38,6 @@ ENVIRONMENT = {
 
 
 class Kind(enum.StrEnum):
-    """A kind of sandbox."""
-
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
 

@@ -123,7 +123,6 @@ class Zygote:
             process.kill()
 
     def kill(self) -> None:
-        """Kill the zygote and its programs."""
         process, self._process = self._process, None
         line, self.channel = self.channel, None
         if process is not None:

@@ -103,7 +103,6 @@ class EpisodeEnvironment(Environment):
     options: ClassVar[type[PlayOptions]] = PlayOptions  # what `environment.define.NAME.options` may hold
 
     def __init__(self) -> None:
-        """Start with the default options and limits, and without a model."""
         self.settings: EpisodeSettings = EpisodeSettings()  # pyright: ignore[reportCallIssue]
         self.chosen: Any = None  # an instance of ``options``; None: its defaults
         self.own_servers: tuple[OwnServer, ...] = ()  # of the run, which no URL may lead to
@@ -140,7 +139,6 @@ class EpisodeEnvironment(Environment):
         return self.settings.kept_staleness
 
     def never_call(self, servers: Sequence[OwnServer]) -> None:
-        """Note the run's own servers."""
         self.own_servers = tuple(servers)
 
     def use_worker(self, store: EpisodeStore, running: asyncio.Semaphore | None) -> None:
@@ -148,7 +146,6 @@ class EpisodeEnvironment(Environment):
         self._store, self._worker_places = store, running
 
     def use_images(self, images: RunImages) -> None:
-        """Note where the images of messages are stored."""
         self._images = images
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
@@ -224,7 +221,6 @@ class EpisodeEnvironment(Environment):
         return (episode.environment, episode.seed) == (self.name, group_seed(task)) and episode.index < task.group_size
 
     def limits(self) -> EpisodeLimits:
-        """Return what one episode may use."""
         deadline_s = self.settings.episode_deadline_s
         return EpisodeLimits(max_turns=self.settings.max_turns, answer_deadline_s=deadline_s)  # pyright: ignore[reportCallIssue]
 

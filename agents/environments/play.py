@@ -75,7 +75,6 @@ def say(text: str, reward: float = 0.0) -> Reply:
 
 
 def done(reward: float, **parts: float) -> Reply:
-    """Return the reply that ends an episode."""
     return Reply(reward=reward, is_done=True, parts=parts)
 
 

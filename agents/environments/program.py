@@ -169,7 +169,6 @@ class Program(EpisodeEnvironment):
     options = ProgramOptions
 
     def __init__(self) -> None:
-        """Start without a model, and so without a proxy."""
         super().__init__()
         self._served: _ServedProxy | None = None
         self._sweeper: program_process.Sweeper | None = None
@@ -291,7 +290,6 @@ class _ServedProxy:
         return self._url
 
     async def close(self) -> None:
-        """End the server, if it was started."""
         await self._running.aclose()
 
 

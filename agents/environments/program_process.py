@@ -104,7 +104,6 @@ class Output:
         os.close(self._read_end)
 
     def text(self) -> str:
-        """Return the end of the output."""
         return self._kept.decode("utf-8", "replace").strip()
 
     def _read(self) -> bool:
@@ -159,7 +158,6 @@ class Sweeper:
     """Sweeps a folder at once and then every ``period_s``, in a thread, until `close`."""
 
     def __init__(self, parent: Path, period_s: float = SWEEP_S) -> None:
-        """Start the thread."""
         self._parent, self._period_s = parent, period_s
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="sweep-programs", daemon=True).start()

@@ -66,7 +66,6 @@ class Calls:
                 asyncio.get_running_loop().call_later(self._grace_s, _cancel_without_client, call)
 
     def cancel(self) -> None:
-        """Cancel every running call."""
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()

@@ -91,7 +91,6 @@ class Message:
 
     @classmethod
     def of_parts(cls, role: str, *parts: Part, tool_call_id: str = "") -> Message:
-        """Return a message of texts and images."""
         texts = [part for part in parts if isinstance(part, str)]
         has_images = len(texts) < len(parts)
         return cls(role, "\n".join(texts), tool_call_id=tool_call_id, parts=parts if has_images else ())
@@ -102,7 +101,6 @@ class Message:
         return tuple([part for part in self.parts if not isinstance(part, str)])
 
     def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:
-        """Return the message as chat templates read it."""
         made: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.parts:
             made["content"] = [

@@ -300,7 +300,6 @@ def _report(
 
 
 def format_table(reports: Sequence[ShapeReport]) -> str:
-    """Return the reports as a table for a terminal."""
     width = max(len(report.shape) for report in reports)
     lines = [f"{'shape':{width}}  append-only  continued by"]
     for report in reports:

@@ -99,7 +99,6 @@ class EpisodeSession:
 
     @property
     def temperature(self) -> float:
-        """The task's temperature."""
         return self._sampling.temperature
 
     async def answer(self, request: AgentRequest, mark: RetryMark) -> SampledTurn:
@@ -289,7 +288,6 @@ class EpisodeSession:
 
 
 def episode_ended(episode_id: str) -> RequestRefused:
-    """Return the error for a request to an episode that has ended."""
     return RequestRefused(404, "episode_ended", f"episode {episode_id} has ended: nothing more is sampled for it")
 
 

@@ -104,7 +104,6 @@ class SampledTurn:
         return self.prompt_tokens + len(self.token_ids)
 
     def chain(self) -> list[SampledTurn]:
-        """Return the turns from the root to this one."""
         found: list[SampledTurn] = []
         turn: SampledTurn | None = self
         while turn is not None:
@@ -190,12 +189,10 @@ class _Path:
     is_edited: bool = False
 
     def go_on(self, message: Message) -> None:
-        """Add a message that the policy did not sample."""
         self.key = next_key(self.key, message)
         self.messages.append(message)
 
     def reach(self, turn: SampledTurn) -> None:
-        """Add the answer of a turn."""
         self.key = turn.key
         self.messages.append(turn.answer)
         self.base, self.num_matched = turn, len(self.messages)

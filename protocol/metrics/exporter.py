@@ -81,7 +81,6 @@ class Exporter:
         self._values = LabelValues()
 
     def samples(self) -> Samples:
-        """Return the samples of this moment."""
         samples = Samples(self._service, self._values)
         samples.add("penstock_service_info", 1.0, run=self._run_id, version=penstock.__version__, **self._who)
         if (beat := self._heartbeat()) is not None:
@@ -105,7 +104,6 @@ class Exporter:
         return samples
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """Return the page for Prometheus and its content type."""
         return self.written(self.samples(), accept)
 
     @staticmethod

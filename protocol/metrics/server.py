@@ -40,7 +40,6 @@ class MetricsServer:
         self._clients: set[asyncio.Task[None]] = set()
 
     def __enter__(self) -> MetricsServer:
-        """Start answering."""
         self._thread = LoopThread("metrics")
         self._serving = self._thread.start(self._serve())
         log.info("metrics", url=self.url)

@@ -35,7 +35,6 @@ class OtlpExporter:
         return self._exporter.export([self._readable(span) for span in spans]) is SpanExportResult.SUCCESS
 
     def shut_down(self) -> None:
-        """End an export in progress."""
         self._exporter.shutdown()
 
     def _readable(self, span: Span) -> ReadableSpan:

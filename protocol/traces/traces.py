@@ -102,7 +102,6 @@ class SpanRecorder:
             self._count("dropped", 1)
 
     def counts(self) -> dict[str, int]:
-        """Return the spans so far by outcome."""
         with self._lock:
             return dict(self._counts)
 
@@ -284,7 +283,6 @@ class HeldGroups:
                 self.traces.record("issue", context, None, started, attributes)
 
     def arrived(self, traceparent: str, group_ids: Iterable[str]) -> None:
-        """Remember groups that arrived scored."""
         if not self.traces.is_on:
             return
         now = time.time()

@@ -79,7 +79,6 @@ class Bus:
 
     @property
     def url(self) -> str:
-        """URL of the server, for messages."""
         return self._connection.url
 
     def publish(

@@ -92,7 +92,6 @@ class KeyValue:
         return self._write(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
 
     def state(self) -> Pending[BucketState]:
-        """Return how many keys there are and when they expire."""
         return self._read(self._state, f"state of {self.bucket}")
 
     def swap(self, key: str, value: bytes, expected_revision: int | None) -> Pending[int]:
@@ -103,7 +102,6 @@ class KeyValue:
         return self._write(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
 
     def delete(self, key: str) -> Pending[bool]:
-        """Remove a key."""
         return self._write(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
     def entries(self, prefix: str = "") -> Pending[list[Entry]]:

@@ -103,7 +103,6 @@ class PrefixCache:
             self._evict()
 
     def drop_adapter(self, number: int) -> None:
-        """Drop what was computed with an adapter."""
         for key in [key for key in self._trees if key[1] == number]:
             self.num_tokens -= sum(len(node.tokens) for node in _all(self._trees.pop(key)))
 
@@ -180,7 +179,6 @@ class ImageFeatureCache:
     """Features of images. For one thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Start empty."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._found: OrderedDict[int, torch.Tensor] = OrderedDict()  # used longest ago first
@@ -193,7 +191,6 @@ class ImageFeatureCache:
         return found
 
     def keep(self, number: int, features: torch.Tensor) -> None:
-        """Keep the features of an image that was not found."""
         size = features.numel() * features.element_size()
         if size > self._max_bytes:
             return

@@ -120,7 +120,6 @@ class EngineThread:
 
     @property
     def weights_checksum(self) -> str:
-        """Checksum of the weights that the next token is computed with."""
         return self._runner.weights.checksum
 
     @property
@@ -183,7 +182,6 @@ class EngineThread:
         return self._command(command)
 
     def resume(self) -> Future[None]:
-        """Compute again."""
 
         def command() -> None:
             self.paused = False

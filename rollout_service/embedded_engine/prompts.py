@@ -53,7 +53,6 @@ def prompts_of(admitted: Items[Sequence], kept: PrefixCache) -> list[Prompt]:
 
 
 def spans_of(prompts: Items[Prompt]) -> list[PromptSpan]:
-    """Return the runs of prompts of equal lengths."""
     lengths = ((one.reused.length, len(one.new_tokens)) for one in prompts)
     return [PromptSpan(len(list(same)), start, length) for (start, length), same in itertools.groupby(lengths)]
 

@@ -66,7 +66,6 @@ class Rows:
         return cls(**arrays, stop_ids=np.full((num_rows, 1), NO_TOKEN, dtype=np.int64))
 
     def fill(self, row: int, sequence: Sequence, *, merge_size: int = 1) -> None:
-        """Fill one row from its sequence."""
         sampling = sequence.sampling
         stops = sampling.stop_token_ids
         if len(stops) > self.stop_ids.shape[1]:
@@ -91,7 +90,6 @@ class Rows:
         self.stop_ids[row, : len(stops)] = stops
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy rows over others."""
         for item in fields(self):
             array = getattr(self, item.name)
             array[targets] = array[sources]

@@ -26,7 +26,6 @@ class AdapterTable:
     """The adapters of one server that this worker loaded."""
 
     def __init__(self) -> None:
-        """No adapter is loaded yet."""
         self._entries: dict[PolicyVersion, _Entry] = {}
 
     def __contains__(self, version: object) -> bool:
@@ -44,7 +43,6 @@ class AdapterTable:
         entry.idle.set()
 
     def forget(self, version: PolicyVersion) -> None:
-        """Note that the server no longer has it."""
         self._entries.pop(version, None)
 
     @contextlib.contextmanager
@@ -91,9 +89,7 @@ class AdapterCalls(Protocol):
         """Unload an adapter; raises EngineRefused when the server refuses."""
         ...
 
-    async def list_names(self) -> list[object]:
-        """Return the names of everything that requests may name."""
-        ...
+    async def list_names(self) -> list[object]: ...
 
 
 class AdapterLoader:
@@ -116,7 +112,6 @@ class AdapterLoader:
         self._request_deadline_s = request_deadline_s
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Load a version's adapter; see `EngineClient.load_adapter`."""
         async with self.turn:
             if version in self.table:
                 return
@@ -149,7 +144,6 @@ class AdapterLoader:
                 self.table.forget(version)
 
     async def forget_lost(self) -> None:
-        """Forget the adapters that the server no longer has."""
         async with self.turn:
             have = await self.listed()
             for version in self.table.versions:
@@ -157,5 +151,4 @@ class AdapterLoader:
                     self.table.forget(version)
 
     async def listed(self) -> set[PolicyVersion]:
-        """Ask the server which versions' adapters it has."""
         return {version for name in await self._calls.list_names() if (version := version_of(name)) is not None}

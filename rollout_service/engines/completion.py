@@ -129,7 +129,6 @@ class Resumption:
 
     @property
     def sampled(self) -> list[int]:
-        """The completion's tokens so far."""
         return [token for part in self.parts for token in part.token_ids]
 
     @property

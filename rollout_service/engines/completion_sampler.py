@@ -66,7 +66,6 @@ class Detokenizer:
     """The ``tokenizer.json`` of a model folder, where it has one."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the file, if there is one."""
         from tokenizers import Tokenizer  # noqa: PLC0415  (most workers never decode)
 
         path = folder / "tokenizer.json"
@@ -74,7 +73,6 @@ class Detokenizer:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether token ids can be decoded."""
         return self._tokenizer is not None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -103,8 +101,6 @@ class SampleRequest:
 
 
 class SampleParts(Protocol):
-    """The call of one engine."""
-
     async def __call__(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         """Sample the next part of each sequence; a part that an update of this worker cut ends with ``"abort"``."""
         ...
@@ -139,7 +135,6 @@ class CompletionSampler:
         self._unverified_reason = reason
 
     def mark_verified(self) -> None:
-        """Accept requests again."""
         self._unverified_reason = None
 
     async def generate(

@@ -33,7 +33,6 @@ class EmbeddedClient(SglangClient):
 
 
 def embedded_command(options: EmbeddedOptions) -> LaunchCommand:
-    """Return how the embedded engine is started."""
 
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
         return [

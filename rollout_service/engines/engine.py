@@ -140,7 +140,6 @@ class ServedVersion:
     """For one event loop. Kept across restarts of the engine: a new process loads what is recorded here."""
 
     def __init__(self) -> None:
-        """Nothing is served before the first `confirm`."""
         self.base: PolicyVersion | None = None  # its base weights
         self._adapters: dict[PolicyVersion, Path] = {}
         self._changed = asyncio.Event()  # replaced by a fresh one at every change
@@ -156,7 +155,6 @@ class ServedVersion:
 
     @property
     def adapters(self) -> Mapping[PolicyVersion, Path]:
-        """The folders of the adapters, as they are now."""
         return dict(self._adapters)
 
     def confirm(self, version: PolicyVersion) -> None:
@@ -170,12 +168,10 @@ class ServedVersion:
         self._notify()
 
     def confirm_adapter(self, version: PolicyVersion, folder: Path) -> None:
-        """Note that the engine also serves an adapter."""
         self._adapters[version] = folder
         self._notify()
 
     def forget_adapter(self, version: PolicyVersion) -> None:
-        """Note that an adapter is no longer needed."""
         self._adapters.pop(version, None)
 
     async def wait_for_version(self, version: PolicyVersion) -> None:

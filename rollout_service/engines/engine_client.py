@@ -71,7 +71,6 @@ class ImagePrompt(Sequence[int]):
     data: Mapping[str, bytes]  # by sha256
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.token_ids)
 
     def __getitem__(self, at: Any) -> Any:
@@ -79,7 +78,6 @@ class ImagePrompt(Sequence[int]):
         return self.token_ids[at]
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the tokens."""
         return iter(self.token_ids)
 
 
@@ -212,13 +210,9 @@ class EngineClient(Generates, Protocol):
     url: str
     limits: ModelLimits  # of the model that is served; requests beyond them are refused before they are sent
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
-    async def inspect(self) -> ServerReport:
-        """Return how the server was started."""
-        ...
+    async def inspect(self) -> ServerReport: ...
 
     async def started_with(self, folder: Path, version: PolicyVersion) -> None:
         """Note that the server was just started with the weights of a folder, and label them where it did not."""

@@ -22,8 +22,6 @@ from penstock.rollout_service.engines.managed_engine import ManagedEngine
 
 
 class Connect(Protocol):
-    """Makes a client of one server."""
-
     def __call__(self, url: str, *, api_key: str, request_deadline_s: float) -> EngineClient:
         """Return a client; nothing is sent yet."""
         ...
@@ -48,8 +46,6 @@ class NoOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """A kind of engine."""
-
     name: str
     connect: Connect
     # Options and the worker's environment → one launch for each server; None: servers run at worker.engine_url.

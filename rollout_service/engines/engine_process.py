@@ -46,7 +46,6 @@ class PreparedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     async def become(self, command: Sequence[str]) -> asyncio.subprocess.Process | None:
@@ -65,7 +64,6 @@ class PreparedProcess:
         return None if self._process.returncode is not None else self._process
 
     async def stop(self) -> None:
-        """Kill it; it has no work."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -149,7 +147,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._process.pid
 
     def started(self) -> None:
@@ -215,7 +212,6 @@ def _port_in(file: Path) -> int | None:
 
 
 def group_members(group: int) -> list[int]:
-    """Return the process ids of a process group."""
     members: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just exited

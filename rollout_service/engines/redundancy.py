@@ -33,7 +33,6 @@ class Redundancy:
 
     @property
     def started(self) -> int:
-        """Number of completions that are started."""
         return self.enough + self.extra
 
 
@@ -87,7 +86,6 @@ async def generate_redundantly(
     limits: ModelLimits,
     abort: Abort,
 ) -> list[KeptCompletions]:
-    """Return the kept completions of every prompt, in order; see `GeneratesRedundantly`."""
     for prompt in prompts:
         check_request(prompt, sampling, limits)
     one = _Prompts(sampler, sampling, redundancy, adapter, abort)

@@ -28,8 +28,6 @@ _PUBLISH_S = 15.0
 
 
 class PackAnnouncer:
-    """Stores and announces packs."""
-
     def __init__(
         self,
         *,
@@ -41,7 +39,6 @@ class PackAnnouncer:
         worker_id: str,
         traces: Traces = NO_TRACES,
     ) -> None:
-        """Prepare; nothing is sent before `announce`."""
         self._traces = traces
         self._bus = bus
         self._blobs = blobs

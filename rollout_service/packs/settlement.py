@@ -33,8 +33,6 @@ _PUBLISH_S = 15.0
 
 
 class Settlement:
-    """Settles the deliveries of one worker."""
-
     def __init__(
         self,
         bus: Bus,

@@ -55,9 +55,7 @@ class TeacherClient(Protocol):
     """One server of a teacher; every failure is an EngineError that names the URL."""
 
     @property
-    def url(self) -> str:
-        """Where it is."""
-        ...
+    def url(self) -> str: ...
 
     async def model(self, deadline_s: float) -> str:
         """Return the name of the model that is served."""
@@ -71,14 +69,10 @@ class TeacherClient(Protocol):
         """Return an answer for each row, in order."""
         ...
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class Connect(Protocol):
-    """Makes a client of one server."""
-
     def __call__(self, url: str, *, api_key: str) -> TeacherClient:
         """Return a client; nothing is sent yet."""
         ...
@@ -109,7 +103,6 @@ class Teacher:
     def __init__(
         self, clients: Sequence[TeacherClient], *, deadline_s: float, attempts: int, max_requests: int
     ) -> None:
-        """Prepare; `check` follows before the first group."""
         self._clients = clients
         self._turn = itertools.cycle(range(len(clients)))
         self._deadline_s, self._attempts = deadline_s, attempts
@@ -130,7 +123,6 @@ class Teacher:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         for client in self._clients:
             await client.close()
 

@@ -70,7 +70,6 @@ class AdapterMirror:
                 shutil.rmtree(folder)
 
     def held(self) -> list[PolicyVersion]:
-        """Return the versions that can be served from here."""
         return list(self._folders())
 
     @property
@@ -136,7 +135,6 @@ class ModelMirror:
                 slot.remove()
 
     def held(self) -> list[PolicyVersion]:
-        """Return the versions that can be served from here."""
         return [slot.version for slot in self._slots if slot.version is not None]
 
     @property
@@ -263,7 +261,6 @@ class Mirror:
         self._models.trim(keep)
 
     def held(self) -> list[PolicyVersion]:
-        """Return the versions that can be served from here."""
         return sorted([*self._models.held(), *self._adapters.held()])
 
     @property

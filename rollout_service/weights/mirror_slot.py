@@ -36,8 +36,6 @@ NUM_REGULAR_SLOTS = 2  # the version that is served, and the next one; further s
 
 @dataclass(frozen=True, slots=True)
 class SlotContents:
-    """What one slot holds."""
-
     base: Held | None  # what patches may start from; None: nothing
     servable: PolicyVersion | None  # None: empty, torn or not verified
 
@@ -95,7 +93,6 @@ class Slot:
     """One folder and its journal. Blocking; one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the journal of an earlier process; its folder cannot be served before `verify`."""
         self.folder = folder
         self._journal = folder.with_suffix(".json")
         self.state = _read(self._journal)
@@ -116,7 +113,6 @@ class Slot:
 
     @property
     def contents(self) -> SlotContents:
-        """What `slot_to_write` needs to know of it."""
         return SlotContents(base=self.base, servable=self.version)
 
     def holds(self, target: VersionManifest) -> bool:
@@ -180,7 +176,6 @@ class Slot:
         self._digests = None if other._digests is None else [*other._digests]
 
     def remove(self) -> None:
-        """Remove the folder and its journal."""
         self._journal.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.state, self._digests = SlotState(holds=None), None

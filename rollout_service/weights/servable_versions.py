@@ -50,7 +50,6 @@ class ServableVersions:
 
     @property
     def adapters(self) -> Set[PolicyVersion]:
-        """The adapters that a request may name."""
         return frozenset(self._adapters)
 
     @property
@@ -137,7 +136,6 @@ class VersionSampler:
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, *, seeds: Sequence[int] | None = None
     ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
         adapter = self.servable.adapter_of(self.pin)
         with self.servable.using(adapter):
             return await (self.place or self.engine.client).generate(prompts, sampling, n, adapter, seeds)

@@ -22,7 +22,6 @@ class VersionGate:
     """For one event loop; state changes without awaiting, so a cancelled waiter changes nothing."""
 
     def __init__(self, linger_s: float = LINGER_S) -> None:
-        """Start without pins."""
         self._linger_s = linger_s
         self._pin: PolicyVersion | None = None
         self._num_pinned = 0

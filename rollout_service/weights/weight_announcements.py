@@ -41,7 +41,6 @@ class Disagreement:
     is_tie: bool = False  # as many have another checksum: either may be wrong
 
     def __str__(self) -> str:
-        """Return a sentence for people."""
         if len(self.minority) == 1:
             who = f"the engine of worker {self.minority[0]} serves"
         else:
@@ -53,7 +52,6 @@ class EngineVotes:
     """Folds `WeightsApplied` in the order of the stream."""
 
     def __init__(self) -> None:
-        """Start without votes."""
         self._votes: dict[tuple[int, str], dict[str, str]] = {}  # (version, layout) -> worker -> checksum
 
     def add(self, fact: WeightsApplied) -> Disagreement | None:
@@ -90,7 +88,6 @@ class WeightAnnouncements:
     """One worker's facts about weights."""
 
     def __init__(self, bus: Bus, *, run_id: str, worker_id: str) -> None:
-        """Prepare; nothing is read before `start`."""
         self._bus = bus
         self.run_id = run_id
         self.worker_id = worker_id
@@ -116,7 +113,6 @@ class WeightAnnouncements:
         return found
 
     async def raise_alarm(self, text: str) -> None:
-        """Publish an alarm."""
         event = RunEvent(run_id=self.run_id, source=self.worker_id, kind="alarm", at=time.time(), data={"text": text})
         await retry(
             lambda: self._bus.publish(

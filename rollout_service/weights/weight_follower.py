@@ -55,7 +55,6 @@ class WeightFollower:
         swap: WeightSwap,
         run_id: str,
     ) -> None:
-        """Prepare; nothing is read before `start`."""
         self._bus = bus
         self._mirror = mirror
         self._engine = engine

@@ -95,10 +95,7 @@ class ActionRefused(Exception):
 
 
 class OpenEnvSession:
-    """One session of a server."""
-
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, server: Server) -> None:
-        """Note an open socket."""
         self._socket, self._server = socket, server
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +144,6 @@ class Sessions:
     """The servers of one environment, and the connections to them."""
 
     def __init__(self, options: OpenEnvOptions, own: Sequence[OwnServer]) -> None:
-        """Prepare; nothing is opened before the first episode."""
         policy = TargetPolicy(options.allowed_targets, own, key="options.allowed_targets")
         self._connections = HttpConnections(keep_s=_KEEP_S, policy=policy)
         self._servers = Servers(options.urls)
@@ -191,13 +187,10 @@ class Sessions:
         return session, first
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._connections.close()
 
 
 class OpenEnvPlay(Play):
-    """One episode."""
-
     def __init__(self, seed: int, row: Row, options: OpenEnvOptions, sessions: Sessions) -> None:
         """Note the row; raises ValueError for one that lacks what `row_reset` names."""
         missing = [name for name in options.row_reset if name not in row.extra_info]
@@ -225,7 +218,6 @@ class OpenEnvPlay(Play):
         return await (self._called(answer) if self._options.tools else self._acted(answer))
 
     async def close(self) -> None:
-        """End the session."""
         if self._session is not None:
             await self._session.close()
 
@@ -354,11 +346,9 @@ class OpenEnv(ServerEnvironment):
     options = OpenEnvOptions
 
     def new_sessions(self, options: OpenEnvOptions) -> Sessions:
-        """Return the connections to the servers."""
         return Sessions(options, self.own_servers)
 
     def play(self, seed: int, row: Row, options: OpenEnvOptions) -> OpenEnvPlay:
-        """Return the play of one episode."""
         if self.sessions is None:
             raise ValueError(
                 'openenv needs a server: write [environment.define.NAME] with type = "openenv" and options.url, and name that'

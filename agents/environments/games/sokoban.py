@@ -113,15 +113,11 @@ class SokobanOptions(ActionOptions):
 
 
 class SokobanPlay(Play):
-    """One room."""
-
     def __init__(self, level: Level, row: Row, options: SokobanOptions) -> None:
-        """Start with the boxes and the player where the level has them."""
         self._level, self._row, self._options = level, row, options
         self._boxes, self._player = set(level.boxes), level.player
 
     def start(self) -> tuple[Message, ...]:
-        """Return the rules and the room."""
         return opening(self._row, self._options, _RULES, self.room())
 
     def step(self, answer: Message) -> Reply:
@@ -139,7 +135,6 @@ class SokobanPlay(Play):
         return Reply((Message("user", self.room()),), reward, parts={"success": 0.0}, state=self.room())
 
     def room(self) -> str:
-        """Return the room as lines of text."""
         numbers = range(self._level.size)
         return "\n".join("".join(self._mark(Place(row, column)) for column in numbers) for row in numbers)
 

@@ -72,7 +72,6 @@ class Tool(ABC):
     )
 
     def __init__(self) -> None:
-        """Start with the default options."""
         self.chosen: Any = None  # an instance of ``options``; None: they were not given yet
 
     def with_options(self, given: Mapping[str, Any], place: str) -> Self:

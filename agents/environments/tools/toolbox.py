@@ -69,7 +69,6 @@ class Toolbox:
                 self._is_prepared = True
 
     async def close(self) -> None:
-        """Close every tool."""
         for tool in self.tools.values():
             await tool.close()
         for threads in self._threads.values():

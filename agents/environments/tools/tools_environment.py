@@ -35,8 +35,6 @@ from penstock.protocol.errors import ConfigError
 
 
 class ToolsPlay(Play):
-    """One conversation."""
-
     def __init__(
         self,
         toolbox: Toolbox,
@@ -69,7 +67,6 @@ class ToolsPlay(Play):
         return (Message("system", own), *messages)
 
     async def close(self) -> None:
-        """End the sessions with servers."""
         if self._servers is not None:
             await self._servers.close()
 
@@ -155,7 +152,6 @@ class Tools(TurnEnvironment):
     options = ToolsOptions
 
     def __init__(self) -> None:
-        """Start without tools."""
         super().__init__()
         self._toolbox: Toolbox | None = None
         self._reached: Reached | None = None
@@ -218,7 +214,6 @@ class Tools(TurnEnvironment):
         return super()._prepare()
 
     async def close(self) -> None:
-        """Close the tools."""
         if self._toolbox is not None:
             await self._toolbox.close()
 

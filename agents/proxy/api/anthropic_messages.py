@@ -107,7 +107,6 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
-    """Return the body of a whole answer."""
     del created
     return {
         "id": request_id,
@@ -139,7 +138,6 @@ def events(turn: SampledTurn, body: Mapping[str, Any], model: str, created: int,
 
 
 def _block_events(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block as it begins, and what is added to it."""
     match block["type"]:
         case "thinking":
             return {**block, "thinking": "", "signature": ""}, [
@@ -154,7 +152,6 @@ def _block_events(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[s
 
 
 def error(refused: RequestRefused) -> dict[str, Any]:
-    """Return the body of an error."""
     kinds = {
         401: "authentication_error",
         404: "not_found_error",

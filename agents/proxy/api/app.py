@@ -65,11 +65,9 @@ class ProxyApp:
     """The ASGI application of a worker's proxy."""
 
     def __init__(self, proxy: AgentProxy) -> None:
-        """Serve the open episodes of a proxy."""
         self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
         _, first, secret, rest = ([*scope["path"].split("/", 3), "", "", "", ""])[:4]
@@ -119,8 +117,6 @@ class ProxyApp:
 
 
 class _Exchange:
-    """One request that is being answered."""
-
     def __init__(self, api: Api, body: Mapping[str, Any], send: Send, receive: Receive) -> None:
         self._api = api
         self._body = body

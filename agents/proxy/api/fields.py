@@ -197,7 +197,6 @@ def check_tools(tools: Sequence[Any]) -> tuple[dict[str, Any], ...]:
 
 
 def call(identifier: Any, name: Any, arguments: Any, where: str) -> ToolCall:
-    """Return one call of an earlier answer."""
     if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(identifier, str | None):
         raise invalid(f"{where} needs id, name and arguments as texts", where)
     return ToolCall(identifier or "", name, arguments)

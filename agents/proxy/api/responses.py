@@ -89,7 +89,6 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
 
 
 def _result(item: Mapping[str, Any], where: str) -> Message:
-    """Return the result of a call."""
     call_id = fields.text(item, "call_id", f"{where}.")
     if shown := fields.parts(item.get("output"), f"{where}.output", kinds=_TEXTS):
         return Message.of_parts("tool", *shown, tool_call_id=call_id)
@@ -117,7 +116,6 @@ def _add_message(
 
 
 def reply(turn: SampledTurn, model: str, created: int, request_id: str) -> dict[str, Any]:
-    """Return the body of a whole answer."""
     is_cut = turn.finish_reason == "length"
     return {
         **_head(model, created, request_id),

@@ -47,7 +47,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render_metrics(engine: EngineThread) -> str:
-    """Return the metrics page."""
     counters, running = engine.metrics, engine.num_running
     rows: list[tuple[str, str, str, float]] = [
         ("sglang:num_running_reqs", "gauge", "sequences with keys and values in the cache", running),
@@ -261,7 +260,6 @@ async def _change_adapters(adapters: AdapterRegistry, change: Callable[[AdapterR
 
 
 def build_app(server: ServerState) -> Starlette:
-    """Return the ASGI application."""
     app = Starlette(
         routes=[
             route("/generate", generate_endpoints.generate, "POST", "PUT"),

@@ -92,7 +92,6 @@ class JobRunner:
     """Runs requests on the engine thread, and counts the requests of each adapter."""
 
     def __init__(self, engine: EngineThread, adapters: AdapterRegistry) -> None:
-        """Prepare; nothing runs before a request."""
         self._engine = engine
         self._adapters = adapters
         self._releases: set[asyncio.Task[None]] = set()

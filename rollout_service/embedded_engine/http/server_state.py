@@ -78,8 +78,6 @@ ENGINE_VERSION = "penstock-embedded"
 
 @dataclass(slots=True)
 class ServerState:
-    """The parts of one server."""
-
     engine: EngineThread
     jobs: JobRunner
     adapters: AdapterRegistry
@@ -94,12 +92,10 @@ class ServerState:
 
 
 def server_of(request: Request) -> ServerState:
-    """Return the server that a request was sent to."""
     return request.app.state.server
 
 
 def model_name(server: ServerState) -> str:
-    """Return the name of the served model."""
     return server.settings.served_model_name or str(server.settings.model_path)
 
 

@@ -109,7 +109,6 @@ class AdapterMix:
     """The concatenated factors of several adapters."""
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
-        """Concatenate the factors of at least one adapter into one pair of matrices for each site of each layer."""
         self.numbers = frozenset(adapter.number for adapter in adapters)
         self._owners: dict[Site, torch.Tensor] = {}  # [columns] int64: adapter number of each column
         by_layer = zip(*(adapter.layers for adapter in adapters), strict=True)

@@ -82,7 +82,6 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The layers with experts."""
         return self.mixture.layers if self.mixture is not None else ()
 
     @property

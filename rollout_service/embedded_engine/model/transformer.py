@@ -67,7 +67,6 @@ class Transformer:
     """The forward pass, with the weights of each call; owns only tables that no checkpoint holds."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Build the rotary table for the model's whole context."""
         self.config = config
         self.dtype = dtype
         self._rotations = rotary_table(config.rope, config.head_dim, config.context_tokens).to(device)
@@ -81,7 +80,6 @@ class Transformer:
         self._by_products = device.type == "cpu" and dtype == torch.float32
 
     def features(self, weights: Weights, pixel_values: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-        """Compute an image; see `VisionTower.features`."""
         assert self._tower is not None  # requests with images are refused for other models
         return self._tower.features(weights.tower, pixel_values, grid)
 

@@ -23,8 +23,6 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The dense MLP of a layer."""
-
     gate_up: Linear  # [*, hidden] -> [*, 2 * intermediate]: all gate, then all up
     down: Linear  # [*, intermediate] -> [*, hidden]
 
@@ -59,8 +57,6 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer, ready to compute."""
-
     attention_norm: torch.Tensor  # [hidden]
     qkv: Linear  # [*, hidden] -> [*, (heads + 2 * kv heads) * head_dim]: all q, then all k, then all v
     qk_norm: torch.Tensor | None  # [heads + kv heads, head_dim], reordered like q and k

@@ -127,7 +127,6 @@ def _positions(images: RowImages | None) -> list[int]:
 
 
 def _png(colour: tuple[int, int, int]) -> bytes:
-    """Return a picture of one colour."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

@@ -33,8 +33,6 @@ from penstock.rollout_service.environments.environment import Sampler
 
 
 class McpPlay(Play):
-    """One episode."""
-
     def __init__(self, seed: int, row: Row, options: McpOptions, reached: Reached) -> None:
         """Note the options; nothing is connected before `start`. Raises ValueError for a row without a prompt."""
         if not row.messages or row.messages[-1].role != "user":
@@ -119,7 +117,6 @@ class Mcp(TurnEnvironment):
     options = McpOptions
 
     def __init__(self) -> None:
-        """Start without servers."""
         super().__init__()
         self._reached: Reached | None = None
 

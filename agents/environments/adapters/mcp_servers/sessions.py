@@ -181,7 +181,6 @@ class McpSessions:
     """One episode's sessions, one with each server."""
 
     def __init__(self, seed: int, options: SessionOptions, reached: Reached) -> None:
-        """Nothing is connected before `open`."""
         self._connections = {
             name: _connection(name, server, seed, options, reached) for name, server in options.servers.items()
         }
@@ -195,7 +194,6 @@ class McpSessions:
         ]
 
     async def close(self) -> None:
-        """End the sessions, and the processes of servers."""
         await side_by_side(connection.close() for connection in self._connections.values())
 
 

@@ -28,8 +28,6 @@ from penstock.protocol.endpoints import strict_json
 
 
 class NemoGymPlay(Play):
-    """One episode."""
-
     def __init__(self, seed: int, row: Row, options: NemoGymOptions, sessions: Sessions) -> None:
         """Read the row; raises ValueError for one that cannot be played."""
         self._row = GymRow.of(row)
@@ -94,7 +92,6 @@ class NemoGymPlay(Play):
         return await self._session.call(call.name, arguments)
 
     def _note(self, answer: Message) -> None:
-        """Add the items of an answer."""
         number = len(self._output)
         if answer.reasoning:
             content = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -149,7 +146,6 @@ class NemoGym(ServerEnvironment):
         return Sessions(options, self.own_servers)
 
     def play(self, seed: int, row: Row, options: NemoGymOptions) -> NemoGymPlay:
-        """Return the play of one episode."""
         if self.sessions is None:
             raise ValueError(
                 'nemo_gym needs a server: write [environment.define.NAME] with type = "nemo_gym" and options.url, and name that'

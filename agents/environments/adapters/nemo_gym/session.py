@@ -112,10 +112,7 @@ class Verified:
 
 
 class GymSession:
-    """One episode's session with one server."""
-
     def __init__(self, connections: HttpConnections, server: Server, seed: int, call_deadline_s: float) -> None:
-        """Nothing is sent before `begin`."""
         self._connections, self._server, self._seed = connections, server, seed
         self._call_deadline_s = call_deadline_s
         self._cookies: dict[str, str] = {}
@@ -257,7 +254,6 @@ class Sessions:
         return session
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._connections.close()
 
 

@@ -102,7 +102,6 @@ class PythonTool(Tool):
     options = PythonOptions
 
     def __init__(self) -> None:
-        """Start without a sandbox."""
         super().__init__()
         self._slots: Slots[_Slot] | None = None
         self._limits = Limits()
@@ -131,7 +130,6 @@ class PythonTool(Tool):
         return run.output.decode(errors="replace").rstrip("\n") or "(it printed nothing)"
 
     async def close(self) -> None:
-        """End the sandboxes."""
         if self._slots is not None:
             await self._slots.close()
 

@@ -37,7 +37,6 @@ class Bm25:
     """An index of passages. A passage of 100 words takes about 800 bytes."""
 
     def __init__(self, passages: Iterable[str]) -> None:
-        """Count the words of every passage."""
         found: dict[str, tuple[array[int], array[int]]] = {}  # by word: passages, and how often it is in each
         lengths = array("i")
         for number, text in enumerate(passages):
@@ -79,8 +78,6 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a text."""
-
     title: str
     text: str
 
@@ -187,7 +184,6 @@ class SearchTool(Tool):
     options = SearchOptions
 
     def __init__(self) -> None:
-        """Start without a corpus."""
         super().__init__()
         self._passages: list[Passage] = []
         self._index: Bm25 | None = None
