@@ -32,10 +32,9 @@ from penstock.agents.environments.play import Play, Row
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.messages import Message
 from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.proxy import AgentProxy, path
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.server import serving
-from penstock.agents.proxy.session import AgentModel
+from penstock.agents.proxy.session import AgentModel, AgentProxy, path
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition

@@ -36,9 +36,9 @@ from tests.groups import make_task, make_task_issued
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.local import LocalStack
 from penstock.protocol import logs, streams, subjects
-from penstock.protocol.activity import Activity
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.facts import Heartbeat, TaskIssued, WeightsApplied, WeightsPublished, decode
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue

@@ -25,10 +25,10 @@ from penstock.deploy import sglang_cpu
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.embedded.command import embedded_command
+from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.engines.sglang.kind import sglang_command, sglang_environ
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.settings import WorkerSettings
 

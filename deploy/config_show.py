@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from penstock.console.tracking.trackers import TrackSettings
 from penstock.deploy.resumption import notes
 from penstock.fine_tuning.sections import DPO, RM, SFT, OwnSection
-from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.process_end import ends_quietly
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
 from penstock.trainer.settings import TrainerSettings

@@ -20,10 +20,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.protocol import internal_errors, logs
-from penstock.protocol.closed_output import ends_quietly
+from penstock.protocol import logs, process_end
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.process_end import ends_quietly
 from penstock.protocol.traces.traces import recording
 from penstock.reward_service import process_memory
 from penstock.reward_service.settings import RewardSettings
@@ -32,7 +32,7 @@ from penstock.reward_service.settings import RewardSettings
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of ours are one text on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    internal_errors.install("reward")
+    process_end.install("reward")
     try:
         return _command(arguments)
     except (PenstockError, BaseExceptionGroup) as err:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, PenstockError
 from penstock.protocol.facts import GeneratedGroup, GroupGenerated
-from penstock.protocol.traces.spans import Value
-from penstock.protocol.traces.traces import NO_TRACES, Traces
+from penstock.protocol.heartbeats import Activity
+from penstock.protocol.traces.traces import NO_TRACES, Traces, Value
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
 from penstock.reward_service import pack_progress, pack_texts, pack_trace

@@ -11,12 +11,12 @@ from pathlib import Path
 import structlog
 
 from penstock.protocol import streams
-from penstock.protocol.activity import Activity
 from penstock.protocol.endpoints import own_servers
 from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.files import atomic_write
-from penstock.protocol.metrics.certificates import certificate_ends
+from penstock.protocol.heartbeats import Activity
+from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.server import metrics_url
 from penstock.protocol.traces.traces import Traces
 from penstock.protocol.transport import http_tls

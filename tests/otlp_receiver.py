@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.traces.spans import Span
-from penstock.protocol.traces.traces import Traces
+from penstock.protocol.traces.traces import Span, Traces
 
 
 class Receiver:

@@ -19,9 +19,9 @@ from typing import Any
 import structlog
 
 from penstock.protocol import streams
-from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.metrics.certificates import certificate_ends
+from penstock.protocol.heartbeats import Activity, cpu_seconds
+from penstock.protocol.metrics.exporter import certificate_ends
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record import run_lock

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 
 import structlog
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.record import pause_request
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import STEP_DIGEST, group_digest, step_digest
-from penstock.protocol.traces.spans import Value
-from penstock.protocol.traces.traces import HeldGroups
+from penstock.protocol.traces.traces import HeldGroups, Value
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import CollapseCheck, EngineCheck

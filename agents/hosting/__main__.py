@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from penstock.agents.hosting import list_environments, register, serve, try_environment
-from penstock.protocol import internal_errors
+from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
 
 _COMMANDS = {
@@ -20,7 +20,7 @@ _COMMANDS = {
 
 def main() -> int:
     """Run one command; returns the exit status."""
-    internal_errors.install("environment")
+    process_end.install("environment")
     command, *rest = sys.argv[1:] or [""]
     if command not in _COMMANDS:
         sys.stderr.write(f"expected one of {', '.join(_COMMANDS)}, got {command!r}\n")

@@ -10,15 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.agents.environments.call_play import (
+from penstock.agents.environments.over_http.http_environment import Http
+from penstock.agents.environments.play import (
     EnvironmentFailed,
+    Play,
+    Row,
     call,
     checked_messages,
     checked_reply,
     checked_score,
 )
-from penstock.agents.environments.over_http.http_environment import Http
-from penstock.agents.environments.play import Play, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting.policies import Policy
 from penstock.agents.proxy.messages import Message

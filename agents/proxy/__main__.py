@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from penstock.agents.proxy.renderer import ChatRenderer
-from penstock.agents.proxy.template_probe import format_table, probe, shows_tools
+from penstock.agents.proxy.renderer import ChatRenderer, format_table, probe, shows_tools
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.errors import PenstockError
 

@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 
 from penstock.agents.proxy.api.app import ProxyApp
-from penstock.agents.proxy.proxy import AgentProxy
-from penstock.protocol.transport import http_tls, listening_socket
+from penstock.agents.proxy.session import AgentProxy
+from penstock.protocol.transport import http_tls
 
 _KEEP_ALIVE_S = 600  # a tool may run for minutes between two requests; a reset in that moment is an error to the agent
 _BACKLOG = 1024
@@ -53,7 +53,7 @@ def _listening_at(path: Path) -> socket.socket:
 @contextlib.asynccontextmanager
 async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIterator[str]:
     """Serve an ASGI app inside the block; yields its URL. Raises ConfigError, which names the setting ``key`` or the certificate."""
-    listener = listening_socket.listen(host, port, key=key, backlog=_BACKLOG)
+    listener = http_tls.listen(host, port, key=key, backlog=_BACKLOG)
     async with _serving(app, listener, **http_tls.server_options(host)):
         yield f"{http_tls.scheme(host)}://{host}:{listener.getsockname()[1]}"
 

@@ -29,9 +29,9 @@ from penstock.console.cli import (
 )
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.console.launch import split
-from penstock.protocol import internal_errors
-from penstock.protocol.closed_output import ends_quietly
+from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.process_end import ends_quietly
 
 app = App(
     name="penstock",
@@ -375,7 +375,7 @@ def _require_servers(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; a PenstockError is one line on stderr and exit code 1, Ctrl-C is exit code 130."""
-    internal_errors.install("command")
+    process_end.install("command")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if {"--help", "-h"} & set(tokens):

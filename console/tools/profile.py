@@ -26,8 +26,8 @@ from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.console.terminal import console, printable
 from penstock.console.tools.runs import unknown_run
-from penstock.protocol.activity import ENGINE_CPU, THREAD_CPU
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU
 from penstock.protocol.subjects import check_run_id
 
 OTHER = "other"

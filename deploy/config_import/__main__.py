@@ -23,10 +23,10 @@ from penstock.deploy.config_import.run_file_text import (
     run_file_text,
 )
 from penstock.deploy.config_import.translate import detect, own_section, translate
-from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.foreign_config import SYSTEMS
 from penstock.protocol.config.sources import MAX_FILE_BYTES
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.process_end import ends_quietly
 
 _DECIDE, _ERROR = 1, 2  # exit codes
 _HELP = (

@@ -14,9 +14,9 @@ from penstock.deploy.plan.lengths import Durations, EnginePace, Fleet, LengthMix
 from penstock.deploy.plan.memory.report import RankMemory, parse_size
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, num_steps, simulate, table
-from penstock.protocol.closed_output import ends_quietly
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.process_end import ends_quietly
 from penstock.rollout_service.settings import RolloutSettings as WorkerSettings
 from penstock.trainer.errors import NotEstimated
 from penstock.trainer.groups.task_packs import choose_groups_per_message

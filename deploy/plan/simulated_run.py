@@ -22,7 +22,7 @@ from penstock.deploy.plan.simulated_groups import SimulatedIssuer, SimulatedProm
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
 from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup
-from penstock.rollout_service.packs.pack_limit import SAMPLE_S, EngineLoad, PackLimit
+from penstock.rollout_service.packs.pack_loops import SAMPLE_S, EngineLoad, PackLimit
 from penstock.rollout_service.weights.swap_semaphore import num_permits
 from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEADLINE_S
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S

@@ -27,7 +27,7 @@ from penstock.protocol.subjects import RUN_ID
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import MAX_LETTER_IDS
-from penstock.protocol.transport.direct_get import StoredMessage
+from penstock.protocol.transport.tail import StoredMessage
 
 _MAX_GROWTH_BYTES = 1024 * 1024  # an object that is larger than named by more than this is not read
 

@@ -31,7 +31,7 @@ from penstock.protocol.streams import StreamLimits
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs, BlobStat
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.snapshots import CHUNK_BYTES, Snapshot
+from penstock.protocol.transport.stream_admin import CHUNK_BYTES, Snapshot
 
 CONTENTS = "backup.json"
 _CHUNK_BYTES = 1024 * 1024

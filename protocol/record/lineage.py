@@ -60,7 +60,6 @@ class RecordedGroup(Wire):
 
     @property
     def group_id(self) -> str:
-        """Id of the group."""
         return self.scored.generated.group_id
 
     @property

@@ -12,9 +12,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 
-from penstock.protocol.activity import Activity
 from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.samples import Samples
 from penstock.reward_service.api import endpoint_routes, metrics_samples, scoring_routes

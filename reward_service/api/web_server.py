@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.protocol.transport import http_tls, listening_socket
+from penstock.protocol.transport import http_tls
 from penstock.reward_service.api.request_clock import MAX_CONNECTIONS, RequestClock
 
 log = structlog.get_logger("reward_service.web_server")
@@ -31,7 +31,7 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n
 
 def listen(host: str, port: int, *, key: str) -> socket.socket:
     """Bind a socket; raises ConfigError naming the setting ``key`` when the address cannot be had."""
-    return listening_socket.listen(host, port, key=key, backlog=_BACKLOG)
+    return http_tls.listen(host, port, key=key, backlog=_BACKLOG)
 
 
 async def serve(app: FastAPI, bound: socket.socket, done: asyncio.Event) -> None:

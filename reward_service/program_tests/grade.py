@@ -21,11 +21,9 @@ from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.program_tests import answers, test_code
 from penstock.reward_service.program_tests.test_code import Graded, Proofs
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
-from penstock.sandbox.errors import SandboxError
-from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure
-from penstock.sandbox.run_program import run_program
+from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure, run_program
 from penstock.sandbox.slots import Slots
-from penstock.sandbox.zygote_command import Launch
+from penstock.sandbox.zygote_command import Launch, SandboxError
 from penstock.sandbox.zygote_process import Limits, Run, Watch, Zygote
 
 

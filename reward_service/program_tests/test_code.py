@@ -21,9 +21,9 @@ from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.program_tests.tests_of_row import Assertions
-from penstock.sandbox.errors import SandboxError
 from penstock.sandbox.inside.program_proxy import STUBS
 from penstock.sandbox.outcome import Reason, describe, failure
+from penstock.sandbox.zygote_command import SandboxError
 from penstock.sandbox.zygote_process import Killed, Limits, Run, Watch, Zygote
 
 _KNOWN_PROOFS = 4096

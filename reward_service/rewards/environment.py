@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.packs.group_pack import EpisodeTexts
+from penstock.protocol.packs.group_texts import EpisodeTexts
 from penstock.reward_service.rewards.reward import GivenReward, Verdict
 
 NAME = "environment"

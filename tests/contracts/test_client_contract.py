@@ -13,10 +13,9 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.detokenizer import Detokenizer
-from penstock.rollout_service.engines.engine_client import EngineClient, able_to_abandon
+from penstock.rollout_service.engines.completion_sampler import Detokenizer
+from penstock.rollout_service.engines.engine_client import EngineClient, UpdateMode, able_to_abandon
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineRefused, TaskRefused, WeightsNotApplied
 from tests.contracts.engine_under_test import DEADLINE_S
 from tests.contracts.servers_under_test import KINDS, ServerUnderTest, running_server

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.facts import BlobRef, decode
-from penstock.protocol.internal_errors import explain
+from penstock.protocol.process_end import explain
 
 
 def _inside_the_package() -> BaseException:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs.group_pack import GroupTexts
-from penstock.protocol.traces.spans import Span, group_context
+from penstock.protocol.traces.traces import Span, group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_trace

@@ -36,18 +36,17 @@ from penstock.protocol.config.connection import Section
 from penstock.protocol.errors import MalformedWeights
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.digest import weights_digest
+from penstock.rollout_service.embedded_engine.caches import PrefixCache
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
-from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
 from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
 from penstock.rollout_service.embedded_engine.http.images import ImageReader
-from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
+from penstock.rollout_service.embedded_engine.http.run_job import AdapterRegistry, JobRunner
 from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
-from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.model.model_config import read_eos_token_ids, read_model_config
-from penstock.rollout_service.embedded_engine.parent_watch import exit_with_parent
+from penstock.rollout_service.embedded_engine.process import exit_with_parent
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
@@ -129,7 +128,7 @@ class SimulatedRunner:
         find_stop_string: Callable[[Sequence], str | None],
     ) -> None:
         self.weights = weights
-        self.kept = KeptPrefixes(0)
+        self.kept = PrefixCache(0)
         self.running: list[Sequence] = []
         self.count_tokens: Callable[[int], None] = lambda _: None
         self._mix, self._pace, self._fail_share = options.mix, options.pace, options.fail_share

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import TaskIssued
-from penstock.protocol.traces.spans import group_context
+from penstock.protocol.heartbeats import Activity
+from penstock.protocol.traces.traces import group_context
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery

@@ -17,15 +17,15 @@ from penstock.agents.environments.play import Play, Reply, Row, done
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message
 from penstock.protocol import blob_keys
-from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import ImageRef, RewardRequest, RouterShape, RowImages, Sampling, Task
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.images.processor import read_processor
 from penstock.protocol.packs import group_pack
+from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.rollout_service.packs import pack_loops
-from penstock.rollout_service.packs.pack_limit import MOST_PACKS, EngineLoad, PackLimit
-from penstock.rollout_service.packs.pack_loops import PackLoops
+from penstock.rollout_service.packs.pack_loops import MOST_PACKS, EngineLoad, PackLimit, PackLoops
 
 PER_PACK = 8
 

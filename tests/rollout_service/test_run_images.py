@@ -14,7 +14,7 @@ from penstock.protocol.images.processor import expanded, read_processor
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.vllm.client import VllmClient
 from penstock.rollout_service.environments.single_turn import SingleTurn

@@ -26,9 +26,8 @@ from penstock.rollout_service.errors import (
     TeacherFailed,
     TeacherUnfit,
 )
-from penstock.rollout_service.teachers.interface import Answer, Question
 from penstock.rollout_service.teachers.sglang import read_answer
-from penstock.rollout_service.teachers.teacher import Teacher, vocabulary_probe
+from penstock.rollout_service.teachers.teacher import Answer, Question, Teacher, vocabulary_probe
 from tests.contracts.engine_under_test import EngineUnderTest, embedded_engine
 from tests.contracts.tiny_model import Dense, build_model, write_tokenizer
 from tests.groups import make_task
@@ -295,7 +294,7 @@ def test_a_kind_of_teacher_of_your_own_is_named_by_its_file(tmp_path: Path) -> N
     """It makes the client of each URL; a name that is none is refused with the known ones."""
     file = tmp_path / "my_teacher.py"
     file.write_text(
-        "from penstock.rollout_service.teachers.interface import TeacherKind\n"
+        "from penstock.rollout_service.teachers.teacher import TeacherKind\n"
         "from penstock.rollout_service.teachers.sglang import SglangTeacher\n"
         "class Mine(SglangTeacher):\n"
         "    pass\n"

@@ -17,8 +17,8 @@ import pytest
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.processes.child import Child
 from penstock.protocol import streams, subjects
-from penstock.protocol.activity import Activity
 from penstock.protocol.facts import RunEvent, TaskList, encode_unbounded
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs import group_pack
 from penstock.protocol.streams import StreamLimits
 from penstock.rollout_service import loop

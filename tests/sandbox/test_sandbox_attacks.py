@@ -16,9 +16,8 @@ from tests.sandbox import attacks
 from penstock.reward_service.program_tests.grade import Slot, grade
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.sandbox import canary
-from penstock.sandbox.inside import seccomp, syscalls
-from penstock.sandbox.outcome import Reason, failure
-from penstock.sandbox.run_program import run_program
+from penstock.sandbox.inside import seccomp
+from penstock.sandbox.outcome import Reason, failure, run_program
 from penstock.sandbox.zygote_command import Kind, Launch
 from penstock.sandbox.zygote_process import Limits, Zygote
 
@@ -132,8 +131,8 @@ class Place:
         if kind is Kind.BUBBLEWRAP:  # a process there has no number that could be meant; its own parent has
             described["victim"] = 2
         numbers = {name: pair[0 if seccomp.machine() == "x86_64" else 1] for name, pair in OTHER_CALLS.items()}
-        for table in (syscalls.ALLOWED, syscalls.CONDITIONAL, syscalls.FATAL):
-            numbers |= syscalls.numbers(table, seccomp.machine())
+        for table in (seccomp.ALLOWED, seccomp.CONDITIONAL, seccomp.FATAL):
+            numbers |= seccomp.numbers(table, seccomp.machine())
         self.prelude = f"{attacks.PRELUDE}\nN = {numbers!r}\nW = {described!r}\nREVERSED_ANSWER = {ANSWER[::-1]!r}\n"
 
     def run(self, statement: str, limits: Limits = LIMITS) -> Reason:

@@ -12,7 +12,7 @@ import yaml
 
 from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.sglang.command import sglang_command
+from penstock.rollout_service.engines.sglang.kind import sglang_command
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]

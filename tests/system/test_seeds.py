@@ -9,8 +9,7 @@ from penstock.agents.environments.episode_environment import Begun, group_seed
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.seeds import MAX_SEED, derived_seed
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.completion import Completion, Resumption
 from penstock.trainer.recovery.recorded_settings import read_settings
 from tests.contracts.engine_under_test import embedded_engine
 from tests.groups import make_task

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.protocol.teacher_scores import TeacherRow
+from penstock.protocol.token_annotations import TeacherRow
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.packed_rows import (
     Experts,

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.protocol import internal_errors
+from penstock.protocol import process_end
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.parent_death import end_with_parent
 from penstock.trainer import process_memory
@@ -55,7 +55,7 @@ Commands = Mapping[str, tuple[str, str]]  # name -> arguments, description
 
 def start_process() -> None:
     """Report internal errors, and set what torch reads when it is imported; to be called before anything else."""
-    internal_errors.install("trainer")
+    process_end.install("trainer")
     process_memory.use_huge_pages(os.environ)
     process_memory.keep_few_compiled_products(os.environ)
 

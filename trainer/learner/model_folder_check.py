@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.expert_choices import FAMILIES, Routers, routers_of
+from penstock.protocol.token_annotations import FAMILIES, Routers, routers_of
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.parallel_dims import ParallelLayout
 

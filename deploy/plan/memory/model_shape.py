@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.protocol.expert_choices import routers_of
+from penstock.protocol.token_annotations import routers_of
 from penstock.trainer.errors import NotEstimated
 
 FLOAT32 = 4

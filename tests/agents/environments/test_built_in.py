@@ -12,8 +12,15 @@ from penstock.agents.environments.games.arithmetic import evaluate
 from penstock.agents.environments.games.calculator import CALCULATOR, draw_expression
 from penstock.agents.environments.games.frozen_lake import FROZEN_LAKE, draw_lake, shortest_path
 from penstock.agents.environments.games.guess_number import GUESS_NUMBER
-from penstock.agents.environments.games.sokoban import SOKOBAN, SokobanOptions, SokobanPlay
-from penstock.agents.environments.games.sokoban_levels import DIRECTIONS, Level, Place, draw_level
+from penstock.agents.environments.games.sokoban import (
+    DIRECTIONS,
+    SOKOBAN,
+    Level,
+    Place,
+    SokobanOptions,
+    SokobanPlay,
+    draw_level,
+)
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall

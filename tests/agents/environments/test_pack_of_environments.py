@@ -15,10 +15,10 @@ from tests.agents.proxy.agent_model import SMOLLM2, Engine, write_model
 from tests.groups import make_task
 
 from penstock.agents.environments.play import done
-from penstock.protocol.activity import Activity
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.expert_choices import Routers
 from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.heartbeats import Activity
+from penstock.protocol.token_annotations import Routers
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_task import ModelLimits

@@ -16,18 +16,17 @@ import pytest
 from tests.agents.proxy.agent_model import QWEN25, Engine, write_model
 
 from penstock.agents.environments.play import Reply, Row
-from penstock.agents.environments.tools.built_in.bm25 import Bm25
 from penstock.agents.environments.tools.built_in.calculator import CALCULATOR_TOOL
-from penstock.agents.environments.tools.built_in.corpus import Passage, divided, read_corpus
 from penstock.agents.environments.tools.built_in.python import PYTHON_TOOL
-from penstock.agents.environments.tools.final_answer import is_right
-from penstock.agents.environments.tools.output_limit import shortened
+from penstock.agents.environments.tools.built_in.search import Bm25, Passage, divided, read_corpus
+from penstock.agents.environments.tools.options import is_right
 from penstock.agents.environments.tools.tool import (
     Tool,
     ToolArguments,
     ToolEpisode,
     ToolError,
     ToolUnavailable,
+    shortened,
 )
 from penstock.agents.environments.tools.toolbox import CallLimits, Toolbox
 from penstock.agents.environments.tools.tools_environment import Tools, ToolsPlay

@@ -17,10 +17,8 @@ import pytest
 from tests.agents.proxy.agent_model import bench
 from tests.agents.proxy.conversation import LOOK, Agent, result, system, user
 
-from penstock.agents.proxy.agent_request import RetryMark
-from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.messages import Message, RequestRefused, RetryMark
 from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.request_errors import RequestRefused
 from penstock.agents.proxy.tree import PromptPlan
 from penstock.rollout_service.errors import EngineUnreachable
 

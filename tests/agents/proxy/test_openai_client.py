@@ -11,8 +11,8 @@ import pytest
 from tests.agents.proxy.agent_model import bench
 from tests.agents.proxy.conversation import LOOK, check_rows
 
-from penstock.agents.proxy.proxy import path
 from penstock.agents.proxy.server import serving
+from penstock.agents.proxy.session import path
 
 END = "<|im_end|>"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "sun"}}\n</tool_call>' + END

@@ -14,9 +14,8 @@ import pytest
 from tests.agents.proxy.agent_model import Bench, bench
 from tests.agents.proxy.conversation import LOOK, check_rows
 
-from penstock.agents.proxy.proxy import path
 from penstock.agents.proxy.server import serving
-from penstock.agents.proxy.session import EpisodeSession
+from penstock.agents.proxy.session import EpisodeSession, path
 from penstock.rollout_service.errors import EngineUnreachable
 
 END = "<|im_end|>"

@@ -15,16 +15,13 @@ from tests.pictures import picture, picture_bytes
 from tests.rollout_service.vision_folder import write_vision_folder
 
 from penstock.agents.environments.over_http.wire import written
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
 from penstock.agents.proxy.api import anthropic_messages, chat_completions, responses
-from penstock.agents.proxy.build_episode import messages_json, stored_rows
-from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.messages import AgentRequest, Message, RequestRefused, RetryMark
 from penstock.agents.proxy.plan_prompt import PromptPlanner
-from penstock.agents.proxy.proxy import AgentProxy
 from penstock.agents.proxy.renderer import ChatRenderer
-from penstock.agents.proxy.request_errors import RequestRefused
-from penstock.agents.proxy.session import AgentModel
+from penstock.agents.proxy.rows import messages_json, stored_rows
+from penstock.agents.proxy.session import AgentModel, AgentProxy
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.agents.proxy.tree import Found, PromptPlan
 from penstock.protocol import blob_keys
@@ -32,7 +29,7 @@ from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.facts import Sampling
 from penstock.protocol.transport.blobs import Blobs
 from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.run_images import RunImages
 
 END = "<|im_end|>"

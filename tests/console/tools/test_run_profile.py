@@ -12,7 +12,7 @@ from tests.console.record import recorded_run as recorded
 
 from penstock.console.live import watched_totals
 from penstock.console.tools.profile import OTHER, limits, profile
-from penstock.protocol.activity import ENGINE_CPU, THREAD_CPU, thread_cpu_seconds
+from penstock.protocol.heartbeats import ENGINE_CPU, THREAD_CPU, thread_cpu_seconds
 
 
 def line(step: int, at: float, **seconds: float) -> dict[str, Any]:

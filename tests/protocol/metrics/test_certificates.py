@@ -13,8 +13,7 @@ from cryptography.x509.oid import NameOID
 
 from penstock.deploy.certificates import write_certificates
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.metrics.certificates import certificate_ends, ends_of
-from penstock.protocol.metrics.exporter import Exporter
+from penstock.protocol.metrics.exporter import Exporter, certificate_ends, ends_of
 
 
 def pem(end: datetime, *, name: str = "penstock") -> bytes:

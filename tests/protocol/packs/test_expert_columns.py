@@ -13,10 +13,10 @@ from tests.trainer.groups.stored_groups import taught
 
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import PackError
-from penstock.protocol.expert_choices import ExpertChoices, dtype_of
 from penstock.protocol.facts import GeneratedGroup, RouterShape, Sampling, Task
 from penstock.protocol.packs import expert_columns, group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.token_annotations import ExpertChoices, dtype_of
 from penstock.protocol.trajectory import Group
 
 SMALL = RouterShape(num_layers=3, num_experts=8, top_k=2)

@@ -14,7 +14,7 @@ from penstock.protocol.errors import PackError
 from penstock.protocol.facts import GeneratedGroup, RewardRequest, Sampling, Task
 from penstock.protocol.packs import group_pack, pack_bounds
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
-from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group
 
 

@@ -16,9 +16,18 @@ from tests.groups import make_task
 from tests.otlp_receiver import Receiver, attributes, recorded
 
 from penstock.protocol import trace_context
-from penstock.protocol.traces import spans as recorder_module
-from penstock.protocol.traces.spans import MAX_TEXT, Span, SpanContext, SpanRecorder, group_context, new_context
-from penstock.protocol.traces.traces import NO_TRACES, HeldGroups, recording
+from penstock.protocol.traces import traces as recorder_module
+from penstock.protocol.traces.traces import (
+    MAX_TEXT,
+    NO_TRACES,
+    HeldGroups,
+    Span,
+    SpanContext,
+    SpanRecorder,
+    group_context,
+    new_context,
+    recording,
+)
 
 receiver = pytest.fixture(otlp_receiver.running)
 TRACEPARENT = "00-" + "1a" * 16 + "-" + "2b" * 8 + "-01"

@@ -46,12 +46,12 @@ from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamLimits, St
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
-from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.transport.key_value import BucketState
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.tail import direct_get
 
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
 

@@ -21,7 +21,7 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusRefused, BusUnreachable, CompareAndSwapFailed
 from penstock.protocol.facts import BlobRef, Head, RunEvent, TaskIssued
-from penstock.protocol.transport import direct_get, tail
+from penstock.protocol.transport import tail
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
@@ -169,8 +169,8 @@ def test_a_listing_has_what_a_lagging_replica_lacks(
     async def lagging(*arguments: Any) -> list[Any]:
         return [msg for msg in await whole(*arguments) if int((msg.headers or {})["Nats-Sequence"]) <= 2]
 
-    whole = direct_get.direct_get
-    monkeypatch.setattr(direct_get, "direct_get", lagging)
+    whole = tail.direct_get
+    monkeypatch.setattr(tail, "direct_get", lagging)
     stream = streams.stream_name(run_id, "tasks")
     assert [message.sequence for message in clustered.read_stream(stream).wait()] == [1, 2, 3, 4, 5]
     assert [message.sequence for message in clustered.read_stream(stream, after=1, most=3).wait()] == [2, 3, 4]
@@ -188,7 +188,7 @@ def test_a_tail_asks_a_lagging_replica_again(clustered: Bus, run_id: str, monkey
         num_asked += 1
         return [] if num_asked <= 4 else await whole(*arguments)
 
-    whole = direct_get.direct_get
+    whole = tail.direct_get
     monkeypatch.setattr(tail, "_POLL_CLUSTER_S", 600.0)
     seen: list[RunEvent] = []
     clustered.tail(events.name, subjects.events(run_id), RunEvent, seen.append).wait()

@@ -10,8 +10,7 @@ from collections import Counter
 from typing import Any
 
 from penstock.agents.proxy.api.app import ProxyApp
-from penstock.agents.proxy.proxy import path
-from penstock.agents.proxy.session import EpisodeSession
+from penstock.agents.proxy.session import EpisodeSession, path
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 MORE = {"type": "function", "function": {"name": "more", "parameters": {"type": "object"}}}

@@ -16,8 +16,7 @@ from tests.contracts.tiny_model import build_model
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedModel
 
-from penstock.agents.proxy.build_episode import counts_of, messages_json, stored_rows
-from penstock.agents.proxy.rows import TreeRow, TreeRows
+from penstock.agents.proxy.rows import TreeRow, TreeRows, counts_of, messages_json, stored_rows
 from penstock.agents.proxy.session import EpisodeSession
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.episode import Episode
@@ -29,7 +28,8 @@ from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.model.transformer import Transformer, prepare_weights
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer
+from penstock.rollout_service.embedded_engine.model.weights import prepare_weights
 from penstock.rollout_service.embedded_engine.runner import Runner
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.engines.completion import Completion

@@ -57,7 +57,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.rollout_service.engines.embedded.kind import EMBEDDED
+from penstock.rollout_service.engines.embedded import EMBEDDED
 from penstock.rollout_service.engines.sglang.client import SglangClient
 
 

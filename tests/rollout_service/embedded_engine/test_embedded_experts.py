@@ -24,7 +24,7 @@ from tests.contracts.tiny_model import (
 from transformers import AutoModelForCausalLM
 
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused, UnsupportedModel
-from penstock.rollout_service.embedded_engine.model.adapter_file import read_adapter
+from penstock.rollout_service.embedded_engine.model.low_rank import read_adapter
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
 

@@ -25,14 +25,14 @@ from penstock.protocol.images.processor import ImageProcessor, collapsed, expand
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_task import ModelLimits
 from penstock.rollout_service.embedded_engine import run_engine
+from penstock.rollout_service.embedded_engine.caches import ImageFeatureCache
 from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody
 from penstock.rollout_service.embedded_engine.http.images import ImageReader
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
-from penstock.rollout_service.embedded_engine.seen_images import SeenImages
 from penstock.rollout_service.embedded_engine.settings import EngineSettings
-from penstock.rollout_service.engines.embedded.kind import EmbeddedClient
-from penstock.rollout_service.engines.image_prompt import ImagePrompt
+from penstock.rollout_service.engines.embedded import EmbeddedClient
+from penstock.rollout_service.engines.engine_client import ImagePrompt
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.image_request import check_expanded, sees
 from penstock.rollout_service.errors import EngineMisconfigured, ReplyRefused, TaskRefused
@@ -272,7 +272,7 @@ async def test_an_image_is_read_once_and_memory_is_bounded(folder: Path) -> None
     small = ImageReader(read_processor(folder), max_bytes=one.num_bytes)
     [one], [other], [again] = await small.read(body)
     assert len({found.image.number for found in (one, other, again)}) == 3
-    seen = SeenImages(max_bytes=100)
+    seen = ImageFeatureCache(max_bytes=100)
     for number in range(4):
         seen.keep(number, torch.zeros(10))
     assert [number for number in range(4) if seen.find(number) is not None] == [2, 3]

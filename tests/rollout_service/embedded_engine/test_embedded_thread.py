@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
+from penstock.rollout_service.embedded_engine.caches import PrefixCache
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import EngineStopped
-from penstock.rollout_service.embedded_engine.kept_prefixes import KeptPrefixes
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Sampling, Sequence
 
@@ -18,7 +18,7 @@ class BrokenRunner:
     """A runner whose every computation fails, as a bug or exhausted memory would make it."""
 
     running: list[Sequence] = []  # noqa: RUF012  (stays empty)
-    kept = KeptPrefixes(0)
+    kept = PrefixCache(0)
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is computed."""

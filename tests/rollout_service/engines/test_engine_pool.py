@@ -13,12 +13,10 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
-from penstock.rollout_service.engines.engine_client import PlacesEpisodes
-from penstock.rollout_service.engines.engine_metrics import aggregate_metrics
+from penstock.rollout_service.engines.engine_client import PlacesEpisodes, aggregate_metrics
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.sglang.metrics import read_metrics
-from penstock.rollout_service.engines.sglang.server_check import objections
+from penstock.rollout_service.engines.sglang.read_reply import objections, read_metrics
 from penstock.rollout_service.errors import (
     EngineMisconfigured,
     EngineRefused,

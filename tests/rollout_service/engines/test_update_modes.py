@@ -15,10 +15,9 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.rollout_service.engines.completion import Completion
-from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.completion import Completion, Resumption
+from penstock.rollout_service.engines.engine_client import UpdateMode, mode_of
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.engines.update_mode import UpdateMode, mode_of
 from penstock.rollout_service.errors import EngineAborted, EngineMisconfigured, WeightsNotApplied
 
 V1, V2 = PolicyVersion(1), PolicyVersion(2)

@@ -7,7 +7,7 @@ import pytest
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest_chain import Held
-from penstock.rollout_service.weights.slot_choice import SlotContents, nearest_source, slot_to_write
+from penstock.rollout_service.weights.mirror_slot import SlotContents, nearest_source, slot_to_write
 
 EMPTY = SlotContents(base=None, servable=None)
 

@@ -18,7 +18,7 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
-from penstock.rollout_service.engines.embedded.command import embedded_command
+from penstock.rollout_service.engines.embedded import embedded_command
 from penstock.rollout_service.engines.engine_pool import EnginePool
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient

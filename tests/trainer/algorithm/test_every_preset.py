@@ -22,7 +22,7 @@ from tests.trainer.learner.test_shared_prompts import SCORER, VOCABULARY
 from torch import Tensor
 
 from penstock.protocol.facts import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
-from penstock.protocol.teacher_scores import TeacherRow, TeacherScores
+from penstock.protocol.token_annotations import TeacherRow, TeacherScores
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings

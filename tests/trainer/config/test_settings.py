@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.teacher_scores import TeacherRow
+from penstock.protocol.token_annotations import TeacherRow
 from penstock.trainer import model_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
 from penstock.trainer.algorithm.batch import Row, build

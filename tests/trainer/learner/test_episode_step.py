@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.activity import Activity
 from penstock.protocol.config.run_file import load
 from penstock.protocol.episode import Episode
 from penstock.protocol.facts import GroupGenerated, Sampling, Task, TaskIssued
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus

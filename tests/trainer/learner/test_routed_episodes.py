@@ -14,12 +14,11 @@ from tests.contracts.tiny_model import MIXTURE, build_model, write_changed_copy
 from tests.rollout_service.embedded_engine.test_embedded_experts import chosen_by_transformers
 from transformers import AutoModelForCausalLM
 
-from penstock.agents.proxy.agent_request import AgentRequest, RetryMark
 from penstock.agents.proxy.answer_formats.answer_format import ANSWER_FORMATS
-from penstock.agents.proxy.build_episode import stored_rows
-from penstock.agents.proxy.messages import Message
+from penstock.agents.proxy.messages import AgentRequest, Message, RetryMark
 from penstock.agents.proxy.plan_prompt import PromptPlanner
 from penstock.agents.proxy.renderer import ChatRenderer
+from penstock.agents.proxy.rows import stored_rows
 from penstock.agents.proxy.session import AgentModel, EpisodeSession
 from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer

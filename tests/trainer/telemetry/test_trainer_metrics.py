@@ -13,10 +13,10 @@ from tests.protocol.metrics.nvml import Nvml
 from tests.servers import wait_for
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.activity import Activity
 from penstock.protocol.config.shared_sections import MetricsSettings
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
+from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.gpu import GpuSampler
 from penstock.protocol.metrics.samples import LabelValues, Samples
 from penstock.protocol.metrics.table import METRICS

@@ -12,7 +12,7 @@ import pytest
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 from tests.agents.environments.adapters.served_tools import ServedTools
 
-from penstock.agents.environments.adapters.mcp_servers.options import McpOptions, ServerLimits
+from penstock.agents.environments.adapters.mcp_servers.sessions import McpOptions, ServerLimits
 from penstock.agents.environments.tools.options import ToolsOptions
 from penstock.agents.environments.tools.tools_environment import TOOLS_ENVIRONMENT
 from penstock.agents.hosting import try_environment

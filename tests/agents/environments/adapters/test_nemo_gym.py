@@ -15,8 +15,7 @@ from tests.agents.environments.adapters.played import check_exact, play, said, t
 
 from penstock.agents.environments.adapters.nemo_gym import nemo_gym, session
 from penstock.agents.environments.adapters.nemo_gym.gym_row import GymRow
-from penstock.agents.environments.adapters.nemo_gym.nemo_gym import NEMO_GYM
-from penstock.agents.environments.adapters.nemo_gym.options import NemoGymOptions
+from penstock.agents.environments.adapters.nemo_gym.nemo_gym import NEMO_GYM, NemoGymOptions
 from penstock.agents.environments.play import Row
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition

@@ -15,9 +15,8 @@ from aiohttp import web
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 from tests.servers import wait_for
 
-from penstock.agents.environments.adapters.open_env import session
-from penstock.agents.environments.adapters.open_env.open_env import OPENENV
-from penstock.agents.environments.adapters.open_env.options import OpenEnvOptions
+from penstock.agents.environments.adapters import open_env
+from penstock.agents.environments.adapters.open_env import OPENENV, OpenEnvOptions
 from penstock.agents.environments.over_http import servers
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -142,8 +141,8 @@ def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
 
 async def test_a_server_that_fails_at_the_start_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """One never opens a session, one ends it at its reset: the episode goes to the third, whose session ends without its word."""
-    monkeypatch.setattr(session, "_OPEN_S", 2.0)
-    monkeypatch.setattr(session, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(open_env, "_OPEN_S", 2.0)
+    monkeypatch.setattr(open_env, "_CLOSE_S", 0.3)
     monkeypatch.setattr(servers, "_FIRST_REST_S", 30.0)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,9 +175,9 @@ async def test_a_server_that_fails_at_the_start_is_left_alone_for_a_while(monkey
         await runners[-1].setup()
         await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
         urls.append(f"http://127.0.0.1:{runners[-1].addresses[0][1]}")
-    sessions = session.Sessions(OpenEnvOptions(url=urls), ())
+    sessions = open_env.Sessions(OpenEnvOptions(url=urls), ())
     try:
-        with pytest.raises(session.OpenEnvFailed, match=f"{urls[1]}: the session ended"):
+        with pytest.raises(open_env.OpenEnvFailed, match=f"{urls[1]}: the session ended"):
             await sessions.open({})
         opened, first = await sessions.open({})
         assert first["observation"] == {"prompt": "go"}

@@ -1,14 +1,17 @@
-"""How a worker starts the embedded engine: the command line; pure."""
+"""The embedded engine as a kind of engine: a child process whose HTTP API is SGLang's (`rollout_service.embedded_engine`)."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine_kind import EngineKind, ServerLaunch
 from penstock.rollout_service.engines.engine_process import LaunchCommand
+from penstock.rollout_service.engines.sglang.client import SglangClient
 
 _PROGRAM = (sys.executable, "-P", "-m", "penstock.rollout_service.embedded_engine")
 PREPARE = (*_PROGRAM, "--prepare")
@@ -17,29 +20,19 @@ PREPARE = (*_PROGRAM, "--prepare")
 class EmbeddedOptions(Protocol):
     """The settings of the ``worker`` section that the embedded engine takes."""
 
-    @property
-    def max_running(self) -> int:
-        """Sequences decoded at once."""
-        ...
+    max_running: int  # sequences decoded at once
+    kept_tokens: int | None  # tokens kept in the prefix cache; None: as many as fit into 512 MiB
+    device: str
+    dtype: Literal["float32", "bfloat16"]
 
-    @property
-    def kept_tokens(self) -> int | None:
-        """Tokens kept for prompts that begin with them; None: as many as fit into 512 MiB."""
-        ...
 
-    @property
-    def device(self) -> str:
-        """``cpu`` or ``cuda``."""
-        ...
+class EmbeddedClient(SglangClient):
+    """A client of the embedded engine, whose ``/generate`` has one field more than SGLang's."""
 
-    @property
-    def dtype(self) -> str:
-        """``float32`` or ``bfloat16``."""
-        ...
+    takes_image_positions = True
 
 
 def embedded_command(options: EmbeddedOptions) -> LaunchCommand:
-    """Return how the embedded engine is started."""
 
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
         return [
@@ -54,3 +47,10 @@ def embedded_command(options: EmbeddedOptions) -> LaunchCommand:
         ]
 
     return command
+
+
+def _launches(options: EmbeddedOptions, environ: Mapping[str, str]) -> list[ServerLaunch]:
+    return [ServerLaunch(embedded_command(options), "engine.log", prepare=PREPARE)]
+
+
+EMBEDDED = EngineKind("embedded", EmbeddedClient, _launches, section="worker", returns_experts=True)

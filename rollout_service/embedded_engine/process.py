@@ -1,7 +1,8 @@
-"""Exit when the parent process exits, even by SIGKILL: an orphan process would hold its port and memory."""
+"""What the engine sets for its process before torch is imported: it exits with its parent, and keeps freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -30,3 +31,24 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+_LARGEST_HEAP_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit for the threshold
+_KEPT_BYTES = 256 * 2**20
+
+
+def keep_freed_memory() -> bool:
+    """Raise glibc's thresholds; return False, changing nothing, where the C library has none."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    wanted = (
+        (_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK_BYTES),
+        (_M_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_M_TOP_PAD, _LARGEST_HEAP_BLOCK_BYTES),
+    )
+    return all(mallopt(option, value) == 1 for option, value in wanted)

@@ -1,4 +1,4 @@
-"""End the output of a process that fails by an unexpected exception with one line for people, after the traceback.
+"""How the output of a process ends: with one line for people after an unexpected exception, and without a traceback when its reader has ended.
 
 Errors of Penstock are printed without a traceback by each command. Anything else that reaches the top of a process is either
 a full disk, which has a fix, or an internal error, which is to be reported.
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
+import select
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -47,3 +51,28 @@ def _report(service: str, kind: type[BaseException], err: BaseException, trace: 
     sys.__excepthook__(kind, err, trace)
     if isinstance(err, Exception):
         sys.stderr.write(explain(service, err) + "\n")
+
+
+EXIT_CODE = 128 + 13  # as a shell reports a process that SIGPIPE ended
+
+
+@contextmanager
+def ends_quietly() -> Iterator[None]:
+    """Write all output before the block ends; exit with EXIT_CODE if nothing reads standard output any more.
+
+    A pipe of the command's own that breaks is still an error.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+        sys.exit(EXIT_CODE)
+
+
+def _has_lost_its_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

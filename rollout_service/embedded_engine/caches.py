@@ -1,16 +1,15 @@
-"""Keys and values that were computed before, for sequences that begin with the same tokens, and the experts that computed them.
+"""The prefix cache, and the cache of image features.
 
-The turns of an episode, the samples of a prompt that do not start together, and the episodes of a group begin alike: what they
-share is computed once. There is a tree of tokens for each key and adapter; a node holds the keys and values of its own tokens, so
-equal beginnings are held once. All of them were computed with one set of weights: `clear` when the weights change.
-
-Memory is bounded by a number of tokens. When it is reached, the leaves that were used longest ago are evicted, until an eighth is free.
+The turns of an episode, the samples of a prompt that do not start together, and the episodes of a group begin with the same tokens:
+their keys and values are computed once. There is a radix tree of tokens for each cache key and adapter; a node holds the keys and values
+of its tokens, and the experts that computed them. Everything was computed with one set of weights: `clear` when the weights change.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +19,10 @@ import numpy as np
 from penstock.rollout_service.embedded_engine.sequence import Prefix
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.rollout_service.embedded_engine.model.kv_cache import Computed
+
 
 FEWEST_TOKENS = 32  # shorter beginnings cost more to find and copy than to compute
 _FREED_SHARE = 8  # one eviction frees an eighth of the memory, so that the tree is searched for leaves rarely
@@ -49,7 +51,7 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)
 
 
-class KeptPrefixes:
+class PrefixCache:
     """The keys and values of up to ``max_tokens`` tokens. For one thread."""
 
     def __init__(self, max_tokens: int) -> None:
@@ -101,7 +103,6 @@ class KeptPrefixes:
             self._evict()
 
     def drop_adapter(self, number: int) -> None:
-        """Drop what was computed with an adapter."""
         for key in [key for key in self._trees if key[1] == number]:
             self.num_tokens -= sum(len(node.tokens) for node in _all(self._trees.pop(key)))
 
@@ -172,3 +173,34 @@ def _num_equal(first: np.ndarray, second: np.ndarray) -> int:
     differ = first[:shorter] != second[:shorter]
     at = int(differ.argmax()) if shorter else 0
     return at if shorter and differ[at] else shorter
+
+
+class ImageFeatureCache:
+    """Features of images. For one thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._found: OrderedDict[int, torch.Tensor] = OrderedDict()  # used longest ago first
+
+    def find(self, number: int) -> torch.Tensor | None:
+        """Return the features [tokens, hidden] of an image; None if they have to be computed."""
+        found = self._found.get(number)
+        if found is not None:
+            self._found.move_to_end(number)
+        return found
+
+    def keep(self, number: int, features: torch.Tensor) -> None:
+        size = features.numel() * features.element_size()
+        if size > self._max_bytes:
+            return
+        self._found[number] = features
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            _, dropped = self._found.popitem(last=False)
+            self.num_bytes -= dropped.numel() * dropped.element_size()
+
+    def clear(self) -> None:
+        """Drop everything: other weights compute other features."""
+        self._found.clear()
+        self.num_bytes = 0
