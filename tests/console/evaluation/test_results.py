@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.console.evaluation import result_plot, result_table, stored_results
+from penstock.console.evaluation import result_table, stored_results
 from penstock.console.evaluation.results import ALL, Answers, Correctness, EvaluationResult, Outcome, summarise
 
 VOTES = Answers("the whole completion", lambda _: str.strip)
@@ -102,5 +102,7 @@ def test_a_result_is_read_back_shown_and_drawn(tmp_path: Path) -> None:
     assert "pass@2" in shown
     assert "maj@2" in shown
     assert next(result_table.notes(result)).startswith("2 of 3 prompts are complete, 0 failed, 1 missing")
+    from penstock.console.evaluation import result_plot  # imports matplotlib
+
     result_plot.draw(folder / stored_results.PLOT, result)
     assert (folder / stored_results.PLOT).read_bytes().startswith(b"\x89PNG")

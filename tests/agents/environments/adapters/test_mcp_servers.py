@@ -20,6 +20,7 @@ import pytest
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 from tests.agents.environments.adapters.served_tools import ServedTools
 from tests.agents.environments.test_program import read_pid, wait_until_ended
+from tests.servers import needs
 
 from penstock.agents.environments import program_process
 from penstock.agents.environments.adapters.mcp_servers import connection, transports
@@ -31,7 +32,7 @@ from penstock.protocol.transport import http_tls
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
-pytest.importorskip("mcp", reason="mcp is not installed; it is in the extra dev")
+pytestmark = needs("mcp", extra="dev")
 
 SERVER = Path(__file__).parent / "tool_server.py"
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.agents.environments.adapters.played import check_exact, play, said, task_of
 from tests.agents.environments.adapters.served_tools import ServedTools
+from tests.servers import needs
 
 from penstock.agents.environments.adapters.mcp_servers.options import McpOptions, ServerLimits
 from penstock.agents.environments.tools.options import ToolsOptions
@@ -21,7 +22,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
 
-pytest.importorskip("mcp", reason="mcp is not installed; it is in the extra dev")
+pytestmark = needs("mcp", extra="dev")
 
 COMMAND = [sys.executable, str(Path(__file__).parent / "tool_server.py")]
 TAKEN = """
