@@ -52,5 +52,4 @@ class Disk:
         self._mount()
 
     def remove(self) -> None:
-        """Unmount it."""
         subprocess.run(["umount", str(self.folder)], check=True, timeout=60)

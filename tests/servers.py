@@ -91,7 +91,6 @@ class NatsCluster:
             wait_for(self.nodes[name]._ready, f"{name} to be ready", 120.0)
 
     def stop(self) -> None:
-        """Stop all."""
         for node in self.nodes.values():
             node.kill()
 
@@ -124,7 +123,6 @@ def secret_file(secret: str) -> Path:
 
 
 def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
-    """Wait until ``condition()`` is true; fails naming ``what`` was waited for."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:

@@ -156,6 +156,5 @@ def test_the_version_follows_the_source() -> None:
 
 
 def test_names_are_those_that_a_reward_may_have() -> None:
-    """A lambda has none of its own."""
     assert reward_name(lambda completions: []) == "reward"
     assert reward_name(functools.partial(f)) == "f"

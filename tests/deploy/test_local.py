@@ -65,7 +65,6 @@ def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_is_restarted(tmp_path: Path) -> None:
-    """Either server is restarted on its port, and clients reconnect."""
     supervisor = Supervisor()
     stack = LocalStack(tmp_path / "data")
     stack.start(supervisor)
@@ -119,7 +118,6 @@ def penstock_up(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[s
 
 
 def servers_of(data: Path) -> list[int]:
-    """Process ids of the servers over a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

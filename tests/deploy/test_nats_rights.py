@@ -140,7 +140,6 @@ def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> Non
 
 
 def test_every_role_dead_letters_what_it_cannot_decode(roles: NatsRoles, secured_run: str) -> None:
-    """Each consumer's role may write the dead letters of its own stage."""
     run = secured_run
     for user, subject, spec, fact in (
         ("rollout", subjects.tasks(run, "train"), streams.tasks_consumer(run, "train"), TaskIssued),

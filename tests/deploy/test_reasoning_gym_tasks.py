@@ -126,7 +126,6 @@ def evaluates(task: type) -> bool:
     ],
 )
 def test_what_is_no_task_is_refused_with_the_reason(text: str, reason: str) -> None:
-    """Names and options, before a file is written."""
     with pytest.raises(ConfigError, match=reason):
         tasks.parse_task(text)
 

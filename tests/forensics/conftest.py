@@ -30,8 +30,6 @@ RUN = "replayed"
 
 @dataclass
 class StoredRun:
-    """A finished run, its folder and its object store."""
-
     folder: Path
     blobs: Blobs
     run_file: Path
@@ -47,7 +45,6 @@ class StoredRun:
         return StoredRecord.read(RUN, committed(self.home / "checkpoints")[-1][1].record, self.blobs.get)
 
     def replay(self, *options: str, expected: int = 0) -> dict:
-        """Replay it; return the verdict."""
         output = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options).wait(expected)
         return json.loads(output)
 

@@ -63,7 +63,6 @@ def test_the_public_interface_is_the_list():
 
 
 def test_import_penstock_is_light():
-    """``import penstock`` imports no other Penstock module and no library; its names need no torch."""
     code = (
         "import sys; before = set(sys.modules); import penstock\n"
         "more = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
@@ -79,7 +78,6 @@ def test_import_penstock_is_light():
 
 
 def test_every_public_name_is_documented():
-    """docs/extending.md names each."""
     text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     assert [name for name in penstock.__all__ if name not in text] == []
 

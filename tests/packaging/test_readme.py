@@ -30,7 +30,6 @@ def commands(program: str) -> list[str]:
 
 
 def _verb(words: list[str]) -> tuple[App, list[str]]:
-    """Return the app of the verb that words begin with, and the words after it."""
     found, rest = app, words
     while rest and rest[0] in found:
         found, rest = found[rest[0]], rest[1:]
@@ -42,7 +41,6 @@ def _flags(rest: list[str]) -> Iterator[str]:
 
 
 def test_there_are_commands():
-    """The examples are found at all."""
     assert len(commands("penstock")) >= 15
     assert len(commands("make")) >= 1
 
@@ -78,7 +76,6 @@ def test_every_setting_exists(tmp_path: Path):
 
 
 def test_every_make_target_exists():
-    """In code blocks and in the text."""
     makefile = (ROOT / "Makefile").read_text()
     for target in {*re.findall(r"`make ([a-z-]+)`", TEXT), *(line.split()[1] for line in commands("make"))}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
@@ -98,5 +95,4 @@ def test_every_link_leads_to_a_file():
 
 
 def test_the_readme_is_short():
-    """At most 120 lines."""
     assert len(TEXT.splitlines()) <= 120

@@ -10,7 +10,6 @@ from tests.groups import make_generated, make_group, make_scored
 
 
 async def test_another_message_cannot_take_the_id_of_an_announcement(bus: Bus, run_streams: str):
-    """Packs that state one id are both announced, and a repetition of the same message is not."""
     announcer = Announcer(bus, run_id=run_streams, source="r0")
     groups = [make_group()]
     for number, sha256 in enumerate(("a" * 64, "b" * 64)):

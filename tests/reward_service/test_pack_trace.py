@@ -42,7 +42,6 @@ def by_group(spans: Sequence[Span], name: str) -> dict[Any, Span]:
 
 
 async def test_each_group_of_a_call_has_a_span_below_its_scoring() -> None:
-    """Two groups that share a call have each a span in their own trace, with the error of a call that failed."""
     traces, spans = recorded()
     server = EndpointServer(good(0.5))
     broken = EndpointServer(raw("nonsense"))
@@ -141,7 +140,6 @@ async def test_a_delivery_records_what_became_of_each_group(bus: Bus, blobs: Blo
 
 
 async def test_without_traces_nothing_is_gathered() -> None:
-    """A replica that records no traces computes no ids."""
     trace = PackTrace.start(pack_trace.Traces(), TRACEPARENT, ["g"], {})
     trace.scored("g", {})
     assert trace._groups == {}

@@ -42,5 +42,4 @@ def num_heaps(mode: str, folder: Path) -> int:
 
 
 def test_threads_share_one_heap(tmp_path: Path) -> None:
-    """Four threads that allocate at the same time: one heap; each its own where nothing is set."""
     assert (num_heaps("shared", tmp_path), num_heaps("own", tmp_path) > 1) == (1, True)

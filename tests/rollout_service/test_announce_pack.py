@@ -25,7 +25,6 @@ from tests.servers import wait_for
 
 @pytest.fixture
 def received(bus: Bus, run_streams: str) -> ReceivedPack:
-    """A pack as the trainer issues it."""
     fact = make_task_issued(run_streams, "p0", [make_task("e0.p0.a0")])
     bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="p0", traceparent=trace_context.new_trace()).wait()
     inbox, found = (

@@ -16,7 +16,6 @@ from tests.rigs.fuzz.attacks import _MAKERS, DEFENDED, NOT_DEFENDED
 
 
 def test_a_seed_gives_the_same_mutations() -> None:
-    """Every operation depends on its generator alone."""
     groups, other = make_groups(2, size=2), make_groups(2, size=3)
     message, spare = encode(make_generated("r", groups)), encode(make_generated("r", other))
     data, second = group_pack.encode(groups), group_pack.encode(other)
@@ -73,7 +72,6 @@ def test_every_fact_can_be_drawn_from_its_model() -> None:
 
 
 def test_changed_values_are_a_pack_of_the_right_schema() -> None:
-    """A pack of hostile values has the schema of a pack: it is refused for its values, or is decoded."""
     groups = make_groups(2, size=2)
     refused = 0
     valid = mutate_packs.read(group_pack.encode(groups))

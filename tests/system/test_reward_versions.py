@@ -38,7 +38,6 @@ def by_length(scale: float) -> Behaviour:
 
 @pytest.fixture
 def versions() -> Iterator[list[EndpointServer]]:
-    """Two versions of an endpoint, each on a separate server."""
     servers = [EndpointServer(by_length(0.1)), EndpointServer(by_length(0.2))]
     yield servers
     for server in servers:

@@ -73,7 +73,6 @@ def trainers() -> Iterator[list[Command]]:
 
 
 def train(run_file: Path, num_ranks: int = 1) -> Command:
-    """Start a session of the trainer."""
     return Command(run_file.parent, "train", str(run_file), num_ranks=num_ranks)
 
 

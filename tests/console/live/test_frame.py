@@ -59,25 +59,21 @@ def test_a_frame_shows_everything(snapshot: Snapshot):
 
 
 def test_a_frame_of_a_run_without_events():
-    """Before the first message the panel names what it waits for."""
     text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
     assert "step 0/10" in text
     assert "waiting for the services" in text
 
 
 def test_a_frame_shows_that_nats_is_unreachable(snapshot: Snapshot):
-    """A panel without a connection shows for how long."""
     assert "NATS unreachable for 7 s" in drawn(replace(snapshot, disconnected_s=7.0))
 
 
 def test_a_worker_without_heartbeat_is_shown_as_lost(snapshot: Snapshot):
-    """A worker without a heartbeat keeps its line, with the time since its last heartbeat."""
     services = tuple(replace(s, alive=s.service_id != "rollout-0", silent_s=65) for s in snapshot.services)
     assert "lost, no heartbeat for 1:05" in drawn(replace(snapshot, services=services))
 
 
 def test_markup_in_a_service_name_is_text(snapshot: Snapshot):
-    """Markup in a service's state is shown as text."""
     services = tuple(replace(s, state="[bold]x[/nonsense]") for s in snapshot.services)
     assert "[bold]x[/nonsense]" in drawn(replace(snapshot, services=services))
 
@@ -162,7 +158,6 @@ def test_a_run_that_has_ended_shows_no_service_as_lost(snapshot: Snapshot):
 
 
 def test_a_worker_that_was_stopped_on_purpose_is_not_red(snapshot: Snapshot):
-    """A regular exit is not a loss."""
     stopped = tuple(replace(line, alive=False, has_exited=line.role == "rollout") for line in snapshot.services[:1])
     console = Console(width=100, force_terminal=True, color_system="standard")
     with console.capture() as captured:
@@ -181,7 +176,6 @@ def test_the_panel_shows_what_is_measured(snapshot: Snapshot):
 
 
 def test_plain_lines_name_each_problem_once(snapshot: Snapshot):
-    """A diagnosis is printed when it is found, with cause and cure, and not again."""
     lines: list[str] = []
     plain = PlainLines(lines.append, every=10)
     for _ in range(3):
@@ -192,7 +186,6 @@ def test_plain_lines_name_each_problem_once(snapshot: Snapshot):
 
 
 def test_the_learning_rate_used_is_shown_beside_the_one_set(snapshot: Snapshot):
-    """A learning rate that a rule scales is shown with the one of the schedule."""
     learning = {
         **snapshot.learning,
         "loss": 0.123,
@@ -221,7 +214,6 @@ def test_plain_lines_print_each_event_once(snapshot: Snapshot):
 
 
 def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
-    """A run that ends between two lines prints its last step."""
     lines: list[str] = []
     plain = PlainLines(lines.append, every=50)
     plain.show(replace(snapshot, step=1))
@@ -250,5 +242,4 @@ def test_a_curve_has_its_size_for_any_values(values: list[float]):
     ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3661, "1:01:01"), (-1, "0:00")]
 )
 def test_durations_are_formatted(seconds: float, text: str):
-    """Minutes and seconds, and hours from one hour."""
     assert clock(seconds) == text

@@ -114,7 +114,6 @@ def test_a_session_is_not_blamed_for_the_steps_before_it(tmp_path: Path):
 
 
 def test_a_third_session_adds_to_both_before(tmp_path: Path):
-    """The sums of every session before are kept, not only those of the last one."""
     first = RunView(recorded.RUN)
     first_session(first)
     watched_totals.save(tmp_path, first.totals())
@@ -179,7 +178,6 @@ def test_steps_that_left_the_stream_are_read_from_the_metrics(tmp_path: Path):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"until": "x"}', '{"until": 1, "services": [1]}'])
 def test_totals_that_cannot_be_read_are_left_out(tmp_path: Path, text: str):
-    """A damaged file of totals ends nothing."""
     (tmp_path / watched_totals.FILE).write_text(text)
     assert watched_totals.load(tmp_path) is None
 

@@ -52,7 +52,6 @@ def result(version: int, value: float, *, k: int = 2, sha256: str = "a" * 64, co
 
 
 def test_a_tag_names_a_version_until_it_is_moved_or_removed(tmp_path: Path) -> None:
-    """It is not moved by accident; what is stored is read back."""
     folder = tmp_path / "r"
     folder.mkdir()
     assert tags.read(folder) == {}
@@ -76,7 +75,6 @@ def test_a_tag_that_could_be_a_version_or_a_path_is_refused(name: str, tmp_path:
 
 
 def test_damaged_tags_are_an_error_and_not_none(tmp_path: Path) -> None:
-    """Writing a tag would otherwise lose all others."""
     (tmp_path / tags.FILE).write_text('{"tags": {"a": 3}}')
     with pytest.raises(ConfigError, match=r"tags.json cannot be read .*restore it"):
         tags.put(tmp_path, "b", Tag(version=1))
@@ -150,7 +148,6 @@ def test_the_list_has_every_version_that_is_stored_tagged_or_scored(tmp_path: Pa
 
 
 def test_the_newest_versions_are_averaged() -> None:
-    """As many as were asked for, not fewer."""
     assert newest([3, 1, 2], 2, "r") == [2, 3]
     with pytest.raises(ConfigError, match=r"run r has 2 stored versions \(1, 2\)"):
         newest([1, 2], 3, "r")
@@ -200,7 +197,6 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
 
 
 def test_no_folder_is_overwritten_by_an_average(tmp_path: Path) -> None:
-    """Before the run is looked for."""
     with pytest.raises(ConfigError, match="exists; name another folder"):
         average_last("r", 2, tmp_path, [], {})
 
@@ -230,7 +226,6 @@ def test_a_model_that_is_not_there_is_not_pushed(
 def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that was kept under a tag stays the tag's."""
     tags.put(tmp_path, "kept", Tag(version=3))
     (tmp_path / tags.MODELS / "kept").mkdir(parents=True)
     known = Registry("r", tmp_path, [row(3), row(4)], {}, tags.read(tmp_path))
@@ -244,7 +239,6 @@ def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
 
 @pytest.mark.parametrize("text", [None, "{", '{"origins": {}}', '{"settings": []}'])
 def test_a_card_needs_the_folder_of_a_run(text: str | None, tmp_path: Path) -> None:
-    """A folder without settings is refused."""
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="has no settings of a run"):

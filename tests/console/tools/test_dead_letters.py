@@ -95,7 +95,6 @@ def test_a_usable_letter_is_not_refused():
 
 @pytest.fixture
 def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    """The arguments with the addresses of NATS and S3."""
     return [
         f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password_file={secret_file(nats_settings.secret())}",
         f"s3.endpoint={s3_settings.endpoint}", f"s3.bucket={s3_settings.bucket}",
@@ -180,7 +179,6 @@ def test_the_progress_of_the_run_is_read_from_its_record(
 
 
 def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typed: list[str], tmp_path: Path):
-    """A message that this build cannot read is not sent again; its first bytes are shown."""
     run = run_streams
     event = RunEvent(run_id=run, source="test", kind="log", at=0.0)
     bus.publish(subjects.scored(run, "train"), event, msg_id="poison").wait()
@@ -194,6 +192,5 @@ def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typ
 
 
 def test_every_stage_has_its_fact():
-    """A letter of each work queue can be read back."""
     for stage, fact in (("tasks", TASKS), ("generated", generated(1)), ("scored", make_scored(generated(1)))):
         assert content(letter(stage, fact).fact) == fact

@@ -150,7 +150,6 @@ def test_a_tracker_holds_each_figure_of_two_sessions_once(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", _CAN_TELL)
 def test_a_tracker_that_can_tell_knows_what_it_held_when_it_was_killed(name: str, tmp_path: Path) -> None:
-    """What was flushed is there after SIGKILL, and is known to be."""
     _session(name, tmp_path, "first", KILLED="1")
     assert _session(name, tmp_path, "second") == "held 4"
     assert set(_READERS[name](tmp_path).values()) == {1}

@@ -103,7 +103,6 @@ def test_on_several_nodes_srun_starts_the_trainer_on_each(folder: Path, code: st
 
 
 def test_a_signal_before_srun_has_started_the_trainer_reaches_it_afterwards(folder: Path) -> None:
-    """As when Slurm's controller is slow."""
     stand_in(folder, "penstock", TRAINS)
     stand_in(folder, "srun", f"echo up > srun-up; until [ -e go ]; do sleep 0.05; done\n{SRUN}")
     job = start(folder, "run.toml", SLURM_JOB_NUM_NODES="2", TMPDIR=str(folder), **SERVERS)
@@ -115,7 +114,6 @@ def test_a_signal_before_srun_has_started_the_trainer_reaches_it_afterwards(fold
 
 
 def test_several_nodes_without_servers_that_all_reach_are_refused(folder: Path) -> None:
-    """Each node would look for them on itself."""
     stand_in(folder, "penstock", FINISHES)
     job = start(folder, "run.toml", SLURM_JOB_NUM_NODES="2", PENSTOCK_NATS__URL="tls://n:4222")
     assert "export PENSTOCK_NATS__URL and PENSTOCK_S3__ENDPOINT" in job.communicate(timeout=20)[0]

@@ -56,6 +56,5 @@ def test_the_targets_are_written_once_the_servers_are_there(tmp_path: Path) -> N
 
 
 def test_a_wrong_run_file_is_named_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error is the loader's; no process is left."""
     assert observe.main([str(tmp_path / "none.toml"), "--workers", "1"]) == 1
     assert "none.toml" in capsys.readouterr().err

@@ -33,7 +33,6 @@ def test_a_group_passes_nats_and_s3(bus: Bus, blobs: Blobs, run_streams: str) ->
 
 
 def test_nats_restarts_on_the_same_port_with_its_messages(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """After SIGKILL and restart the port and the stored messages are the same."""
     from penstock.protocol.streams import StreamSpec
 
     server = own_nats()
@@ -51,7 +50,6 @@ def test_nats_restarts_on_the_same_port_with_its_messages(own_nats: Callable[[],
 
 
 def test_s3_restarts_on_the_same_port_with_its_objects(own_s3: Callable[[], S3Server]) -> None:
-    """After SIGKILL and restart the port and the stored objects are the same."""
     server = own_s3()
     port = server.port
     blobs = Blobs(server.settings)
@@ -64,7 +62,6 @@ def test_s3_restarts_on_the_same_port_with_its_objects(own_s3: Callable[[], S3Se
 
 @pytest.mark.parametrize("kind", [NatsServer, S3Server])
 def test_a_port_in_use_is_refused(kind: type[NatsServer] | type[S3Server], tmp_path: Path) -> None:
-    """A port that is in use is refused by number, before a process is started."""
     with socket.create_server((HOST, 0)) as holder:
         port = holder.getsockname()[1]
         server = kind(tmp_path / "store", log=tmp_path / "log", port=port)

@@ -46,7 +46,6 @@ def test_a_killed_child_is_restarted(supervisor: Supervisor, tmp_path: Path) -> 
 
 
 def test_a_child_without_restart_is_only_recorded(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A child that is watched without a restart function is not restarted."""
     child = Child("once", [sys.executable, "-c", "raise SystemExit(5)"], log=tmp_path / "log")
     child.start()
     supervisor.watch(child)
@@ -56,7 +55,6 @@ def test_a_child_without_restart_is_only_recorded(supervisor: Supervisor, tmp_pa
 
 
 def test_only_exit_codes_of_crashes_cause_a_restart(supervisor: Supervisor, tmp_path: Path) -> None:
-    """A killed child is restarted; its regular exit later is not an incident and causes no restart."""
     stop_file = tmp_path / "end"
     code = f"import os, time\nwhile not os.path.exists({str(stop_file)!r}): time.sleep(0.01)\nraise SystemExit(2)"
     child = Child("leader", [sys.executable, "-c", code], log=tmp_path / "log")
@@ -135,7 +133,6 @@ def test_a_worker_that_keeps_exiting_ends_the_run_only_without_the_others(tmp_pa
 
 
 def test_a_closed_supervisor_restarts_nothing(tmp_path: Path) -> None:
-    """After closing, a crash is neither recorded nor followed by a restart."""
     supervisor = Supervisor(rule=QUICK)
     child = Child("worker", SLEEP, log=tmp_path / "log")
     child.start()
@@ -148,7 +145,6 @@ def test_a_closed_supervisor_restarts_nothing(tmp_path: Path) -> None:
 
 
 def test_the_listener_gets_every_event(tmp_path: Path) -> None:
-    """Events reach the listener in order."""
     seen: list[str] = []
     supervisor = Supervisor(rule=QUICK, on_event=lambda event: seen.append(event.kind))
     child = Child("once", [sys.executable, "-c", "pass"], log=tmp_path / "log")
@@ -160,7 +156,6 @@ def test_the_listener_gets_every_event(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_listener", [True, False])
 def test_a_crash_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], has_listener: bool) -> None:
-    """To the listener, which shows it, or to the log where there is none."""
     told: list[str] = []
     supervisor = Supervisor(
         rule=QUICK, on_event=(lambda event: told.append(event.as_incident)) if has_listener else None

@@ -21,7 +21,6 @@ def served(port: int = 0) -> MetricsServer:
 
 
 def ask(running: MetricsServer, request: bytes, *, wait_s: float = 60.0) -> bytes:
-    """Send bytes and return all that is answered until the server closes."""
     port = int(running.url.rsplit(":", 1)[1].split("/")[0])
     with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as client:
         parts: list[bytes] = []
@@ -80,7 +79,6 @@ def test_a_taken_port_is_an_error_with_the_fix() -> None:
 
 
 def test_a_page_that_cannot_be_made_is_an_error_of_that_scrape_only() -> None:
-    """An exception while the page is made is answered 500; the next scrape is answered."""
     answers = iter([ZeroDivisionError(), None])
 
     def page(_accept: str) -> tuple[bytes, str]:

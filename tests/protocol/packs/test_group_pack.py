@@ -43,7 +43,6 @@ def trajectories(draw: st.DrawFn, prompt: int) -> Trajectory:
 
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
-    """Draw a group."""
     prompt = draw(st.integers(1, 6))
     return Group(
         group_id=f"e0.p{draw(st.integers(0, 10**6))}.a0",
@@ -87,7 +86,6 @@ def test_a_pack_round_trips(packed: list[Group], data: st.DataObject):
 
 
 def test_the_baseline_is_the_last_trajectory_and_is_stored():
-    """The pack and its summary name the greedy baseline; one that is not the last is refused."""
     group = _group()
     marked = replace(group.trajectories[-1], is_baseline=True)
     with_baseline = replace(group, trajectories=(*group.trajectories[:-1], marked))
@@ -101,7 +99,6 @@ def test_the_baseline_is_the_last_trajectory_and_is_stored():
 
 
 def test_a_pack_from_before_there_were_baselines_is_readable():
-    """Without the column nothing is a baseline."""
     table = pq.read_table(pa.BufferReader(group_pack.encode([_group()]))).drop_columns(["is_baseline"])
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)

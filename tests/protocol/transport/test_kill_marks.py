@@ -72,7 +72,6 @@ def test_returns_and_one_killed_reader_quarantine_nothing(bus: Bus, run: str, na
 
 
 def test_a_message_of_another_run_is_a_dead_letter(bus: Bus, run: str) -> None:
-    """A fact that names another run than its stream does not reach the reader."""
     letters: list[DeadLetter] = []
     bus.tail(f"{run}-dead", subjects.dead(run), DeadLetter, letters.append, from_start=True).wait()
     foreign = make_task_issued(f"{run}x", "p2", [make_task("e0.p2.a0")])
@@ -105,7 +104,6 @@ def test_a_mark_that_is_none_counts_as_one_killed_reader(what: str) -> None:
 
 
 def test_a_hostile_mark_neither_ends_nor_starves_a_reader(bus: Bus, run: str, nats_settings: NatsSettings) -> None:
-    """The message is delivered, given back and delivered again."""
     assert _take_and_die(nats_settings, run) == 1
     marks = bus.key_value(streams.scoring_bucket(run).bucket).wait()
     marks.put(streams.kill_mark_key("tasks", 1), HOSTILE["infinite"]).wait()

@@ -81,7 +81,6 @@ def test_a_missing_stream_or_consumer_is_named(bus: Bus, run_id: str) -> None:
 
 
 def test_streams_with_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:
-    """Error 10065: the error names the stream that has the subjects."""
     bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
     with pytest.raises(BusError, match=rf"{run_id}-too.*10065.*another stream has these subjects"):
         bus.ensure_stream(StreamSpec(f"{run_id}-too", (f"{run_id}.a",), "limits", 10, 1024)).wait()
@@ -89,7 +88,6 @@ def test_streams_with_the_same_subjects_are_refused(bus: Bus, run_id: str) -> No
 
 
 def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, run_id: str) -> None:
-    """Every error of an invalid request is raised as a Penstock error with the server's text."""
     with pytest.raises(PenstockError, match=rf"stream {run_id}.*NATS at nats://.* says: .*error 100\d\d"):
         bus.ensure_stream(StreamSpec(run_id, ("a..b",), "limits", 10, 1024)).wait()
 

@@ -19,7 +19,6 @@ async def _nothing() -> None:
 
 @pytest.fixture
 def thread() -> Iterator[CallThread]:
-    """A running loop thread."""
     started = CallThread("test-pending")
     yield started
     started.close(_nothing)
@@ -90,7 +89,6 @@ def test_a_cancelled_caller_cancels_the_call(thread: CallThread) -> None:
 
 
 def test_a_closed_thread_refuses_calls_and_ends_those_that_run(thread: CallThread) -> None:
-    """A call that runs when the thread is closed, and one that comes later, say that the bus is closed."""
     started = threading.Event()
 
     async def endless() -> None:

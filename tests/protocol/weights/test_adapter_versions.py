@@ -24,7 +24,6 @@ RAW = (RAW.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)  # finite bfl
 
 
 def an_adapter() -> tuple[PublishedWeights, VersionManifest, VersionManifest]:
-    """Publish a model and an adapter on it."""
     run = PublishedWeights()
     base = run.publish_anchor(random_state(RNG))
     return run, base, run.publish_adapter(RAW)
@@ -184,7 +183,6 @@ def test_an_adapter_of_another_model_or_dtype_is_refused():
     "data", [b"", b"[]", b"{}", b'{"r": 0, "lora_alpha": 1, "target_modules": ["q"]}', b'{"r": 1, "lora_alpha": NaN}']
 )
 def test_an_unusable_config_is_refused(data: bytes):
-    """The served weights are never guessed."""
     with pytest.raises(MalformedWeights, match=r"adapter_config\.json"):
         AdapterConfig.from_json(data)
     assert AdapterConfig.from_json(ADAPTER.to_json()) == ADAPTER

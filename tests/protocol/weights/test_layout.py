@@ -74,7 +74,6 @@ def test_a_bucket_behind_its_header_is_the_safetensors_file():
 
 
 def test_a_folder_of_buckets_has_an_index():
-    """The index names for every tensor the file of its bucket."""
     layout = build_layout([TensorSpec("a", "bfloat16", (4,)), TensorSpec("b", "float32", (2,))])
     index = json.loads(weight_layout.shard_index(layout))
     assert index["weight_map"] == {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -82,7 +81,6 @@ def test_a_folder_of_buckets_has_an_index():
 
 
 def test_tied_tensors_are_stored_once():
-    """A tied name points to a placed tensor and is not placed itself."""
     spec = TensorSpec("embed", "bfloat16", (4,))
     assert build_layout([spec], tied={"lm_head": "embed"}).num_words == 4
     for tied in ({"embed": "embed"}, {"lm_head": "missing"}):

@@ -30,7 +30,6 @@ DENSITIES = st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.9])
 
 
 def a_run(num_patches: int, *, seed: int = 0, density: float = 0.02) -> tuple[PublishedWeights, list[VersionManifest]]:
-    """Publish an anchor and patches."""
     rng = np.random.default_rng(seed)
     run = PublishedWeights()
     manifests = [run.publish_anchor(random_state(rng))]
@@ -60,7 +59,6 @@ def test_every_path_to_the_head_ends_at_the_same_bytes(seed: int, history: list[
 
 
 def test_a_mirror_one_behind_reads_one_patch_and_no_other_manifest():
-    """The usual step needs only the head's manifest."""
     run, manifests = a_run(5)
     plan = run.plan(held_of(manifests[-2]))
     assert (plan.anchor, [m.version for m in plan.patches], run.num_fetched) == (None, [5], 0)
@@ -68,7 +66,6 @@ def test_a_mirror_one_behind_reads_one_patch_and_no_other_manifest():
 
 
 def test_an_empty_mirror_starts_from_the_anchor():
-    """A late joiner gets the anchor and every patch after it, in order."""
     run, _ = a_run(4)
     plan = run.plan(None)
     assert plan.anchor is not None
@@ -76,7 +73,6 @@ def test_an_empty_mirror_starts_from_the_anchor():
 
 
 def test_a_long_chain_of_patches_is_replaced_by_an_anchor():
-    """Although there is a later anchor, patches are followed while they are the smaller download."""
     rng = np.random.default_rng(0)
     run = PublishedWeights()
     start = run.publish_anchor(random_state(rng))
@@ -92,7 +88,6 @@ def test_a_long_chain_of_patches_is_replaced_by_an_anchor():
 
 
 def test_an_anchor_as_head_is_enough_alone():
-    """When the head is an anchor, nothing before it is read."""
     run, manifests = a_run(3)
     run.publish_anchor(run.state)
     plan = run.plan(held_of(manifests[1]))
@@ -140,7 +135,6 @@ def test_a_link_that_does_not_fit_is_not_followed(fields: dict, match: str):
 
 
 def test_a_patch_on_another_base_is_not_followed():
-    """A bucket of the parent that is not the base of the patch is refused and named."""
     run, manifests = a_run(3)
     other = manifests[2].buckets[1].model_copy(update={"new_xxh3": "0" * 32})
     buckets = (manifests[2].buckets[0], other, *manifests[2].buckets[2:])

@@ -174,20 +174,17 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
     ],
 )
 def test_an_invalid_part_is_named(part: dict[str, Any], text: str) -> None:
-    """Every error names the reward and the part, and what is valid."""
     with pytest.raises(ConfigError, match=text) as refused:
         definitions.check(_define(one=part))
     assert "reward.define.mine.parts.one" in str(refused.value)
 
 
 def test_a_definition_does_not_take_a_built_ins_name() -> None:
-    """A run file cannot redefine gsm8k."""
     with pytest.raises(ConfigError, match="gsm8k is a built-in reward"):
         definitions.check({"gsm8k": _define(one={"reward": "tags"})["mine"]})
 
 
 def test_a_built_in_that_needs_parameters_is_not_named_alone() -> None:
-    """No service offers it, so that a run would wait for one; a definition with the parameters may be named."""
     with pytest.raises(ConfigError, match=r"reward\.name = 'length': .* \(of unit, shortest, longest\)") as refused:
         definitions.check_settings(RewardSettings(name="length", by_source={"mine": "overlong", "sums": "gsm8k"}))
     assert "reward.by_source.mine = 'overlong'" in str(refused.value)
@@ -198,16 +195,12 @@ def test_a_built_in_that_needs_parameters_is_not_named_alone() -> None:
 
 
 class Scripted:
-    """A scorer with a scripted outcome."""
-
     slow = False
 
     def __init__(self, outcome: Outcome) -> None:
-        """``outcome`` is returned for every group."""
         self.outcome = outcome
 
     async def score(self, groups: Any, *, attempt: int) -> list[Outcome]:
-        """Score nothing."""
         return [self.outcome for _ in groups]
 
 
@@ -238,7 +231,6 @@ async def test_the_most_severe_error_is_the_groups(first: Outcome, second: Outco
 
 
 def make_texts() -> GroupTexts:
-    """A group of one completion, as passed to a reward."""
     return GroupTexts("g", "", ("x",), ("stop",), RewardRequest(name="mine", ground_truth='"4"'))
 
 

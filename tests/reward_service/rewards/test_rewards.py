@@ -127,7 +127,6 @@ def test_gsm8k_verdicts(completion: str, truth: Any, reward: float, answered: fl
 
 
 async def test_math_verdicts(grader: GraderPool) -> None:
-    """The last balanced box decides, by value."""
     wrong = []
     for completion, truth, reward, boxed, why in MATH:
         (verdict,) = await math_answer.judge((completion,), truth, grader.equal)
@@ -168,13 +167,11 @@ async def test_math_refuses_a_truth_that_is_no_answer(truth: Any) -> None:
     ],
 )
 def test_exact_match_compares_without_the_white_space_around(completion: str, truth: Any, reward: float) -> None:
-    """Only white space at both ends is ignored; a list of truths has alternatives."""
     assert exact_match.judge((completion,), truth) == [Verdict(reward)]
 
 
 @pytest.mark.parametrize("truth", [None, [], {}, [None], True])
 def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
-    """A missing truth is an error of the data."""
     with pytest.raises(BadGroundTruth, match="exact_match"):
         exact_match.judge(("x",), truth)
 
@@ -199,7 +196,6 @@ def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
     ],
 )
 def test_format_requires_each_tag_once_and_nothing_outside(completion: str, reward: float) -> None:
-    """The form is thinking, then an answer that is not empty, and nothing else."""
     assert format.judge((completion,), None) == [Verdict(reward)]
 
 
@@ -217,7 +213,6 @@ def test_format_requires_each_tag_once_and_nothing_outside(completion: str, rewa
     ],
 )
 def test_every_completion_is_judged_in_linear_time(attack: str) -> None:
-    """Hostile completions of half a million characters are judged in linear time."""
     began = time.process_time()
     gsm8k.judge((attack,), "42")
     format.judge((attack,), None)
@@ -228,7 +223,6 @@ def test_every_completion_is_judged_in_linear_time(attack: str) -> None:
 
 @given(st.fractions(max_denominator=10**6))
 def test_every_fraction_is_read_back(value: Any) -> None:
-    """A written fraction is read back as the same number, for gsm8k and math alike."""
     written = f"{value.numerator}/{value.denominator}"
     assert read_number(written) == value
     assert gsm8k.judge((f"#### {written}",), written)[0].reward == 1.0
@@ -239,7 +233,6 @@ def test_every_fraction_is_read_back(value: Any) -> None:
 
 @given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
 def test_every_text_gets_a_finite_verdict(completion: str, latexish: str) -> None:
-    """A reward gives a finite verdict on any text."""
     for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
         assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}
         assert format.judge((text,), None)[0].reward in {0.0, 1.0}
@@ -250,5 +243,4 @@ def test_every_text_gets_a_finite_verdict(completion: str, latexish: str) -> Non
 
 @given(st.text(alphabet="\\abc{}$ 12", max_size=30).filter(lambda text: latex.normalise(text).strip() != ""))
 def test_an_answer_equals_itself(answer: str) -> None:
-    """Comparing an answer with itself never needs a grader."""
     assert latex.plainly_equal(answer, answer) is True

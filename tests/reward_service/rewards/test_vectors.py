@@ -42,7 +42,6 @@ OURS: dict[tuple[str, str], str] = {
 
 @pytest.fixture
 async def grader() -> AsyncIterator[GraderPool]:
-    """One real grader process."""
     pool = GraderPool(1, cpu_s=20.0)
     yield pool
     await pool.close()
@@ -55,7 +54,6 @@ def _differ(case: dict[str, Any], rewards: list[float]) -> set[str]:
 
 
 def test_gsm8k_agrees_with_verl_but_for_the_listed_answers() -> None:
-    """Verl's strict rule, and the answers that ours also accepts."""
     case = CASES["verl/reward/gsm8k-strict"]
     rewards = [gsm8k.judge((text,), truth)[0].reward for text, truth in case["pairs"]]
     assert _differ(case, rewards) == {text for name, text in OURS if name == "verl/reward/gsm8k-strict"}

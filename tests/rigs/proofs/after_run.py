@@ -74,7 +74,6 @@ _COMMANDS: tuple[tuple[str, int, str], ...] = (
 
 
 def main() -> int:
-    """Return 1 when a command failed."""
     folder = folder_of("after-run")
     if not (folder / "run.toml").exists():
         write_inputs(folder, _RUN_FILE, num_train=200)

@@ -79,17 +79,13 @@ class Asked(TurnEnvironment):
 
 
 class Servers:
-    """The servers of environments, each a process."""
-
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        """``environ`` says where NATS is."""
         self._folder, self._environ = folder, environ
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._idle_s: dict[str, float] = {}
         self.cpu_s = 0.0  # of those that have ended, without their start
 
     def start(self, label: str, environment: str, name: str, *more: str) -> None:
-        """Start a server and wait until it is registered."""
         words = [sys.executable, "-P", "-m", "penstock.agents.hosting", "serve", environment]
         words += ["--register", name, "--lease-s", _LEASE_S, "--idle-s", "60", *more]
         process = subprocess.Popen(
@@ -117,13 +113,11 @@ class Servers:
         return code
 
     def stop_all(self) -> None:
-        """Ask all to stop."""
         for label in list(self._running):
             self.stop(label, signal.SIGTERM)
 
 
 def main() -> int:
-    """Return 1 when something was lost."""
     folder = folder_of("registered")
     quickstart_tools.write_data(folder / "data", seed=0, num_sft=1, num_train=_STEPS * _GROUPS, num_eval=1)
     quickstart_task.write_model(folder / "model", seed=0)

@@ -54,8 +54,6 @@ class _Engine:
 
 
 class _Permits:
-    """Always gives a permit."""
-
     @contextlib.asynccontextmanager
     async def permit(self) -> AsyncIterator[None]:
         yield
@@ -129,7 +127,6 @@ async def test_unused_adapters_are_unloaded() -> None:
 
 
 async def test_a_refused_adapter_changes_nothing() -> None:
-    """The version before it is still served, and WeightsUnusable is raised."""
     worker = _Worker()
     await worker.give(1, base=0)
     worker.engine.fails = WeightsNotApplied("another rank")
@@ -140,7 +137,6 @@ async def test_a_refused_adapter_changes_nothing() -> None:
 
 
 async def test_another_model_removes_the_adapters_of_the_one_before() -> None:
-    """It is loaded with a pause, then its adapter; a request pinned to a removed adapter is refused."""
     worker = _Worker()
     await worker.give(1, base=0)
     swapped = await worker.give(8, base=7)

@@ -42,7 +42,6 @@ async def pinned(gate: VersionGate, engine: SwappedEngine, version: int, iterati
 
 
 async def follow(gate: VersionGate, engine: SwappedEngine) -> None:
-    """Swap to the newest version, as the follower does."""
     async with gate.swap():
         await engine.load(engine.newest)
 
@@ -99,7 +98,6 @@ async def test_training_waits_while_an_older_version_is_evaluated():
 
 
 async def test_training_does_not_wait_while_the_newest_version_is_evaluated():
-    """Only swaps wait for such a pin."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), is_older=lambda: False):
         await asyncio.wait_for(gate.wait_for_ordinary(), 5)
@@ -127,7 +125,6 @@ async def test_a_swap_lingers_for_the_next_pack_of_an_evaluation_unless_ordinary
 
 
 async def test_after_a_failed_load_the_next_swap_admits_training():
-    """The error is raised in the evaluation; the next swap admits training."""
     gate = VersionGate(linger_s=0.0)
 
     async def fail() -> None:
@@ -143,7 +140,6 @@ async def test_after_a_failed_load_the_next_swap_admits_training():
 
 
 async def test_a_cancelled_waiter_does_not_block_swaps():
-    """A pin that is cancelled while it waits does not keep swaps waiting."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), is_older=lambda: False):
         waiting = asyncio.create_task(pinned(gate, engine, 7, 1))

@@ -34,7 +34,6 @@ def test_rewards_are_scaled_by_all_rewards_of_the_run_so_far() -> None:
 
 
 def test_running_normalisation_includes_earlier_batches() -> None:
-    """A batch of equal rewards has advantages against those of earlier batches."""
     rule = credit_rule(AlgorithmSettings(**PLAIN, reward_norm="running", reward_scale=False), longest=10)
     rule([scored(0.0, 0.0)])
     assert rule([scored(1.0, 1.0)]).advantages == pytest.approx([0.5, 0.5])
@@ -167,5 +166,4 @@ def test_a_rounding_error_of_a_zero_advantage_is_zero_for_filters() -> None:
 
 
 def _by_group(credit: Credit, groups: list[Scored], order: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Return the group of every trajectory, and 1 where it counts."""
     return [p for p in order for _ in groups[p].rewards], [int(weight > 0) for weight in credit.weights]

@@ -77,7 +77,6 @@ def refusal(overrides: list[str]) -> list[str]:
 
 
 def test_every_taken_key_sets_its_settings_in_some_service() -> None:
-    """The value arrives, and its origin names the key that was written."""
     assert len(ALIASES) > 230
     for key, alias in ALIASES.items():
         written, *needs = VALUES[alias.keys[0]]
@@ -95,7 +94,6 @@ def test_every_taken_key_sets_its_settings_in_some_service() -> None:
 
 
 def test_every_other_key_is_answered_and_none_is_unknown() -> None:
-    """All of them at once: a line each, with the answer of the table."""
     told = {**RENAMED, **ABSENT}
     assert len(told) > 750
     lines = refusal(["model.path=m", *(f"{key}=1" for key in told)])
@@ -127,7 +125,6 @@ def test_systems_differ_in_one_key_only() -> None:
 
 @pytest.mark.parametrize("guide", NUM_KEYS)
 def test_every_key_of_the_guides_has_its_answer(guide: str) -> None:
-    """With the values of the guides: the setting and its value, or what to write, or why not."""
     keys = [line[1:] for line in GUIDE_KEYS if line[0] == guide]
     assert len(keys) == NUM_KEYS[guide]
     for given, kind, answer in keys:
@@ -190,7 +187,6 @@ def test_one_side_of_the_clip_overrules_both(order: int) -> None:
     ],
 )
 def test_a_key_without_its_sections_is_recognised(written: str, hint: str) -> None:
-    """Wrappers drop the sections, and write dashes."""
     with pytest.raises(ConfigError, match=re.escape(hint)):
         load(TrainerSettings, overrides=["model.path=m", *written.split()])
 
@@ -218,7 +214,6 @@ def test_a_foreign_key_in_a_section_is_answered_as_without_one(written: str, hin
 
 
 def test_a_setting_that_is_given_under_two_names_is_refused() -> None:
-    """A key of Penstock and its alias in one place are ambiguous."""
     with pytest.raises(ConfigError, match=r"trainer.lr is given twice, as trainer.lr and as learning_rate"):
         load(TrainerSettings, overrides=["model.path=m", "trainer.lr=1e-3", "learning_rate=1e-4"])
 
@@ -230,7 +225,6 @@ def test_a_value_that_does_not_exist_here_is_refused_under_both_names() -> None:
 
 
 def test_every_key_that_an_error_recommends_exists() -> None:
-    """Accepted and recommended keys lead to existing settings."""
     sections = {**RolloutSettings.model_fields, **TrainerSettings.model_fields}
     assert not set(ALIASES) & {*RENAMED, *ABSENT, *REFUSED}
     told = [*ABSENT.values(), *RENAMED.values(), *(" ".join(alias.keys) for alias in ALIASES.values())]

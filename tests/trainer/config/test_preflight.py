@@ -53,7 +53,6 @@ def changed(settings: TrainerSettings, section: str, **values: object) -> Traine
 
 
 def test_a_missing_model_is_named(settings: TrainerSettings, tmp_path: Path) -> None:
-    """A missing model folder is an error with its path."""
     with pytest.raises(UnsupportedModel, match=r"nowhere: it has no config.json"):
         _open_data(changed(settings, "model", path=tmp_path / "nowhere"))
 
@@ -73,7 +72,6 @@ def test_wrong_storage_credentials_are_named(settings: TrainerSettings) -> None:
 def test_a_run_that_was_not_bootstrapped_is_refused_with_the_command(
     settings: TrainerSettings, bus: Bus, blobs: Blobs
 ) -> None:
-    """Missing streams and buckets are an error with the command that creates them."""
     with pytest.raises(MissingStream, match=r"penstock bootstrap run\.toml"):
         check_resume(Connections(settings.run.id, bus, blobs), resume=True, has_checkpoint=False)
 
@@ -81,7 +79,6 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_command(
 def test_starting_a_published_run_over_is_refused(
     settings: TrainerSettings, bus: Bus, blobs: Blobs, run_streams: str
 ) -> None:
-    """Without resume a run id that has published weights is refused; with it, the run continues."""
     connections = Connections(run_streams, bus, blobs)
     assert check_resume(connections, resume=False, has_checkpoint=False) is None
     publisher = Publisher(connections, model_folder=settings.model.path)

@@ -33,7 +33,6 @@ TAUGHT = {"on_policy_distillation": (TEACHER,), "gkd": (TEACHER, "teacher.top_k=
 
 
 def preset(name: str) -> list[str]:
-    """Return the overrides that choose a preset, with what it needs."""
     return ["model.path=m", f"algorithm.name={name}", *TAUGHT.get(name, ())]
 
 
@@ -50,7 +49,6 @@ def test_the_model_folder_is_the_only_required_setting():
 
 @pytest.mark.parametrize("section", sorted(TrainerSettings.model_fields))
 def test_every_setting_is_described(section: str):
-    """Each field of each section has a description."""
     assert section in SECTIONS
     model = TrainerSettings.model_fields[section].annotation
     assert isinstance(model, type)
@@ -61,7 +59,6 @@ def test_every_setting_is_described(section: str):
 
 
 def test_foreign_names_lead_to_settings_that_exist():
-    """Each name that the table of other projects' names recommends is a key of the trainer."""
     for name, target in RENAMED.items():
         for dotted in target.split(" (")[0].split(" and "):
             section, _, key = dotted.partition(".")
@@ -239,7 +236,6 @@ def test_foreign_names_lead_to_settings_that_exist():
     ],
 )
 def test_errors_about_contradictions_contain_the_fix(overrides: list[str], reply: str):
-    """Settings that contradict each other are refused with the fix."""
     with pytest.raises(ConfigError) as caught:
         settings(*overrides)
     assert reply in str(caught.value)
@@ -339,7 +335,6 @@ def test_a_shown_configuration_of_another_loss_reads_back():
     ],
 )
 def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: str):
-    """An alias of a name is accepted."""
     assert settings(f"algorithm.name={theirs}").algorithm.name == ours
 
 
@@ -398,7 +393,6 @@ def test_the_dtype_follows_the_gpus_that_the_trainer_sees(tmp_path: Path, monkey
 
 
 def test_an_attention_that_there_is_not_is_refused_with_the_names() -> None:
-    """Every backend can be named."""
     with pytest.raises(ConfigError, match=r"trainer\.attention.*flash-3"):
         settings("trainer.attention=flash2")
     assert [settings(f"trainer.attention={name}").trainer.attention for name in NAMES] == list(NAMES)

@@ -27,7 +27,6 @@ from penstock.trainer.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -35,7 +34,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> torch.nn.Module:
-    """The same model in transformers."""
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
 
@@ -51,7 +49,6 @@ def rows(num: int = 5, seed: int = 0) -> list[Row]:
 
 
 def dense_logprobs(model: torch.nn.Module, some: list[Row], temperature: float) -> torch.Tensor:
-    """Row by row, over all positions, without padding."""
     parts = []
     for row in some:
         ids = torch.from_numpy(row.token_ids).long()
@@ -79,7 +76,6 @@ def test_logprobs_equal_a_dense_forward(model: torch.nn.Module, temperature: flo
 
 
 def test_other_rows_change_nothing(model: torch.nn.Module) -> None:
-    """A row has the same log-probabilities alone and in a batch with a longer one."""
     some = rows(2)
     scorer = CompletionScorer(model, 1.0)
     together, alone = build(some), build(some[:1])
@@ -123,7 +119,6 @@ def test_bfloat16_without_sharding_is_refused() -> None:
 
 @pytest.mark.parametrize("breakage", ["missing", "no weights", "not a model"])
 def test_an_unusable_model_folder_is_refused(tmp_path: Path, model_folder: Path, breakage: str) -> None:
-    """The error names a missing or broken model folder."""
     folder = tmp_path / "broken"
     if breakage != "missing":
         folder.mkdir()

@@ -41,7 +41,6 @@ from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder for config and tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -49,7 +48,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
-    """A bootstrapped run."""
     return Connections(run_streams, bus, blobs)
 
 
@@ -195,7 +193,6 @@ def test_an_unreadable_head_is_followed_by_a_full_snapshot(
 
 
 def test_another_layout_starts_with_a_full_snapshot(connections: Connections, model_folder: Path) -> None:
-    """A version in another dtype cannot be a patch."""
     publisher = Publisher(connections, model_folder=model_folder)
     publish(publisher, 0)
     halves = {name: tensor.bfloat16() for name, tensor in tensors(1).items()}
@@ -457,7 +454,6 @@ def test_two_trainers_of_one_run_are_detected(connections: Connections, model_fo
 def test_publishing_survives_a_restart_of_nats(
     own_nats: Callable[[], NatsServer], blobs: Blobs, run_id: str, model_folder: Path
 ) -> None:
-    """NATS is killed and restarted while versions are published: all are announced, none twice."""
     server = own_nats()
     with Bus.connect(server.settings, name="publisher") as bus:
         bootstrap(bus, blobs, run_id)

@@ -27,7 +27,6 @@ GRACE_S = 100.0
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder for config and tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "model"
     write_model(folder, seed=0)
     return folder
@@ -141,7 +140,6 @@ def test_orphans_are_deleted_when_they_are_old(connections: Connections) -> None
 
 
 def test_one_process_collects(connections: Connections) -> None:
-    """The right to collect is a lease: while one process holds it, no other takes it."""
     first, second = (
         collector(connections),
         WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
@@ -201,7 +199,6 @@ def test_an_evaluation_that_nats_did_not_take_pins_its_version(
 
 
 def test_milestones_stay_readable_below_the_floor(connections: Connections) -> None:
-    """They are recorded by the sweep that would delete them, each with what it is assembled from."""
     gc = collector(connections, keep=KeepRule(milestone_every=4, milestones=3))
     for now in (0.0, GRACE_S):
         gc.sweep(now)

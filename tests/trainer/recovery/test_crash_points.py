@@ -122,7 +122,6 @@ def sessions() -> Iterator[list[Command]]:
 
 
 def start(run_file: Path, *overrides: str) -> Command:
-    """Start a session of a run's trainer."""
     return Command(run_file.parent, "train", str(run_file), *overrides)
 
 
@@ -417,6 +416,5 @@ def test_the_audit_command_prints_a_table_or_json(scene: Scene, capfd: pytest.Ca
 
 
 def test_a_point_that_does_not_exist_is_refused() -> None:
-    """The error lists the points."""
     with pytest.raises(ConfigError, match=r"kill_at = 'nowhere': expected one of stepped, recorded"):
         crash_points.arm("nowhere")

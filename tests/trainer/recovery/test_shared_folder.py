@@ -36,7 +36,6 @@ class Threads:
 
 @pytest.mark.parametrize("second", ["shared", "own"])
 def test_every_rank_must_see_the_folder_of_rank_0(tmp_path: Path, second: str) -> None:
-    """Both ranks learn it, so that none waits for the other; nothing stays in the folder."""
     meet, said = Barrier(2), dict[str, Any]()
     folders = [tmp_path / "shared", tmp_path / second]
     with ThreadPoolExecutor(2) as pool:

@@ -86,7 +86,6 @@ def test_a_time_limit_truncates(model: Path) -> None:
 
 
 def test_what_is_no_action_moves_nothing(model: Path) -> None:
-    """It costs the penalty, and the same observation is shown again."""
     options = {**lake(), "action_pattern": "<a>(.*?)</a>", "format_penalty": -0.25}
     (episode,), _ = play(
         model, GYMNASIUM, ["right", "<a>jump</a>", "<a>right</a> <a>down</a>"], options=options, max_turns=3
@@ -167,7 +166,6 @@ def test_an_observation_that_is_a_picture_is_refused(model: Path) -> None:
 
 
 def test_a_definition_needs_no_library() -> None:
-    """The trainer reads the run file too."""
     options = {"id": "Nothing-v0"}
     found = load_environments(
         (), {"mine": EnvironmentDefinition.model_validate({"type": "gymnasium", "options": options})}

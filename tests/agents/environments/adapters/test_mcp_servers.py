@@ -281,7 +281,6 @@ asyncio.run(main())
 
 
 def test_servers_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
-    """The kernel kills the server; the next worker finds what it had started, and its folder."""
     worker = subprocess.Popen(
         [sys.executable, "-c", _WORKER, str(tmp_path)], env={**os.environ, "TMPDIR": str(tmp_path)}
     )
@@ -317,7 +316,6 @@ def test_servers_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
     ],
 )
 def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
-    """On reading the run file, which needs no library."""
     with pytest.raises(ConfigError) as caught:
         load_environments((), {"mine": EnvironmentDefinition.model_validate({"type": "mcp", "options": options})})
     assert problem in str(caught.value)
@@ -348,7 +346,6 @@ def test_a_tool_that_no_server_has_is_named(tool_model: Path, http: ServedTools)
 
 
 def test_a_server_that_does_not_exit_is_killed(tmp_path: Path) -> None:
-    """It ignores the end of its input, and SIGTERM."""
     code = f"import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
     async def run() -> None:

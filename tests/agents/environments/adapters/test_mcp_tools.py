@@ -142,7 +142,6 @@ def test_servers_without_the_tools_that_are_wanted_are_named(
 def test_servers_are_tried_without_a_model(
     web: ServedTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In both environments that have them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "answers.txt").write_text(
         '<tool_call>{"name": "web__add", "arguments": {"a": 1, "b": 2}}</tool_call>\n3\n'

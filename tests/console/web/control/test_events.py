@@ -71,7 +71,6 @@ def publish(bus: Bus, run: str, *numbers: int) -> None:
 
 @contextmanager
 def stream(served: tuple[Api, str, str], query: str = "", **headers: str) -> Iterator[Iterator[dict[str, str]]]:
-    """Open the stream; its events as fields."""
     api, url, run = served
     sent = {"authorization": f"Bearer {api.tokens[Role.READ]}", **headers}
     with httpx.stream("GET", f"{url}/v1/runs/{run}/events{query}", headers=sent, timeout=20) as answer:
@@ -122,7 +121,6 @@ def test_events_arrive_in_order_and_go_on_after_the_last_one_seen(served: tuple[
 
 
 def test_a_new_client_gets_what_is_new(served: tuple[Api, str, str], bus: Bus, monkeypatch: pytest.MonkeyPatch):
-    """The history is read through the other routes."""
     publish(bus, served[2], 1)
     began = threading.Event()
     original = event_routes._Reading._start
@@ -135,7 +133,6 @@ def test_a_new_client_gets_what_is_new(served: tuple[Api, str, str], bus: Bus, m
 
 
 def test_a_number_that_the_stream_does_not_have_is_a_gap(served: tuple[Api, str, str], bus: Bus):
-    """The stream began anew: the client is told, and gets all that there is."""
     publish(bus, served[2], 1)
     with stream(served, **{"last-event-id": "77"}) as events:
         found = [next(events), next(events), next(events)]
