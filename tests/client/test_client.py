@@ -214,10 +214,3 @@ async def test_an_asynchronous_wait_can_be_cancelled_and_times_out() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert backend.called == []
-
-
-async def test_coroutines_raise_the_errors_of_the_methods(tmp_path: Path) -> None:
-    """A wrong setting is a ConfigError of `AsyncClient.train` too."""
-    async with penstock.AsyncClient(runs=tmp_path / "runs") as client:
-        with pytest.raises(ConfigError, match=r"did you mean trainer\.lr"):
-            await client.train(model="quickstart", data=ROWS, reward="exact_match", trainer={"lrr": 1})

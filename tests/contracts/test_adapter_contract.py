@@ -116,14 +116,6 @@ def test_adapters_and_none_share_a_batch(serving: EngineUnderTest, merged: dict[
             assert_computed_by(merged[name], prompt, reply)
 
 
-def test_greedy_tokens_are_those_of_the_merged_model(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
-    """An adapter's greedy completion is its merged model's, and not the one of the weights alone."""
-    for name in ("policy@1", "policy@3"):
-        tokens = ask(serving, PROMPT, name, temperature=0.0)["output_ids"]
-        assert tokens == merged[name].greedy(PROMPT, 12)
-        assert tokens != merged[None].greedy(PROMPT, 12)
-
-
 def test_a_prompt_is_not_shared_across_adapters(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
     """One prompt under every adapter, one after the other and together: none reads the keys and values of another."""
     prompt = [(7 * number) % 300 + 3 for number in range(40)]

@@ -32,11 +32,6 @@ def test_runs_lists_the_folders_of_runs(folder: Path):
     assert (line.run, line.state, line.step, line.accuracy) == ("sorting", "stopped", 60, 0.95)
 
 
-def test_a_run_with_a_report_is_finished(folder: Path):
-    report.write(folder / "runs" / "sorting", recorded.whole_run().summary())
-    assert [line.state for line in list_folder(folder / "runs")] == ["finished"]
-
-
 def test_the_command_prints_table_and_json(folder: Path):
     answer = penstock("runs", cwd=folder)
     assert answer.returncode == 0, answer.stderr

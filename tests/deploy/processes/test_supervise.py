@@ -144,16 +144,6 @@ def test_a_closed_supervisor_restarts_nothing(tmp_path: Path) -> None:
     assert kinds(supervisor, "worker") == ["started"]
 
 
-def test_the_listener_gets_every_event(tmp_path: Path) -> None:
-    seen: list[str] = []
-    supervisor = Supervisor(rule=QUICK, on_event=lambda event: seen.append(event.kind))
-    child = Child("once", [sys.executable, "-c", "pass"], log=tmp_path / "log")
-    child.start()
-    supervisor.watch(child)
-    wait_for(lambda: seen == ["started", "exited"], "both events")
-    supervisor.close()
-
-
 @pytest.mark.parametrize("has_listener", [True, False])
 def test_a_crash_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], has_listener: bool) -> None:
     told: list[str] = []

@@ -248,12 +248,6 @@ def test_what_cannot_be_read_is_refused_by_name(engine: EngineUnderTest, referen
     sample(engine, ids, as_text(SMALL))
 
 
-async def test_a_model_of_text_refuses_images() -> None:
-    body = GenerateBody(input_ids=[5], image_data=as_text(SMALL))
-    with pytest.raises(Exception, match="the served model reads no images"):
-        await ImageReader(None).read(body)
-
-
 async def test_an_image_is_read_once_and_memory_is_bounded(folder: Path) -> None:
     """Equal images have one number; beyond the memory the one that was used longest ago is dropped, and gets another later."""
     body = GenerateBody(input_ids=[[5], [6], [7]], image_data=[as_text(SMALL), as_text(OTHER), as_text(SMALL)])

@@ -134,10 +134,6 @@ async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client
     assert set(server.adapters) == {"policy@2"}
 
 
-async def test_unloading_an_unknown_adapter_does_nothing(server: FaultyEngine, client: SglangClient):
-    await client.unload_adapter(V3)
-
-
 async def test_new_weights_remove_the_adapters_of_the_old(model: Path, adapters: dict[PolicyVersion, Adapter]):
     """An attached server that loads other weights drops the adapters; a load without weights is refused."""
     with FaultyEngine() as server:

@@ -7,20 +7,14 @@ import sys
 from pathlib import Path
 from typing import get_args, get_origin
 
-import numpy as np
 import pytest
-import torch
 from pydantic import BaseModel
 
 from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer import model_settings
 from penstock.trainer.algorithm.algorithm_settings import RECORDED, AlgorithmSettings
-from penstock.trainer.algorithm.batch import Row, build
-from penstock.trainer.algorithm.build_objective import build_objective
-from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.attention_choice import NAMES
 from penstock.trainer.settings import TrainerSettings
@@ -336,37 +330,6 @@ def test_a_shown_configuration_of_another_loss_reads_back():
 )
 def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: str):
     assert settings(f"algorithm.name={theirs}").algorithm.name == ours
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_trains(name: str):
-    """Objective and credit of every preset give a finite loss and gradient on a small batch."""
-    section = settings(*preset(name)).algorithm
-    baseline = (0.25, 2) if section.needs_baseline else None
-    groups = [
-        Scored([1.0, 0.0, 0.5], [3, 4, 2], [False, True, False], baseline=baseline),
-        Scored([0.0, 0.0], [1, 4], [False, False], baseline=baseline),
-    ]
-    found = credit_rule(section, longest=4)(groups)
-    lengths = [3, 4, 2, 1, 4]
-    rows = [
-        Row(
-            np.arange(n + 1, dtype=np.int32), np.array([False] + [True] * n),
-            np.full(n + 1, -1.0, dtype=np.float32), advantage, weight / sum(lengths),
-            teacher=TeacherRow(np.full(n, -1.5, np.float32), np.zeros((n, 0), np.int32), np.zeros((n, 0), np.float32)),
-        )
-        for n, advantage, weight in zip(lengths, found.advantages, found.weights, strict=True)
-    ]  # fmt: skip
-    batch = build(rows)
-    logprobs = (batch.behaviour_logprobs + torch.linspace(-0.4, 0.4, sum(lengths))).requires_grad_()
-    objective = build_objective(section)
-    kl = -logprobs if objective.needs_teacher_kl else None  # of a teacher that is certain of the sampled tokens
-    outcome = objective(logprobs, batch, None, None, kl)
-    outcome.loss.backward()
-    assert torch.isfinite(outcome.loss)
-    assert logprobs.grad is not None
-    assert torch.isfinite(logprobs.grad).all()
-    assert logprobs.grad.abs().sum() > 0
 
 
 def test_the_reference_of_an_earlier_record_is_parked() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.trainer.__main__ import main
-from penstock.trainer.commands.data_check import length_statistics
 from penstock.trainer.data.row_checks import MAX_PROBLEMS_SHOWN, Problems
 
 
@@ -134,11 +133,6 @@ def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert f"grpo with 0 rows (not all: {path}:1: column data_source: expected a text, got 3)" in printed
     assert "sft with 1 rows" in printed
-
-
-def test_no_lengths_have_no_statistics():
-    assert length_statistics([]) is None
-    assert length_statistics([3, 1]) == {"min": 1, "mean": 2.0, "median": 2, "p95": 2, "max": 3}
 
 
 def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
