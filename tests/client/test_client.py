@@ -189,7 +189,7 @@ async def test_coroutines_do_what_the_methods_do() -> None:
     run = penstock.AsyncRun(Run(backend))
     assert [event.kind async for event in run.events()] == ["step", "state"]
     assert (await run.metrics())["loss"].tolist() == [0.5]
-    assert await (await run.wait(20.0)).state() == "finished"
+    assert await (await run.wait(60.0)).state() == "finished"
     assert backend.waits == 3
     await run.stop()
     await run.close()

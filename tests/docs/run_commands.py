@@ -81,7 +81,7 @@ class Reader:
         for server in reversed(self._servers):
             server.send_signal(signal.SIGINT)
             try:
-                server.wait(30)
+                server.wait(60.0)
             except subprocess.TimeoutExpired:
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait()

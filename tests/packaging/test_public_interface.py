@@ -74,7 +74,7 @@ def test_import_penstock_is_light():
         "try: penstock.nothing\n"
         "except AttributeError as err: assert 'public are' in str(err)\n"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=300)
 
 
 def test_every_public_name_is_documented():

@@ -37,7 +37,7 @@ libc.fclose(file)
 def num_heaps(mode: str, folder: Path) -> int:
     file = folder / f"{mode}.xml"
     environ = {"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin"}
-    subprocess.run([sys.executable, "-c", _PROGRAM, mode, file], check=True, timeout=60, env=environ)
+    subprocess.run([sys.executable, "-c", _PROGRAM, mode, file], check=True, timeout=300, env=environ)
     return file.read_text().count("<heap nr=")
 
 

@@ -31,7 +31,7 @@ def received(bus: Bus, run_streams: str) -> ReceivedPack:
         bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued).wait(),
         list[Delivery[TaskIssued]](),
     )
-    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "the pack", 15.0)
+    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "the pack")
     return ReceivedPack("train", found[0])
 
 
@@ -84,7 +84,7 @@ async def test_spans_show_how_a_pack_was_generated(
     async with settlement.settling(received):
         raise EngineError("secret")
     inbox = await bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued)
-    [again] = await inbox.fetch(1, 10.0)
+    [again] = await inbox.fetch(1, 30.0)
     await announcer.announce(ReceivedPack("train", again), [make_group("e0.p0.a0")])
     untraced = PackAnnouncer(
         bus=bus, blobs=blobs, activity=Activity(), metrics=WorkerMetrics(), run_id=run_streams, worker_id="w0"

@@ -159,7 +159,7 @@ def test_one_file_in_the_package_is_a_new_engine(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert loaded.stdout.split() == ["tiny", *sorted({*BUILT_IN, "silent"})], loaded.stderr

@@ -129,4 +129,4 @@ def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(trainer_side: Train
 
 def test_a_prepared_engine_exits_with_its_worker():
     command = [sys.executable, "-m", "penstock.rollout_service.embedded_engine", "--prepare"]
-    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=120, check=False).returncode == 0
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=300, check=False).returncode == 0

@@ -222,7 +222,7 @@ def test_the_worker_survives_a_restart_of_s3(
 
 def log_of_failed(worker: Child) -> str:
     """The log of a worker, which must exit with status 1."""
-    assert worker.wait(40) == 1
+    assert worker.wait(60.0) == 1
     return worker.log_tail()
 
 

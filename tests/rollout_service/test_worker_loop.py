@@ -277,7 +277,7 @@ async def test_environments_that_take_long_to_prepare_stop_no_heartbeat():
 
     def use_model(folder: Path) -> None:
         states.append(activity.state)
-        assert went_on.wait(20), "the event loop was stopped"
+        assert went_on.wait(60.0), "the event loop was stopped"
 
     async def start() -> Any:
         asyncio.get_running_loop().call_later(0.01, went_on.set)
@@ -297,4 +297,4 @@ async def test_environments_that_take_long_to_prepare_stop_no_heartbeat():
 
 def test_a_worker_imports_no_torch():
     code = "import sys, penstock.rollout_service.__main__; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

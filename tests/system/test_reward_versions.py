@@ -109,7 +109,7 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
     finally:
         if run.poll() is None:
             run.send_signal(signal.SIGTERM)
-            run.wait(30)
+            run.wait(60.0)
 
     scored_by = [row["scored_by"] for row in steps()]
     assert [sum(one.values()) for one in scored_by] == [4] * STEPS

@@ -112,7 +112,7 @@ class ScriptedProducer:
     def __exit__(self, *_: object) -> None:
         """Stop answering; raise the exception that ended the thread, if one did."""
         self._stop.set()
-        self._thread.join(20.0)
+        self._thread.join(60.0)
         self.close()
         if self.failure is not None:
             raise self.failure

@@ -235,7 +235,7 @@ def test_programs_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
         os.kill(escaped, 0)
     finally:
         worker.send_signal(signal.SIGKILL)
-        worker.wait(10)
+        worker.wait(60.0)
     wait_until_ended(direct)
     sweeper = program_process.Sweeper(tmp_path, period_s=600)  # another worker on the machine
     wait_until_ended(escaped)

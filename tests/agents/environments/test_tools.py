@@ -250,7 +250,7 @@ def test_calls_of_one_answer_run_beside_each_other() -> None:
         description = "Wait for another call."
 
         def call(self, arguments: Any, episode: ToolEpisode) -> str:
-            meeting.wait(30)
+            meeting.wait(60.0)
             return "met"
 
     toolbox = Toolbox({"meets": Meets()}, CallLimits(60.0, 100, "end"))

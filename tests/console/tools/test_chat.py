@@ -49,7 +49,7 @@ def test_a_conversation_ends_with_its_input(runs: Path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     typed = "sort 1\n\n" + "1" * 500 + "\n/new\nsort 2\n"
     answer = subprocess.run(
-        command, input=typed, capture_output=True, text=True, timeout=60, check=False, cwd=runs, env=environment
+        command, input=typed, capture_output=True, text=True, timeout=300, check=False, cwd=runs, env=environment
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stderr.count("the engine refused") == 1

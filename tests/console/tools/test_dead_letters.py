@@ -106,7 +106,7 @@ def bury(bus: Bus, run: str) -> GroupGenerated:
     """Make the reward service's inbox dead-letter a pack of two groups that is not in the object store."""
     pack = make_generated(run, [make_group("e0.p1.a0"), make_group("e0.p2.a0")])
     bus.publish(subjects.generated(run, "train"), pack, msg_id=f"g:{pack.pack_id}").wait()
-    (delivery,) = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(1, 5.0).wait()
+    (delivery,) = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(1, 30.0).wait()
     delivery.dead_letter("RewardFailed", "the endpoint answered 500").wait()
     return pack
 
@@ -122,7 +122,7 @@ def test_list_show_and_resend(bus: Bus, blobs: Blobs, run_streams: str, typed: l
     )
     bus.publish(subjects.generated(run, "train"), pack, msg_id="g:p").wait()
     inbox = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait()
-    inbox.fetch(1, 5.0).wait()[0].dead_letter("RewardFailed", "the endpoint answered 500").wait()
+    inbox.fetch(1, 30.0).wait()[0].dead_letter("RewardFailed", "the endpoint answered 500").wait()
 
     listed = penstock("dead-letters", "list", run, "--json", *typed, cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
@@ -136,7 +136,7 @@ def test_list_show_and_resend(bus: Bus, blobs: Blobs, run_streams: str, typed: l
 
     sent = penstock("dead-letters", "resend", run, "1", *typed, cwd=tmp_path)
     assert sent.returncode == 0, sent.stderr
-    (delivery,) = inbox.fetch(1, 5.0).wait()
+    (delivery,) = inbox.fetch(1, 30.0).wait()
     assert delivery.fact.groups == pack.groups
     assert delivery.fact.pack_id == "p.again1-1"
     refused = penstock("dead-letters", "resend", run, "--all", *typed, cwd=tmp_path)

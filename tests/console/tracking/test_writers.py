@@ -128,7 +128,7 @@ def _session(name: str, folder: Path, which: str, **more: str) -> str:
         pytest.skip(str(err))
     environ = {**os.environ, "WANDB_MODE": "offline", "SWANLAB_MODE": "offline", **more}
     command = [sys.executable, "-c", _SESSIONS, name, str(folder), which]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == (-9 if "KILLED" in more else 0), done.stderr[-3000:]
     return next((line for line in done.stdout.splitlines() if line.startswith("held ")), "")
 

@@ -56,7 +56,7 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
         killed.send_signal(signal.SIGKILL)
     before = outcomes()
     assert before
-    done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [(one["source"], one["prompts"], one["complete"]) for one in result["sources"]] == [

@@ -40,7 +40,7 @@ def test_the_tail_of_a_log_is_of_the_last_process(tmp_path: Path) -> None:
     log.write_text("an error of yesterday\n")
     child = Child("short", [sys.executable, "-c", "print('today')"], log=log)
     child.start()
-    assert child.wait(20) == 0
+    assert child.wait(60.0) == 0
     assert child.log_tail() == "    today"
 
 
@@ -93,7 +93,7 @@ def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
         text=True,
         check=False,
         cwd=Path(__file__).parents[3],
-        timeout=60,
+        timeout=300,
     )
     pid = int(done.stdout)
     wait_for(lambda: is_gone(pid), "the child's end")
@@ -126,7 +126,7 @@ def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) 
         text=True,
         check=False,
         cwd=Path(__file__).parents[3],
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 
@@ -145,7 +145,7 @@ def test_processes_that_other_code_started_are_no_orphans(sleeper: Child) -> Non
 def test_a_failure_shows_exit_and_log(tmp_path: Path) -> None:
     child = Child("talker", [sys.executable, "-c", "print('last words'); raise SystemExit(3)"], log=tmp_path / "log")
     child.start()
-    assert child.wait(20.0) == 3
+    assert child.wait(60.0) == 3
     assert "talker gave up; it ended with exit code 3" in str(child.failure("gave up"))
     assert "    last words" in str(child.failure("gave up"))
 

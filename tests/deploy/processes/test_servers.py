@@ -26,7 +26,7 @@ def test_a_group_passes_nats_and_s3(bus: Bus, blobs: Blobs, run_streams: str) ->
     fact = make_generated(run_streams, groups, ref)
     bus.publish(subjects.generated(run_streams, "train"), fact, msg_id="g:p0").wait()
     inbox = bus.inbox(streams.generated_consumer(run_streams), GroupGenerated).wait()
-    (delivery,) = inbox.fetch(1, 5.0).wait()
+    (delivery,) = inbox.fetch(1, 30.0).wait()
     assert delivery.fact == fact
     assert blobs.get(delivery.fact.pack) == pack_bytes(groups)
     delivery.ack().wait()

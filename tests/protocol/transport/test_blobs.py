@@ -338,7 +338,7 @@ def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
     assert blobs.get(before) == b"here"
     assert not blobs.exists(f"runs/{run_id}/x")
     refusing.refusal = None
-    writing.join(20.0)
+    writing.join(60.0)
     assert blobs.exists(f"runs/{run_id}/x")
     more = {cause: number - counted[cause] for cause, number in store_errors.counts().items()}
     assert more.pop(("s3", reason)) >= 1

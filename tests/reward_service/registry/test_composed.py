@@ -122,7 +122,7 @@ def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> N
         str(tmp_path / "run.toml"),
         "nats.url=nats://127.0.0.1:1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert (
         "reward.define.mine.parts.correct.parameters.relativ: the reward numeric has no such parameter" in done.stderr
@@ -135,9 +135,9 @@ def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> N
 def test_parameters_are_listed_by_name() -> None:
     """`rewards NAME` shows a reward's parameters; an unknown name is an error with the nearest one."""
     command = [sys.executable, "-m", "penstock.reward_service", "rewards"]
-    shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=300, check=True).stdout
     assert "longest      required: Length at which the full punishment is reached." in shown
-    failed = subprocess.run([*command, "nummeric"], capture_output=True, text=True, timeout=60, check=False)
+    failed = subprocess.run([*command, "nummeric"], capture_output=True, text=True, timeout=300, check=False)
     assert failed.returncode == 1
     assert "did you mean numeric" in failed.stderr
 

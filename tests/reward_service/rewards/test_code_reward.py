@@ -321,7 +321,7 @@ def test_the_service_reports_its_sandbox(shared_service: Service) -> None:
     assert "programs run in" in listed["code"]["description"]
     answer = httpx.post(
         f"{shared_service.url}/v1/score",
-        timeout=60.0,
+        timeout=300,
         json={"reward": "code_generation",
          "groups": [{"completions": [GOOD, "print(0)"], "ground_truth": {"inputs": ["4"], "outputs": ["8"]}}]},
     ).json()  # fmt: skip

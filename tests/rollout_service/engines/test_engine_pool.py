@@ -132,7 +132,7 @@ async def test_an_engine_that_is_not_ready_gets_no_requests(model: Path):
             waiting = asyncio.create_task(pool.ready.wait())
             await asyncio.sleep(0)
             pool._engines[0].ready.set()  # pyright: ignore[reportAttributeAccessIssue]
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 60)
 
 
 async def test_the_pool_serves_the_oldest_of_its_versions(model: Path):
@@ -152,7 +152,7 @@ async def test_an_engine_that_has_its_version_serves_it_while_another_still_drai
             long = asyncio.create_task(pool.client.generate([[5]], Sampling(max_new_tokens=60), 1))
             await asyncio.to_thread(one.wait_for_requests, 1)
             loading = asyncio.create_task(pool.load(model, V1))
-            await asyncio.wait_for(pool.wait_for_version(V1), 10)
+            await asyncio.wait_for(pool.wait_for_version(V1), 60)
             assert (pool.version, loading.done()) == (V0, False)
             groups = await pool.client.generate([[6], [7], [8]], SAMPLING, 2)
             assert {run.version for group in groups for row in group for run in row.version_runs} == {V1}

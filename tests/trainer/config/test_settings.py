@@ -257,7 +257,7 @@ for name in sys.argv[1:]:
     format_config(load(TrainerSettings, overrides=name.split()))
 """
     presets = [" ".join(preset(name)) for name in PRESETS]
-    subprocess.run([sys.executable, "-c", code, *presets], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, *presets], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -173,4 +173,4 @@ def test_templates_run_in_a_sandbox(tmp_path: Path, template: str):
 
 def test_the_tokenizer_needs_neither_torch_nor_transformers():
     code = "import sys, penstock.protocol.chat_tokenizer; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

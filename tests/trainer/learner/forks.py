@@ -92,7 +92,7 @@ class Fork:
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
-            process.join(10.0)
+            process.join(60.0)
 
 
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {

@@ -124,9 +124,9 @@ def test_ranks_change_nothing() -> None:
     def rank(number: int) -> None:
         def add_up(figures: list[float]) -> list[float]:
             left[number] = list(figures)
-            meeting.wait(10)
+            meeting.wait(60.0)
             total = [a + b for a, b in zip(*left, strict=True)]
-            meeting.wait(10)
+            meeting.wait(60.0)
             return total
 
         mine = build(some[number * 3 : number * 3 + 3])
@@ -136,7 +136,7 @@ def test_ranks_change_nothing() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60.0)
     torch.testing.assert_close(torch.cat(found), alone.micro_batches[0].advantages, rtol=1e-5, atol=1e-6)
 
 

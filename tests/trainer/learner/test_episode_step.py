@@ -209,7 +209,7 @@ async def _score(bus: Bus, blobs: Blobs, run_id: str) -> None:
 
 async def _next(bus: Bus, consumer: Any, kind: Any) -> Delivery[Any]:
     inbox, found = await bus.inbox(consumer, kind), []
-    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "a message", 15.0)
+    wait_for(lambda: found.extend(inbox.fetch(1, 0.5).wait()) or found, "a message")
     return found[0]
 
 

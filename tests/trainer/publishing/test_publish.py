@@ -401,7 +401,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
         "model": str(model_folder),
     }
     command = [sys.executable, "-m", "tests.trainer.publishing.publish_kill", point]
-    ended = subprocess.run(command, input=json.dumps(setup), text=True, capture_output=True, check=False, timeout=180)
+    ended = subprocess.run(command, input=json.dumps(setup), text=True, capture_output=True, check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert_head_is(connections, committed)
     seen: list[int] = []

@@ -25,12 +25,12 @@ class Threads:
     def broadcast(self, order: Any) -> Any:
         if self.is_leader:
             self._said["order"] = order
-        self._meet.wait(20)
+        self._meet.wait(60.0)
         return self._said["order"]
 
     def sum(self, values: list[float]) -> list[float]:
         self._said[str(self.rank)] = values[0]
-        self._meet.wait(20)
+        self._meet.wait(60.0)
         return [self._said["0"] + self._said["1"]]
 
 

@@ -288,7 +288,7 @@ def test_servers_of_a_killed_worker_are_ended(tmp_path: Path) -> None:
         direct, escaped = (read_pid(tmp_path / name) for name in ("direct", "escaped"))
     finally:
         worker.send_signal(signal.SIGKILL)
-        worker.wait(10)
+        worker.wait(60.0)
     wait_until_ended(direct)
     killed, deleted = program_process.sweep(tmp_path)
     assert (killed >= 1, deleted) == (True, 1)

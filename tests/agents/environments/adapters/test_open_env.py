@@ -49,7 +49,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     yield start
     for server, _ in running.values():
         server.kill()
-        server.wait(20)
+        server.wait(60.0)
 
 
 def echo(url: str, **more: Any) -> dict[str, Any]:

@@ -52,13 +52,13 @@ def on_a_server(api: Api) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    ready.wait(10)
+    ready.wait(60.0)
     loop, server = loops[0]
     try:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         loop.call_soon_threadsafe(serve.stop, api.context, server)
-        thread.join(20)
+        thread.join(60.0)
         bound.close()
         assert not thread.is_alive()
 
@@ -73,7 +73,7 @@ def publish(bus: Bus, run: str, *numbers: int) -> None:
 def stream(served: tuple[Api, str, str], query: str = "", **headers: str) -> Iterator[Iterator[dict[str, str]]]:
     api, url, run = served
     sent = {"authorization": f"Bearer {api.tokens[Role.READ]}", **headers}
-    with httpx.stream("GET", f"{url}/v1/runs/{run}/events{query}", headers=sent, timeout=20) as answer:
+    with httpx.stream("GET", f"{url}/v1/runs/{run}/events{query}", headers=sent, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
         yield parsed(answer.iter_lines())
@@ -127,7 +127,7 @@ def test_a_new_client_gets_what_is_new(served: tuple[Api, str, str], bus: Bus, m
     monkeypatch.setattr(event_routes._Reading, "_start", lambda self, run: (original(self, run), began.set()))
     with stream(served) as events:
         next(events)
-        assert began.wait(10)
+        assert began.wait(60.0)
         publish(bus, served[2], 2)
         assert [event["id"] for event in take(events, 1)] == ["2"]
 
@@ -186,7 +186,7 @@ def test_open_streams_are_counted(served: tuple[Api, str, str], monkeypatch: pyt
 
 
 def _is_free(url: str, run: str, headers: dict[str, str]) -> bool:
-    with httpx.stream("GET", f"{url}/v1/runs/{run}/events", headers=headers, timeout=20) as answer:
+    with httpx.stream("GET", f"{url}/v1/runs/{run}/events", headers=headers, timeout=60) as answer:
         return answer.status_code == 200
 
 
@@ -197,7 +197,7 @@ def test_a_server_that_stops_ends_its_streams_first(tmp_path: Path, nats_setting
     api = Api(folder, "nats.url=nats://127.0.0.1:9", environ={})
     with on_a_server(api) as url:
         headers = {"authorization": f"Bearer {api.tokens[Role.READ]}"}
-        with httpx.stream("GET", f"{url}/v1/runs/one/events", headers=headers, timeout=20) as answer:
+        with httpx.stream("GET", f"{url}/v1/runs/one/events", headers=headers, timeout=60) as answer:
             events = parsed(answer.iter_lines())
             assert json.loads(next(events)["data"])["state"] == "stopped"
             api.context.closing.set()

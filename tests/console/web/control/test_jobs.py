@@ -338,7 +338,7 @@ def test_a_lock_that_another_request_holds_or_that_is_gone_is_a_problem(
     with job_file.locked(tmp_path / "lock", "run a"):
         waiting = threading.Thread(target=second)
         waiting.start()
-        waiting.join(30.0)
+        waiting.join(60.0)
         is_waiting = waiting.is_alive()
     waiting.join()
     assert not is_waiting, "it waits for as long as the first one holds the lock"

@@ -46,13 +46,13 @@ def test_a_local_run_outlives_the_process_that_started_it(folder: Path):
         "c = json.loads(sys.argv[2]); Local().start(Start(Path(sys.argv[1]), 1, tuple(c), dict(os.environ), LocalOptions()));"
         "os.kill(os.getpid(), 9)"
     )
-    api = subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(start.command)], timeout=60, check=False)
+    api = subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(start.command)], timeout=300, check=False)
     assert api.returncode == -signal.SIGKILL
     launcher, options = Local(), LocalOptions()
     assert launcher.find(folder, options, "").state == "running"
     log = folder / "logs" / "launch.log"
     wait_for(lambda: "up" in log.read_text(), "the command to run")
-    second = subprocess.run(start.process, timeout=60, check=False)
+    second = subprocess.run(start.process, timeout=300, check=False)
     assert second.returncode == ALREADY_RUNNING
     launcher.stop(folder, options, "", force=False)
     wait_for(lambda: not is_locked(folder / LOCK), "the run to end")
