@@ -10,7 +10,7 @@ import pytest
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.errors import EngineError, EngineRefused, WeightsNotApplied, WeightsUnusable
+from penstock.rollout_service.errors import EngineError, EngineRefused
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
@@ -124,16 +124,6 @@ async def test_unused_adapters_are_unloaded() -> None:
     assert worker.servable.adapters == {2, 4}  # retried by the next call
     await worker.swap.unload_unused(set)
     assert worker.servable.adapters == {4}
-
-
-async def test_a_refused_adapter_changes_nothing() -> None:
-    worker = _Worker()
-    await worker.give(1, base=0)
-    worker.engine.fails = WeightsNotApplied("another rank")
-    with pytest.raises(WeightsUnusable, match="another rank"):
-        await worker.give(2, base=0)
-    await worker.ask()
-    assert worker.engine.calls[-1] == ("generate", 1)
 
 
 async def test_another_model_removes_the_adapters_of_the_one_before() -> None:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import structlog
-import torch
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.trainer_side import TrainerSide, attached
@@ -20,7 +19,6 @@ from penstock.deploy.processes.child import Child
 from penstock.protocol import subjects
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.key_value import Entry, KeyValue
-from penstock.protocol.weights.digest import tensor_digest, weights_digest
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
@@ -215,17 +213,6 @@ def test_corrupt_weights_are_refused_and_the_old_version_is_still_served(
     assert applied_by(trainer_side, "w0") == [0, 1, 2]
 
 
-def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    trainer_side.publish(0, corrupt="config.json")
-    start_worker("w0", *attached(faulty_engine))
-    wait_for(lambda: trainer_side.refused, "the refusal")
-    trainer_side.source.answer()
-    trainer_side.wait_applied("w0", 0)
-    assert [version for version, _ in faulty_engine.loads] == ["0"]
-
-
 def test_an_update_that_is_refused_once_is_retried(
     trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
@@ -298,19 +285,6 @@ def test_an_evaluation_is_sampled_by_exactly_its_version(
     wait_for(lambda: faulty_engine.version == "5", "the worker to serve the newest version again")
     trainer_side.issue("train-last", [make_task("e0.p99.a0")])
     assert versions_of(trainer_side.collect_groups(1)) == {5}
-
-
-def test_an_evaluation_waits_for_the_announcement_of_its_version(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    """A task that arrives before the weights it is pinned to is generated once they are published."""
-    trainer_side.publish(0)
-    worker = start_worker("w0", *attached(faulty_engine))
-    trainer_side.issue("eval-0", [make_task("eval.v1.p0.s0", split="eval", pinned_version=1)])
-    wait_for(lambda: (beat := trainer_side.heartbeat("w0")) and beat.figures["packs_held"] == 1, "the task to be taken")
-    trainer_side.publish(1)
-    assert versions_of(trainer_side.collect_groups(1)) == {1}
-    assert worker.alive
 
 
 def test_an_evaluation_whose_weights_were_deleted_is_dead_lettered(
@@ -402,26 +376,3 @@ def test_forged_checksums_stop_no_worker(
     trainer_side.wait_applied("w0", 2)
     assert worker.alive
     assert [version for version, _ in faulty_engine.loads] == (["1", "1", "2"] if layout == "engine" else ["1", "2"])
-
-
-def test_a_late_joiner_serves_the_head_after_one_swap(
-    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    """40 versions behind, a worker reads one full snapshot and 40 patches, and its engine loads once."""
-    tensors = trainer_side.tensors(0)
-    facts = [trainer_side.publish(0)]
-    for version in range(1, 41):
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        for tensor in tensors.values():
-            tensor.view(-1)[version::200] += 0.1
-        facts.append(trainer_side.source.publish(version, tensors))
-    start_worker("w0", *attached(faulty_engine))
-    trainer_side.wait_applied("w0", 40)
-    assert [version for version, _ in faulty_engine.loads] == ["40"]
-    [applied] = trainer_side.applied
-    weights = sum(fact.num_bytes for fact in facts)
-    assert weights <= applied.num_bytes < weights + 30_000  # config and tokenizer
-    assert applied.checksum == weights_digest(
-        tensor_digest(name, "float32", t.shape, t.view(-1).view(torch.uint8).numpy().data)
-        for name, t in tensors.items()
-    )

@@ -41,7 +41,7 @@ from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
 from penstock.trainer.algorithm.filters.minimal_advantage import minimal_advantage
 from penstock.trainer.algorithm.filters.skip_non_positive_advantage import skip_non_positive_advantage
 from penstock.trainer.algorithm.group_rules import Reuse, ReuseRefused, rewards_differ
-from penstock.trainer.algorithm.kl import KlController, kl_estimate, kl_full
+from penstock.trainer.algorithm.kl import kl_estimate, kl_full
 from penstock.trainer.algorithm.losses.tokens import Sequences
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)
@@ -61,15 +61,6 @@ ESTIMATORS = {
 
 def outcomes(rewards: list[float], groups: list[int], counts: list[int]) -> Outcomes:
     return Outcomes(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(counts))
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-@examples(25)
-@given(rows=st.lists(st.tuples(finite, st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=10))
-def test_advantages_are_finite_for_any_batch(name: str, rows: list[tuple[float, int, int]]) -> None:
-    """Groups of one, equal rewards and empty trajectories give numbers, never NaN."""
-    batch = outcomes([r for r, _, _ in rows], [g for _, g, _ in rows], [n for _, _, n in rows])
-    assert torch.isfinite(ESTIMATORS[name](batch)).all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "pass_at_k"])
@@ -218,12 +209,6 @@ def test_a_straight_through_estimate_has_the_gradient_of_k2() -> None:
     kl_estimate(other, reference, "k2").backward()
     torch.testing.assert_close(value.detach(), kl_estimate(one.detach(), reference, "k3"))
     torch.testing.assert_close(one.grad, other.grad)
-
-
-def test_a_fixed_kl_coefficient_stays() -> None:
-    controller = KlController(0.1)
-    controller.update(5.0, 100)
-    assert controller.coefficient == 0.1
 
 
 def test_whitening_counts_a_trajectory_once_per_token() -> None:

@@ -15,16 +15,16 @@ from penstock.protocol import rewards_offered, streams
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.protocol.errors import BlobStoreRefused, BusUnreachable, ConfigError, MissingStream
+from penstock.protocol.errors import BlobStoreRefused, ConfigError, MissingStream
 from penstock.protocol.facts import encode
 from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.assemble import _open_data, train
+from penstock.trainer.assemble import train
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.dataset import PromptSet
-from penstock.trainer.errors import UnknownReward, UnsupportedModel
+from penstock.trainer.errors import UnknownReward
 from penstock.trainer.preflight import check_resume, check_rewards, check_success, connect
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.ranks import Ranks
@@ -50,17 +50,6 @@ def settings(tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Setting
 def changed(settings: TrainerSettings, section: str, **values: object) -> TrainerSettings:
     part = getattr(settings, section).model_copy(update=values)
     return settings.model_copy(update={section: part})
-
-
-def test_a_missing_model_is_named(settings: TrainerSettings, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"nowhere: it has no config.json"):
-        _open_data(changed(settings, "model", path=tmp_path / "nowhere"))
-
-
-def test_no_nats_is_named(settings: TrainerSettings) -> None:
-    """Without a server at the URL the error names the URL and the command that starts one."""
-    with pytest.raises(BusUnreachable, match=r"nats://127.0.0.1:1 .*penstock up"):
-        connect(changed(settings, "nats", url="nats://127.0.0.1:1"), deadline_s=0.3)
 
 
 def test_wrong_storage_credentials_are_named(settings: TrainerSettings) -> None:

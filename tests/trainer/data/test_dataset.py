@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data import dataset
@@ -267,11 +267,6 @@ def test_all_malformed_rows_are_refused_together(tmp_path: Path, tokenizer: Chat
     assert lines[-1] == "and 10 rows with other problems"
 
 
-def test_a_missing_file_is_refused(tmp_path: Path, tokenizer: ChatTokenizer):
-    with pytest.raises(MalformedData, match=r"nowhere\.jsonl: not readable \(No such file"):
-        prompts(tmp_path / "nowhere.jsonl", tokenizer)
-
-
 def test_a_missing_mapped_column_is_reported(tmp_path: Path, tokenizer: ChatTokenizer):
     with pytest.raises(MalformedData, match=r":1: column q: missing \(data.map.prompt\); the row has prompt"):
         prompts(write(tmp_path, [{"prompt": "x"}]), tokenizer, map={"prompt": "q"})
@@ -293,14 +288,6 @@ def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, tokeniz
     answered = write(tmp_path, [{"prompt": "sort 21", "response": "12"}] * 2, "json")
     with pytest.raises(MalformedData, match="no row is left: all 2 are longer than the limit of 10 tokens"):
         turns(answered, tokenizer, max_tokens=10)
-
-
-def test_only_the_first_samples_are_read(tmp_path: Path, tokenizer: ChatTokenizer):
-    """data.max_samples counts rows over all files, in their order."""
-    first, second = write(tmp_path, [FLAT] * 3), write(tmp_path, [{**FLAT, "prompt": "b"}] * 3, "json")
-    loaded = prompts([first, second], tokenizer, max_samples=4)
-    assert len(loaded) == 4
-    assert "user\nb" in loaded[3].text
 
 
 def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenizer: ChatTokenizer):
@@ -351,15 +338,6 @@ def test_a_completion_always_ends(tmp_path: Path):
     tokenizer = ChatTokenizer.read(tmp_path)
     turn = turns(write(tmp_path, [{"prompt": "a", "response": "b"}]), tokenizer)[0]
     assert text_of(tokenizer, turn.token_ids) == "user:aassistant:b<|im_end|>"
-
-
-def test_the_quickstarts_files_are_readable(tmp_path: Path, tokenizer: ChatTokenizer):
-    write_data(tmp_path, seed=0, num_sft=5, num_train=7, num_eval=3)
-    assert len(turns(tmp_path / "sft.jsonl", tokenizer)) == 5
-    loaded = prompts(tmp_path / "train.jsonl", tokenizer, reward=None)
-    assert len(loaded) == 7
-    assert loaded.rows_by_reward == {"auto": 7}
-    assert loaded[0].reward.data_source == "sort_digits"
 
 
 json_values = st.recursive(

@@ -21,7 +21,7 @@ from penstock.deploy.processes.servers import NatsServer, S3Server
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol import blob_keys, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode, encode
+from penstock.protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -30,7 +30,6 @@ from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
@@ -360,21 +359,6 @@ def test_a_version_overtaken_by_the_next_is_skipped(
     assert_head_is(connections, 5)
 
 
-def test_storage_that_stays_unreachable_is_an_error(
-    own_s3: Callable[[], S3Server], bus: Bus, run_streams: str, model_folder: Path
-) -> None:
-    """When the object store does not answer within the deadline, the next submission raises."""
-    storage = own_s3()
-    connections = Connections(run_streams, bus, Blobs(storage.settings, deadline_s=0.5))
-    publisher = Publisher(connections, model_folder=model_folder)
-    storage.kill()
-    publisher.submit(snapshot(0))
-    with pytest.raises(PublicationFailed, match="no valid answer"):
-        publisher.wait_until_published(PolicyVersion(0), 20.0)
-    with pytest.raises(PublicationFailed, match="could not be published"):
-        publisher.submit(snapshot(1))
-
-
 CRASHES = {
     CrashPoint.SHARDS_STORED: 0,
     CrashPoint.MANIFEST_STORED: 0,
@@ -433,22 +417,6 @@ def test_a_session_after_a_kill_may_resume_older_weights(connections: Connection
     assert manifest_of(connections, head.manifest).kind == "patch"
     found = read_version(connections.blobs, connections.run_id, 4, head.manifest)
     assert torch.equal(found["a"], tensors(1)["a"])
-
-
-def test_two_trainers_of_one_run_are_detected(connections: Connections, model_folder: Path) -> None:
-    """A trainer refuses to publish over a head that another process moved."""
-    publisher = Publisher(connections, model_folder=model_folder)
-    publisher.submit(snapshot(0))
-    publisher.wait_until_published(PolicyVersion(0), 20.0)
-    state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
-    head = head_of(connections)
-    state.put(streams.HEAD_KEY, encode(Head(version=7, step=7, manifest=head.manifest))).wait()
-    publisher.submit(snapshot(1))
-    with pytest.raises(PublicationFailed, match="another trainer"):
-        publisher.close()
-    unchanged = state.get(streams.HEAD_KEY).wait()
-    assert unchanged is not None
-    assert decode(unchanged.value, Head).version == 7
 
 
 def test_publishing_survives_a_restart_of_nats(

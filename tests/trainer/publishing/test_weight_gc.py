@@ -100,14 +100,6 @@ def test_a_finished_run_leaves_only_what_is_kept(connections: Connections) -> No
     assert_head_is(connections, 13)
 
 
-def test_what_a_worker_or_an_evaluation_needs_is_kept(connections: Connections) -> None:
-    """The floor is the full snapshot below the oldest version that a live worker still reads."""
-    beat(connections, needs=7)
-    assert collector(connections).sweep(0.0) == 6
-    assert collector(connections, pinned=(4,)).sweep(0.0) == 6  # deleted already: the floor only rises
-    assert versions(connections, "manifest.json") == set(range(6, 14))
-
-
 def test_a_pinned_version_is_kept(connections: Connections) -> None:
     """An evaluation's version can be read as long as it is pinned, from the full snapshot that it names."""
     head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
@@ -137,16 +129,6 @@ def test_orphans_are_deleted_when_they_are_old(connections: Connections) -> None
     assert not connections.blobs.exists(key)
     assert versions(connections) == before
     assert_head_is(connections, 13)
-
-
-def test_one_process_collects(connections: Connections) -> None:
-    first, second = (
-        collector(connections),
-        WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
-    )
-    assert first._has_lease()
-    assert not second._has_lease()
-    assert first._has_lease()
 
 
 def test_the_best_version_stays_readable_below_the_floor(connections: Connections) -> None:
