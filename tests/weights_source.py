@@ -46,8 +46,6 @@ class _Store(Blobs):
 
 
 class _NotSent:
-    """The outcome of a publication that was not made."""
-
     def wait(self) -> Receipt:
         return Receipt(sequence=0, duplicate=False)
 
@@ -72,7 +70,6 @@ class _Bus:
 
 
 def adapter_base(tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterBase:
-    """Return a model as the base of adapters."""
     buckets = copy_to_buckets(tensors)
     return AdapterBase(buckets, config, ModelWeights(buckets).root())
 
@@ -142,6 +139,5 @@ class WeightsSource:
         return self._bus.last
 
     def answer(self) -> WeightsPublished:
-        """Publish the newest version again, as the answer to a refusal."""
         assert self.publisher.publish_again()
         return self._bus.last

@@ -58,7 +58,6 @@ def test_what_a_version_is_of(tmp_path: Path) -> None:
 
 
 def test_functions_and_consoles_are_refused(tmp_path: Path) -> None:
-    """Before anything starts."""
     with (
         penstock.Client(runs=tmp_path / "runs") as client,
         pytest.raises(ConfigError, match="write the function into a file, and pass its path"),
@@ -72,7 +71,6 @@ def test_functions_and_consoles_are_refused(tmp_path: Path) -> None:
 def test_the_result_of_the_verb_is_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, failed: int
 ) -> None:
-    """Also when prompts failed: the result counts them."""
     result: dict[str, Any] = {"evaluation_id": "v1-a", "model": "m", "k": 1, "sources": []}
     result["sources"] = [{"source": "all", "prompts": 1, "complete": 1 - failed, "failed": failed}]
     _print(monkeypatch, ["logs in …", json.dumps(result), "1 prompt failed"], code)

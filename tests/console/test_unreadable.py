@@ -76,8 +76,6 @@ def connection(nats_settings: NatsSettings, s3: S3Settings) -> list[str]:
 
 
 def publish_bytes(settings: NatsSettings, messages: list[tuple[str, bytes]]) -> None:
-    """Publish bytes that no service of ours would."""
-
     async def run() -> None:
         client = await nats.connect(settings.url, user=settings.user, password=settings.secret())
         for subject, data in messages:

@@ -32,7 +32,6 @@ def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id
 
 
 def test_limits_can_be_changed_later(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Other limits update the streams in place and keep their messages."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
     bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=2, ack_wait_s=5.0))
@@ -95,7 +94,6 @@ def test_the_command_creates_and_deletes(
     s3_settings: S3Settings,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command line does both, and deletes only after a confirmation or with ``--yes``."""
     where = arguments(nats_settings, s3_settings)
     assert command.main(["--run", run_id, *where]) == 0
     assert f"run {run_id} is ready" in capsys.readouterr().out

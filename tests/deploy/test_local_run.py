@@ -150,7 +150,6 @@ def test_an_endpoint_that_fails_at_its_first_start_is_not_restarted() -> None:
 
 
 def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> None:
-    """The error names the file, before anything starts."""
     with pytest.raises(ConfigError, match=r"--serve .*none\.py: there is no such file"):
         LocalRun([str(run_file)], reward_files=[tmp_path / "none.py"])
 
@@ -190,7 +189,6 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
     ],
 )
 def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra: list[str], text: str) -> None:
-    """A setting that one of the services refuses raises ConfigError before anything starts."""
     with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
         LocalRun([str(run_file), *extra])
     with pytest.raises(ConfigError, match="at least one rollout worker"):

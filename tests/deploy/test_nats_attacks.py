@@ -200,7 +200,6 @@ def requests_to_others(roles: NatsRoles, role: str) -> Iterator[str]:
 
 
 def subscriptions(roles: NatsRoles, role: str) -> Iterator[str]:
-    """Subscriptions that no role, or not this one, may have."""
     yield from (">", "*", "_INBOX.>", "_INBOX_any.>", "$JS.>", "$JS.API.>", "$JS.ACK.>", "$JS.EVENT.ADVISORY.>")
     yield from ("$SYS.>", "$KV.>", "$O.>", "_R_.>", "penstock.>", f"penstock.{RUN}.*.*", "$JS.API.CONSUMER.MSG.NEXT.>")
     yield from (f"_INBOX_{other}.>" for other in ROLES if other != role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.servers import needs
 
 from penstock.deploy import config_show
 from penstock.deploy.recipe import __main__ as recipe
@@ -23,7 +25,7 @@ from penstock.reward_service.registry.user_rewards import UserRewards
 from penstock.reward_service.scores import GroupScores
 from penstock.trainer.settings import TrainerSettings
 
-pytest.importorskip("reasoning_gym", reason="pip install 'penstock[reasoning-gym]'")
+pytestmark = needs("reasoning_gym", extra="reasoning-gym")
 
 SUMS = "chain_sum:max_terms=2,max_digits=2"
 
@@ -86,7 +88,7 @@ async def test_the_reward_service_gives_the_task_s_own_scores(tmp_path: Path) ->
 
 def test_tasks_whose_scorers_evaluate_text_are_refused() -> None:
     """The list is that of the installed package: every `score_answer` from which eval or SymPy's parser is reached."""
-    datasets = sys.modules["reasoning_gym.factory"].DATASETS
+    datasets = importlib.import_module("reasoning_gym.factory").DATASETS
     assert {name for name, (task, _) in datasets.items() if evaluates(task)} == tasks.EVALUATES_ANSWERS
     for name in ("countdown", "puzzle24"):
         with pytest.raises(ConfigError, match="evaluates answers as code"):
@@ -124,7 +126,6 @@ def evaluates(task: type) -> bool:
     ],
 )
 def test_what_is_no_task_is_refused_with_the_reason(text: str, reason: str) -> None:
-    """Names and options, before a file is written."""
     with pytest.raises(ConfigError, match=reason):
         tasks.parse_task(text)
 

@@ -55,7 +55,6 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
 
 
 def test_the_number_format_follows_the_processor() -> None:
-    """bfloat16 only where there are instructions for it."""
     assert recipe.fast_dtype("flags : fpu avx512_bf16 sse\n") == "bfloat16"
     assert recipe.fast_dtype("Features : fp bf16 asimd\n") == "bfloat16"
     assert recipe.fast_dtype("flags : fpu avx2\nmodel name : bf16\n") == "float32"

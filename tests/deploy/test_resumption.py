@@ -21,7 +21,6 @@ from penstock.trainer.settings import TrainerSettings
 
 
 def test_the_command_is_that_of_the_stopped_one():
-    """Quoted, so that it can be pasted."""
     line = resumption.stopped("train", ["my run.toml", "trainer.lr=1e-6", "--local"])
     assert line == "stopped on request; resume it with: penstock train 'my run.toml' trainer.lr=1e-6 --local"
 
@@ -73,7 +72,6 @@ class StoppedTrainer(contextlib.AbstractContextManager):
 def test_a_stopped_run_says_how_to_resume_it(
     command: ModuleType, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """After Ctrl-C: the command that was typed."""
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").touch()
     given = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'rows.jsonl'}", f"run.dir={tmp_path}"]

@@ -105,7 +105,6 @@ def test_a_role_may_do_what_it_needs_and_nothing_else(role: Role) -> None:
     ],
 )
 def test_a_role_lists_below_its_prefixes(prefix: str | None, roles: set[str]) -> None:
-    """Never the bucket as a whole, which would name every run."""
     found = {
         role for role, one in policies("b", [RUN]).items() if allowed(one, ("s3:ListBucket", "arn:aws:s3:::b", prefix))
     }
@@ -176,7 +175,6 @@ def store(s3_server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store
 
 @pytest.mark.parametrize("role", ROLES)
 def test_each_role_reads_and_writes_what_it_needs(store: Store, role: Role) -> None:
-    """With its own user: the objects of its table and no others, in the run of the policy and in no other."""
     blobs = store.blobs(role)
     blobs.check(RUN)
     sha256 = Blobs(store.root).put("runs/scratch", b"data").sha256
@@ -220,7 +218,6 @@ def test_a_user_is_updated_and_a_wrong_secret_refused(store: Store, tmp_path: Pa
     ],
 )
 def test_secrets_that_separate_nothing_are_refused(tmp_path: Path, name: str, text: str | None, message: str) -> None:
-    """Before the server is asked: a missing, short or shared one."""
     make_secrets(tmp_path)
     (tmp_path / "s3_viewer").write_text("the same secret")
     if text is None:

@@ -24,7 +24,6 @@ from penstock.protocol.weights.signature import SigningKey, TrustedKeys
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """NATS and S3 with ``--tls``."""
     servers.require("nats-server")
     servers.require("rclone")
     with LocalStack(tmp_path_factory.mktemp("tls") / "data", tls=True) as started:
@@ -33,7 +32,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
 
 @pytest.fixture(scope="module")
 def other_ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The authority of another folder."""
     folder = tmp_path_factory.mktemp("other")
     certificates.write_certificates(folder)
     return folder / "ca.pem"
@@ -71,7 +69,6 @@ def test_an_unknown_authority_is_refused_at_once(stack: LocalStack, other_ca: Pa
 
 
 def test_a_wrong_name_is_refused(stack: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server is not accepted under a name that its certificate does not have."""
     with pytest.raises(BusRefused, match=r"certificate is refused.*penstock certs FOLDER --name"):
         _connect(stack.nats.model_copy(update={"url": stack.nats.url.replace("127.0.0.1", "127.1")}))
     monkeypatch.setattr(certificates, "_LOOPBACK", ("other.example.com",))
@@ -143,7 +140,6 @@ def test_certificates_are_not_overwritten(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", ["nats=two words", "nats=http://x", "redis=host", "nats="])
 def test_a_wrong_name_writes_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is no host name, or of no service, is refused before a file is written."""
     assert certificates.main([str(tmp_path / "tls"), "--name", name]) == 1
     assert name.partition("=")[0] in capsys.readouterr().err
     assert not (tmp_path / "tls").exists()

@@ -145,7 +145,6 @@ def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_result_counts_until_the_training_begins_again(tmp_path: Path) -> None:
-    """Readers tell a finished training by it; one that was paused, or trains again, has none."""
     folder = TrainingFolder(tmp_path / "sft-training")
     assert not fine_tuned.is_finished(tmp_path, "sft")
     folder.finish({"num_steps": 3})

@@ -24,7 +24,6 @@ def chosen(*overrides: str, run_file: Path | None = None) -> tuple[TrainerSettin
 
 
 def other_value(value: Any) -> Any:
-    """Return a value of the same type that differs."""
     match value:
         case bool():
             return not value
@@ -113,7 +112,6 @@ def test_steps_or_epochs():
 
 
 def test_steps_of_the_command_line_stand_above_epochs(tmp_path: Path):
-    """They are a try of a run file, and not a second length."""
     run_file = tmp_path / "run.toml"
     run_file.write_text("[sft]\nepochs = 3\n")
     settings, _ = chosen("sft.steps=4", run_file=run_file)
@@ -159,6 +157,5 @@ def test_the_number_of_ranks_is_not_ignored():
     [("sft.learning_rate", "sft.lr"), ("dpo.learning_rate", "dpo.lr"), ("trainer.learning_rate", "trainer.lr")],
 )
 def test_a_key_of_another_project_is_answered_with_that_of_its_section(key: str, near: str) -> None:
-    """Not with the trainer's, which `penstock sft` does not read."""
     with pytest.raises(ConfigError, match=f"unknown key {key}; did you mean {near}\\\\?"):
         load(TrainerSettings, files=[], overrides=["model.path=m", f"{key}=1e-5"], environ={})

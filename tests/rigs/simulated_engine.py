@@ -79,12 +79,10 @@ class SimulatedOptions(Section):
 
     @property
     def mix(self) -> LengthMix:
-        """The lengths of completions."""
         return LengthMix(self.median_tokens, self.longest_tokens)
 
     @property
     def pace(self) -> EnginePace:
-        """The durations of the engine's work."""
         return EnginePace(self.slots, self.step_s_alone, self.step_s_full, self.prompt_s)
 
 
@@ -102,15 +100,11 @@ SIMULATED = EngineKind("simulated", SglangClient, _launches, options=SimulatedOp
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWeights:
-    """What is left of weights that nothing is computed with."""
-
     checksum: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedAdapter:
-    """What the server knows of an adapter."""
-
     name: str
     path: str
     number: int
@@ -146,7 +140,6 @@ class SimulatedRunner:
         return sum(sequence.num_tokens for sequence in list(self.running))
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return a context without an effect: nothing is computed."""
         return nullcontext()
 
     def start(self, admitted: list[Sequence]) -> list[Sequence]:
@@ -207,7 +200,6 @@ class SimulatedRunner:
         return finished
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Append tokens; return True if the sequence has ended."""
         sampling, room = sequence.sampling, self._ends[id(sequence)] - len(sequence.output_ids)
         at = self._random.randrange(_NUM_RANDOM - num_tokens)
         tokens = [
@@ -268,7 +260,6 @@ class _Trace:
 
 
 def serve(folder: Path, version: str, port_file: Path, options: SimulatedOptions) -> None:
-    """Serve until the process is stopped."""
     config, text = read_model_config(folder), Text(folder)
 
     def read_weights(source: Path) -> Any:

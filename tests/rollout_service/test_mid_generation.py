@@ -59,7 +59,6 @@ class EngineUnderTest:
         self.engine.start()
 
     def update(self, version: int, *, flush: bool) -> None:
-        """Queue an update to a version, without waiting for it."""
         self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush, abort_all=False))
 
     def generate(self, sequences: list[Sequence], moments: dict[int, list[int]], mode: str, sampled: int = 0) -> None:
@@ -82,14 +81,12 @@ class EngineUnderTest:
 
 @pytest.fixture(scope="module")
 def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    """One engine for all examples."""
     created = EngineUnderTest(tmp_path_factory.mktemp("engine"))
     yield created
     created.engine.stop()
 
 
 def runs_of(sequence: Sequence) -> list[tuple[int, int, int]]:
-    """A sequence's spans, as versions."""
     return [(int(span.version), span.start, span.end) for span in sequence.spans]
 
 
@@ -139,7 +136,6 @@ def test_every_token_is_of_the_version_of_its_span(
 def test_a_completion_resumed_after_an_abort_is_exact(
     under_test: EngineUnderTest, moments: dict[int, list[int]], seed: int
 ) -> None:
-    """Cut at any tokens and resumed there, each part is of one version, and so are its logprobs."""
     left = dict(moments)
     under_test.update(0, flush=True)
     parts: list[list[Sequence]] = []

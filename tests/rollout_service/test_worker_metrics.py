@@ -55,6 +55,5 @@ def test_every_figure_of_the_heartbeat_is_a_metric(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_heartbeat_shows_its_name_only() -> None:
-    """Before the first heartbeat there is nothing to show but the service, and what stores answered."""
     exporter = Exporter("rollout", run_id="r", service_id="w", heartbeat=lambda: None, collect=lambda _samples: None)
     assert set(exporter.samples().numbers) == {"penstock_service_info", "penstock_store_errors_total"}

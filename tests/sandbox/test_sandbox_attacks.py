@@ -146,7 +146,6 @@ class Place:
 
 @pytest.fixture(scope="module", params=list(Kind), ids=lambda kind: kind.value)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """Each sandbox that works on this machine."""
     problem = canary.attack(request.param)
     if problem:
         pytest.skip(f"{request.param} does not hold on this machine: {problem}")
@@ -224,5 +223,4 @@ def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> 
 
 
 def test_there_are_over_sixty_kinds_of_attack() -> None:
-    """There are more than sixty kinds of attack, each run in each sandbox that works here."""
     assert len(attacks.EVERYTHING_THAT_FAILS) + len(attacks.EXCESSES) + len(attacks.FORGERIES) > 150

@@ -35,7 +35,6 @@ def test_the_same_seed_makes_the_same_versions_and_another_one_others(tmp_path: 
 
 
 def test_seeds_are_of_their_names_alone() -> None:
-    """63 bits, the same in every process; another one for each name and each seed."""
     assert derived_seed(0, "train", "e0.p1.a0") == 9169662777259491591
     names = [("train", "e0.p1.a0"), ("train", "e0.p1.a1"), ("eval", "e0.p1.a0"), ("traine0.p1.a0",)]
     seeds = {derived_seed(seed, *name) for seed in range(3) for name in names}

@@ -140,7 +140,6 @@ def tokenizer_json() -> str:
 
 
 def write_model(folder: Path, template: str) -> Path:
-    """Write the files of a model folder that the proxy reads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     (folder / "chat_template.jinja").write_text(template)
@@ -224,8 +223,6 @@ def logprobs_of(prompt: list[int], ids: list[int]) -> list[float]:
 
 @dataclass
 class Bench:
-    """A proxy with one model and one engine."""
-
     proxy: AgentProxy
     model: AgentModel
     engine: Engine
@@ -252,7 +249,6 @@ def bench(
     routers: RouterShape | None = None,
     **limits: object,
 ) -> Bench:
-    """Return a proxy over an engine that answers with ``script``, then with random tokens."""
     if template not in _TOKENIZERS:
         _TOKENIZERS[template] = ChatTokenizer.read(write_model(folder / template, TEMPLATES[template]))
     tokenizer = _TOKENIZERS[template]

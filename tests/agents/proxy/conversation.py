@@ -42,7 +42,6 @@ class Agent:
     async def sample(
         self, messages: Sequence[dict[str, Any]], mark: RetryMark | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Send messages; return the answer's message."""
         turn = await self.turn(messages, mark, **fields)
         turn.delivered = True
         self.replies.append(chat_completions.reply(turn, "policy", 0, "chatcmpl-0"))

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from tests.agents.proxy.agent_model import bench
 from tests.agents.proxy.conversation import LOOK, check_rows
@@ -19,6 +18,8 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "sun"}}\n</tool_call
 
 
 async def test_an_agent_written_with_the_openai_package(tmp_path: Path) -> None:
+    import openai  # two CPU seconds
+
     one = bench(tmp_path, script=[CALL, "star" + END, CALL, "moon" + END])
     episode = one.begin()
     async with (

@@ -38,8 +38,6 @@ CAT, DOG, OTHER_CAT = (picture_bytes(picture(*size, seed=n)) for n, size in enum
 
 
 class SeeingEngine(Engine):
-    """An engine that notes the prompts as it was given them."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.given: list[Sequence[int]] = []
@@ -51,7 +49,6 @@ class SeeingEngine(Engine):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder that reads images."""
     return write_vision_folder(tmp_path_factory.mktemp("vision"))
 
 
@@ -67,7 +64,6 @@ def seeing(folder: Path, blobs: Blobs, run_id: str, *script: str | list[int]) ->
 
 
 def data_url(image: bytes) -> str:
-    """An image as agents send it."""
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
@@ -82,7 +78,6 @@ def shown(*parts: str | bytes) -> list[dict[str, Any]]:
 
 
 def stored(blobs: Blobs, run_id: str) -> set[str]:
-    """Keys of the run's images."""
     return {stat.key.rpartition("/")[2] for stat in blobs.list(blob_keys.images_prefix(run_id))}
 
 
@@ -179,7 +174,6 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_api_writes_images_in_its_own_way(name: str) -> None:
-    """The three say the same."""
     api, body = BODIES[name]
     request: AgentRequest = api.read_request(body, 1.0)
     first, _, result = request.messages
@@ -203,7 +197,6 @@ def test_every_api_writes_images_in_its_own_way(name: str) -> None:
 async def test_what_cannot_be_shown_is_refused_and_samples_nothing(
     folder: Path, blobs: Blobs, run_id: str, content: Any, message: str
 ) -> None:
-    """Nothing is fetched, guessed or left out."""
     one = seeing(folder, blobs, run_id, "x" + END)
     with pytest.raises(RequestRefused, match=message) as refused:
         await Agent(one, {"role": "user", "content": content}).ask()

@@ -45,7 +45,6 @@ def test_every_source_has_its_own_estimates_and_all_have_one() -> None:
 
 
 def test_a_failed_prompt_is_counted_and_enters_no_mean() -> None:
-    """One correct, one failed, one missing of three: the accuracy is 1 over one prompt."""
     a = outcome(0, "s", True)
     (found,) = summarise([a, failed(1, "s", "scoring: Timeout")], {"s": 3}, k=1, correct=correct(a), answers=VOTES)
     assert (found.complete, found.failed, found.missing, found.prompts) == (1, 1, 1, 3)
@@ -57,13 +56,11 @@ def test_a_failed_prompt_is_counted_and_enters_no_mean() -> None:
 
 
 def test_without_a_complete_prompt_there_is_no_estimate() -> None:
-    """Nothing is 0 because nothing was measured."""
     (found,) = summarise([failed(0, "s", "x")], {"s": 1}, k=2, correct=Correctness("", {}), answers=VOTES)
     assert (found.reward, found.accuracy, found.pass_at, found.maj) == (None, None, {}, None)
 
 
 def test_without_a_rule_of_success_only_the_reward_has_a_mean() -> None:
-    """A length has no accuracy, no pass@k and no majority."""
     a = outcome(0, "s", True, False)
     (found,) = summarise([a], {"s": 1}, k=2, correct=Correctness("not defined", None), answers=VOTES)
     assert found.reward is not None

@@ -33,7 +33,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model folder."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path / "model"
@@ -81,7 +80,6 @@ def test_a_model_is_pushed_with_its_card_and_pulled_again(
 
 
 def test_a_card_of_the_folder_is_kept(fake: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card of the run does not replace what the user wrote."""
     monkeypatch.setenv("HF_TOKEN", WRITER)
     (model / exchange.CARD).write_text("---\nlicense: mit\n---\n# mine\n")
     exchange.push(model, REPO, private=True, revision=None, card="# of the run")
@@ -103,7 +101,6 @@ def test_a_refusal_of_the_hub_names_the_login(fake: FakeHub, model: Path, tmp_pa
 def test_a_file_that_the_storage_refuses_is_an_error_with_the_reason(
     fake: FakeHub, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library wraps it; nothing is committed."""
     monkeypatch.setenv("HF_TOKEN", WRITER)
     fake.takes_large = False
     (model / "model.safetensors").write_bytes(b"other weights")
@@ -113,7 +110,6 @@ def test_a_file_that_the_storage_refuses_is_an_error_with_the_reason(
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    """With what to check; nothing waits for it."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         exchange.HubFailed, match=r"owner/model was not pushed: .*check the network, the proxy and HF_ENDPOINT"
@@ -122,7 +118,6 @@ def test_a_hub_that_cannot_be_reached_is_an_error_with_the_reason(monkeypatch: p
 
 
 def test_a_repository_that_is_no_model_is_not_taken_for_one(fake: FakeHub, tmp_path: Path) -> None:
-    """Its files are left under another name."""
     fake.branches["main"] = {"rows.jsonl": b"{}"}
     with pytest.raises(exchange.HubFailed, match=r"is not a model: it has no config\.json"):
         exchange.pull(REPO, tmp_path / "copy", revision=None)
@@ -130,13 +125,11 @@ def test_a_repository_that_is_no_model_is_not_taken_for_one(fake: FakeHub, tmp_p
 
 
 def test_the_library_is_named_where_it_is_not_installed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the extra that installs it."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[hub\]'"):
         exchange.push(model, REPO, private=True, revision=None, card=None)
 
 
 def test_only_a_model_folder_is_pushed(tmp_path: Path) -> None:
-    """Not some folder with other files of the user."""
     with pytest.raises(ConfigError, match=r"is not a model folder: it has no config\.json"):
         exchange.push(tmp_path, "owner/model", private=True, revision=None, card=None)

@@ -51,7 +51,6 @@ def result(version: int, value: float, *, k: int = 2, sha256: str = "a" * 64, co
 
 
 def test_a_tag_names_a_version_until_it_is_moved_or_removed(tmp_path: Path) -> None:
-    """It is not moved by accident; what is stored is read back."""
     folder = tmp_path / "r"
     folder.mkdir()
     assert versions.read(folder) == {}
@@ -149,7 +148,6 @@ def test_the_list_has_every_version_that_is_stored_tagged_or_scored(tmp_path: Pa
 
 
 def test_the_newest_versions_are_averaged() -> None:
-    """As many as were asked for, not fewer."""
     assert newest([3, 1, 2], 2, "r") == [2, 3]
     with pytest.raises(ConfigError, match=r"run r has 2 stored versions \(1, 2\)"):
         newest([1, 2], 3, "r")
@@ -199,7 +197,6 @@ def test_a_card_has_settings_curve_evaluations_and_digests(tmp_path: Path) -> No
 
 
 def test_no_folder_is_overwritten_by_an_average(tmp_path: Path) -> None:
-    """Before the run is looked for."""
     with pytest.raises(ConfigError, match="exists; name another folder"):
         average_last("r", 2, tmp_path, [], {})
 
@@ -243,7 +240,6 @@ def test_a_tag_names_a_stored_version_and_moves_only_without_its_model(
 
 @pytest.mark.parametrize("text", [None, "{", '{"origins": {}}', '{"settings": []}'])
 def test_a_card_needs_the_folder_of_a_run(text: str | None, tmp_path: Path) -> None:
-    """A folder without settings is refused."""
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="has no settings of a run"):

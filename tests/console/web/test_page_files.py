@@ -47,7 +47,6 @@ def test_the_page_has_no_inline_script_style_or_handler() -> None:
 
 
 def test_every_import_of_the_page_names_a_file_that_is_there() -> None:
-    """There is no build step that would notice."""
     for path in OWN:
         for name in re.findall(r"from \"([^\"]+)\"", path.read_text("utf-8")):
             assert (path.parent / name).resolve().is_relative_to(PAGES)
@@ -55,5 +54,4 @@ def test_every_import_of_the_page_names_a_file_that_is_there() -> None:
 
 
 def test_files_are_small_enough_for_a_slow_link() -> None:
-    """All of the page together."""
     assert sum(path.stat().st_size for path in PAGES.rglob("*") if path.is_file()) < 160_000

@@ -152,7 +152,6 @@ def test_the_pod_that_copies_the_inputs_fits_the_restricted_namespace(objects: l
 
 
 def test_the_schema_refuses_a_misspelt_field(objects: list[Object]) -> None:
-    """The check above is not empty."""
     pod = next(one for one in objects if one["kind"] == "Deployment")
     wrong = {**pod, "spec": {**pod["spec"], "replicaz": 2}}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -256,7 +255,6 @@ def test_the_nodes_of_a_trainer_find_each_other(rendered: dict[str, list[Object]
 
 
 def test_the_trainer_has_as_many_gpus_as_ranks(rendered: dict[str, list[Object]]) -> None:
-    """On GPUs each rank has one; without, nothing asks for a GPU."""
     (trainer,) = containers(pods(rendered["gpu"])["trainer"])
     ranks = environment(trainer, rendered["gpu"])["PENSTOCK_TRAINER__NUM_RANKS"]
     assert trainer["resources"]["limits"]["nvidia.com/gpu"] == ranks

@@ -56,7 +56,7 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
         killed.send_signal(signal.SIGKILL)
     before = outcomes()
     assert before
-    done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command(tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [(one["source"], one["prompts"], one["complete"]) for one in result["sources"]] == [
@@ -70,7 +70,6 @@ def test_an_evaluation_that_was_killed_continues_and_gives_one_result(tmp_path: 
 
 
 def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
-    """A folder, or the final model of a run with its settings; what is neither is refused with what there is."""
     quickstart_task.write_model(tmp_path / "some model", seed=0)
     runs = [f"run.dir={tmp_path / 'runs'}"]
     found = target.find(str(tmp_path / "some model"), runs, {})
@@ -99,7 +98,6 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
 
 
 def _options(**given: object) -> argparse.Namespace:
-    """The options of the verb, for a folder that is not there."""
     known = {"answer": None, "samples": 1, "num_prompts": None, "target": "nowhere", "reward": None, "serve": []}
     return argparse.Namespace(**{**known, "data": [Path("gone.jsonl")], "temperature": None, **given})
 
@@ -113,7 +111,6 @@ def _options(**given: object) -> argparse.Namespace:
     ],
 )
 def test_options_that_evaluate_nothing_are_refused(given: dict[str, object], message: str, tmp_path: Path) -> None:
-    """Before a process starts; what was written for it is removed again."""
     quickstart_task.write_model(tmp_path / "model", seed=0)
     options = _options(target=str(tmp_path / "model"), **given)
     with contextlib.ExitStack() as cleaned, pytest.raises(ConfigError, match=message):
@@ -134,7 +131,6 @@ def test_a_temperature_that_samples_nothing_new_is_refused(temperature: float, s
 def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stored versions are listed; what the other command says is said again."""
     home = tmp_path / "one"
     home.mkdir()
     (home / "config.json").write_text("[]")
@@ -153,7 +149,6 @@ def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(
 
 
 def test_other_weights_are_another_evaluation(tmp_path: Path) -> None:
-    """A folder that was written again is not mixed with what was sampled from its former weights."""
     quickstart_task.write_model(tmp_path / "model", seed=0)
     first = target.find(str(tmp_path / "model"), [], {}).identity
     assert target.find(str(tmp_path / "model"), [], {}).identity == first
@@ -177,7 +172,6 @@ def test_the_servers_of_the_run_are_not_those_of_the_evaluation() -> None:
 
 
 def test_one_evaluation_runs_once(tmp_path: Path) -> None:
-    """A second process would remove the servers of the first."""
     refused = pytest.raises(ConfigError, match="this evaluation runs in another process")
     with alone(tmp_path), refused, alone(tmp_path):
         pass

@@ -29,7 +29,6 @@ def queries() -> list[str]:
 
 
 def metric_of(name: str) -> Metric:
-    """The metric of a name as Prometheus stores it."""
     return METRICS.get(name) or METRICS[re.sub(r"_(bucket|sum|count)$", "", name)]
 
 
@@ -49,7 +48,6 @@ def test_the_files_are_what_the_tables_give(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_prometheus_parses_every_query(tmp_path: Path) -> None:
-    """Promtool accepts each query of each panel, for all runs and for one."""
     require_package("promtool", "prometheus")
     found = queries()
     assert len(found) > 100
@@ -77,7 +75,6 @@ def test_queries_name_metrics_and_labels_that_there_are() -> None:
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
-    """A metric that is added to the table must be shown somewhere."""
     shown = {metric_of(name).name for text in queries() for name in re.findall(r"penstock_\w+", text)}
     assert shown == set(METRICS)
 

@@ -23,14 +23,12 @@ rollout = { groups_per_step = 8, group_size = 4, max_new_tokens = 400, max_stale
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> str:
-    """A run file of a model that need not exist."""
     path = tmp_path / "run.toml"
     path.write_text(RUN_FILE)
     return str(path)
 
 
 def test_the_plan_has_the_run_files_bound_and_others(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Settings may follow the flags; the JSON has a row for each bound."""
     assert main([run_file, "--workers", "3", "--json", "worker.packs_in_flight=6"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [row["max_staleness"] for row in said["waits"]] == [0, 1, 2, 3, 4, 8]
@@ -90,8 +88,6 @@ def test_the_plan_has_the_memory_of_a_rank(run_file: str, model: str, capsys: py
 @pytest.mark.parametrize("limit", [40, 9, 5])
 @pytest.mark.parametrize("reference", [(), ("algorithm.kl_coefficient=0.1", "algorithm.reference_device=parked")])
 def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int, reference: tuple[str, ...]) -> None:
-    """Each suggestion, given as settings, is accepted, fits and needs what was said."""
-
     def estimated(*settings: str) -> dict[str, Any]:
         given = load(
             TrainerSettings, files=[Path(run_file)], overrides=[model, *reference, *settings], environ={}
@@ -107,7 +103,6 @@ def test_the_settings_that_make_it_fit_do(run_file: str, model: str, limit: int,
 
 
 def test_a_run_that_does_not_fit_ends_with_1(run_file: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report names the phase and the settings."""
     assert main([run_file, model, "--gpu", "--rank-memory", "9GB"]) == 1
     said = capsys.readouterr().out
     assert "it does not fit into 9.00 GB: the largest phase is `log-probabilities and loss`" in said
@@ -138,7 +133,6 @@ def test_without_the_model_the_rest_of_the_plan_is_printed(run_file: str, capsys
 def test_a_limit_that_cannot_be_compared_is_refused(
     run_file: str, model: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the flag or the setting, and exit code 2."""
     assert main([run_file, model, *arguments]) == 2
     assert words in capsys.readouterr().err
 

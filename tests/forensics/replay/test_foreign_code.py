@@ -66,13 +66,10 @@ def test_a_preference_loss_of_a_record_is_not_run(
 
 
 def test_a_record_without_code_needs_no_permission() -> None:
-    """Built-in names are no user code."""
     replay_of({}, Wanted())
 
 
 class Payload:
-    """What a pickle may hold: a call."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("it-ran",)
 

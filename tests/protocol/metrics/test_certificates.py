@@ -35,7 +35,6 @@ def test_the_end_is_that_of_the_certificate(tmp_path: Path, end: str) -> None:
 
 
 def test_of_a_server_the_first_counts_and_of_authorities_the_last(tmp_path: Path) -> None:
-    """An authority that is replaced is in the file beside its successor for a while."""
     soon, later = (datetime(2026, 12, day, tzinfo=UTC) for day in (1, 20))
     both = tmp_path / "both.pem"
     both.write_bytes(pem(soon) + pem(later))

@@ -19,7 +19,6 @@ from penstock.protocol.trajectory import Group
 
 
 def group(number: int = 0, *, baseline: bool = False) -> Group:
-    """Return a group of three trajectories, the last of which may be its baseline."""
     found = invent_group(f"e0.p{number}.a0", version=1, size=3, seed=number)
     if not baseline:
         return found

@@ -142,7 +142,7 @@ def test_an_exporter_that_raises_ends_nothing(monkeypatch: pytest.MonkeyPatch) -
 
     recorder = SpanRecorder(export, lambda: None)
     recorder.put(Span("a", new_context(), None, 0.0, 1.0))
-    assert release.wait(10)
+    assert release.wait(60.0)
     recorder.put(Span("b", new_context(), None, 0.0, 1.0))
     recorder.close()
     assert recorder.counts() == {"exported": 1, "failed": 1, "dropped": 0}

@@ -39,7 +39,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
 
 @pytest.fixture
 def clustered(cluster: NatsCluster) -> Iterator[Bus]:
-    """A connection to the cluster."""
     with Bus.connect(cluster.settings, name="test") as bus:
         yield bus
 
@@ -50,7 +49,6 @@ def stream_info(bus: Bus, stream: str) -> api.StreamInfo:
 
 
 def leader_of(bus: Bus, stream: str) -> str:
-    """The name of the server that leads a stream."""
     found: list[str] = []
 
     def ask() -> bool:
@@ -105,7 +103,6 @@ def test_a_run_has_as_many_replicas_as_set(cluster: NatsCluster, clustered: Bus,
 
 
 def test_a_single_server_refuses_replicas(nats_settings: NatsSettings, run_id: str) -> None:
-    """The error names the setting and what to do."""
     with Bus.connect(nats_settings.model_copy(update={"replicas": 3}), name="test") as bus:
         with pytest.raises(BusRefused, match=r"this server is no cluster: set nats\.replicas = 1"):
             bus.ensure_stream(streams.streams(run_id)[0]).wait()
@@ -114,7 +111,6 @@ def test_a_single_server_refuses_replicas(nats_settings: NatsSettings, run_id: s
 
 
 def test_more_replicas_than_servers_are_refused(cluster: NatsCluster, run_id: str) -> None:
-    """Three servers cannot hold five copies."""
     settings = cluster.settings.model_copy(update={"replicas": 5})
     with (
         Bus.connect(settings, name="test") as bus,
@@ -125,7 +121,6 @@ def test_more_replicas_than_servers_are_refused(cluster: NatsCluster, run_id: st
 
 @pytest.mark.parametrize("wrong", [0, 2, 4, 7])
 def test_a_number_of_replicas_that_protects_no_better_is_refused(wrong: int) -> None:
-    """An even number needs one more server for the same majority."""
     with pytest.raises(ValueError, match="1, 3 or 5"):
         NatsSettings(replicas=wrong)  # type: ignore[arg-type]
 

@@ -41,7 +41,6 @@ class RandomAgent:
     """One episode's agent, for ``num_requests`` requests."""
 
     def __init__(self, app: ProxyApp, episode: EpisodeSession, seed: int, num_requests: int) -> None:
-        """Begin with one conversation."""
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self._app = app
@@ -80,7 +79,6 @@ class RandomAgent:
             await self._ask(self._next_messages())
 
     def _next_messages(self) -> Messages:
-        """Return the history of the next request, changed at random."""
         draw = self._random
         head = draw.choice(self._heads)
         kind = draw.choices(
@@ -223,7 +221,6 @@ class RandomAgent:
 
 
 def _read(reply: bytes) -> dict[str, Any]:
-    """Return the message of an answer, streamed or not."""
     if reply[:1] == b"{":
         return json.loads(reply)["choices"][0]["message"]
     message: dict[str, Any] = {"role": "assistant", "content": ""}

@@ -50,8 +50,6 @@ _TOGETHER = 16
 
 
 class Fuzzer:
-    """One engine, and the counts of all episodes."""
-
     def __init__(
         self, folder: Path, *, engine: str, seed: int, plant: str = "", templates: tuple[str, ...] = TEMPLATES
     ) -> None:
@@ -86,7 +84,6 @@ class Fuzzer:
         return {} if self._engine is None else self._engine.figures()
 
     def stop(self) -> None:
-        """Stop the engine."""
         if self._engine is not None:
             self._engine.stop()
 

@@ -261,7 +261,6 @@ def prove(kind: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], object], what: str, give_up: float, run: LocalRun) -> None:
-    """Wait for a condition while the run goes on."""
     while not condition():
         code = run.wait(0.05)
         if code is not None:
@@ -271,7 +270,6 @@ def until(condition: Callable[[], object], what: str, give_up: float, run: Local
 
 
 def replayed(run_id: str, folder: Path) -> dict[str, Any]:
-    """Replay the run from its record alone."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "replay", run_id, f"run.dir={folder / 'runs'}", "--json"],
         capture_output=True, text=True, timeout=1800, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},

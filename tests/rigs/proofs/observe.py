@@ -84,8 +84,6 @@ _RATE = "30s"  # for $__rate_interval: scrapes are two seconds apart
 
 
 class Observed(Proof):
-    """The steps of the proof, and Prometheus' answers."""
-
     def __init__(self, base: Path, url: str) -> None:
         super().__init__(base)
         self.url = url
@@ -96,7 +94,6 @@ class Observed(Proof):
         return answer["data"]["result"]
 
     def alerts(self) -> set[str]:
-        """Names of the alerts that fire."""
         return {one["metric"]["alertname"] for one in self.query('ALERTS{alertstate="firing"}')}
 
 

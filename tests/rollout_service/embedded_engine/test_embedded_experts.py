@@ -100,7 +100,6 @@ def test_experts_of_a_model_without_any_are_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
-    """The forward pass adapts attention only, and says so."""
     build_model(tmp_path / "model", "qwen3_moe", **MIXTURE)
     config = read_model_config(tmp_path / "model")
     attention = Adapter.random(tmp_path / "model", tmp_path / "ok", seed=0, targets=["q_proj", "v_proj"]).write()

@@ -32,7 +32,6 @@ Tokens = tuple[int, ...]
 
 
 def prefix(tokens: Tokens, key: str | None = None, adapter: int = 0) -> Prefix:
-    """The prefix of a sequence of these tokens."""
     return (key, adapter), tokens
 
 
@@ -48,7 +47,6 @@ def keep(kept: PrefixCache, tokens: Tokens, key: str | None = None) -> None:
 
 
 def num_common(first: Tokens, second: Tokens) -> int:
-    """The number of equal tokens at the beginning."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
@@ -64,7 +62,6 @@ def conversations(draw: random.Random, num: int) -> list[Tokens]:
 
 
 def check_found(found: Reused, tokens: Tokens) -> None:
-    """What is found are the values of these tokens, under these tokens."""
     if found.length:
         expected = values_of(tokens, 0, found.length)
         assert torch.equal(torch.cat([part.values for part in found.parts], dim=3), expected.values)
@@ -136,7 +133,6 @@ class Model:
         self.dense = [Dense(one) for one in folders]
 
     def runner(self, max_kept_tokens: int = 10**5, max_tokens: int = 10**5) -> Runner:
-        """A new runner with the first weights."""
         with torch.inference_mode():
             cache = KVCache(self.config, max_tokens=max_tokens, device=CPU, dtype=torch.float32)
             model = Transformer(self.config, device=CPU, dtype=torch.float32)
@@ -152,7 +148,6 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """One model for all tests."""
     return Model(tmp_path_factory.mktemp("model"))
 
 
@@ -168,7 +163,6 @@ def complete(runner: Runner, *batches: list[Sequence]) -> None:
 
 
 def sequence(prompt: Tokens, new: int = 6, **fields: object) -> Sequence:
-    """A sequence of so many new tokens."""
     return Sequence("r", prompt, Sampling(max_new_tokens=new, seed=hash(prompt) % 2**63), **fields)  # pyright: ignore[reportArgumentType]
 
 
@@ -179,7 +173,6 @@ def check_exact(one: Sequence, dense: Dense) -> None:
 
 
 def random_tokens(draw: random.Random, num: int) -> Tokens:
-    """So many tokens."""
     return tuple(draw.randrange(VOCAB) for _ in range(num))
 
 

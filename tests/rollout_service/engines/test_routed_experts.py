@@ -65,13 +65,11 @@ def _changed(expert: int) -> np.ndarray:
     ],
 )
 def test_an_answer_that_cannot_be_right_is_refused(meta: dict[str, Any], words: str) -> None:
-    """With what was expected and found."""
     with pytest.raises(ReplyRefused, match=words):
         read_experts(meta, ROUTERS, 3, num_tokens=4)
 
 
 def test_tokens_after_a_stop_string_lose_their_experts_too() -> None:
-    """What a completion keeps covers all of its tokens but the last."""
     experts = ExpertChoices(ROUTERS.shape, np.tile(np.array([[[0, 1]] * 2], np.uint8), (9, 1, 1)))
     whole = Completion([1] * 6, [-1.0] * 6, (), "length", "", experts)
     cut = ended_at(whole, 4)
@@ -81,7 +79,6 @@ def test_tokens_after_a_stop_string_lose_their_experts_too() -> None:
 
 
 def test_an_interrupted_completion_has_the_experts_of_its_last_part() -> None:
-    """Which computed the tokens before it again."""
     experts = ExpertChoices(ROUTERS.shape, np.tile(np.array([[[0, 1]] * 2], np.uint8), (6, 1, 1)))
     sequence = Resumption(PROMPTS[1], 9)
     sequence.parts += [
@@ -92,7 +89,6 @@ def test_an_interrupted_completion_has_the_experts_of_its_last_part() -> None:
 
 
 def test_the_routers_of_a_model_are_read_from_its_config() -> None:
-    """By layer; a family whose routers are not known has none."""
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 2}
     assert routers_of(config) == Routers((0, 1, 2, 3, 4, 5), 4, 2)
     assert routers_of({**config, "decoder_sparse_step": 2, "mlp_only_layers": [3]}) == Routers((1, 5), 4, 2)

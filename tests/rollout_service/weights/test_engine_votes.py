@@ -24,14 +24,12 @@ def applied(worker: str, checksum: str, *, version: int = 3, layout: str = "1-a"
 
 
 def test_equal_engines_agree():
-    """Equal checksums, other versions and other layouts are no disagreement."""
     votes = EngineVotes()
     facts = [applied("a", "x"), applied("b", "x"), applied("c", "y", version=4), applied("d", "y", layout="2-b")]
     assert [votes.add(fact) for fact in facts] == [None] * 4
 
 
 def test_the_less_frequent_checksum_is_the_minority():
-    """One engine against two is the minority, also when it was the first."""
     votes = EngineVotes()
     votes.add(applied("wrong", "y"))
     votes.add(applied("a", "x"))

@@ -1054,7 +1054,6 @@ RUN = [i for i in CASES if i not in DISAGREEMENTS and i not in OTHER_RULES]
 
 @pytest.mark.parametrize("case_id", RUN)
 def test_equals_the_public_implementation(case_id: str) -> None:
-    """Value and gradient are those of the implementation that the case was taken from."""
     case = CASES[case_id]
     adapter = _adapter(case_id)
     assert adapter is not None, f"no function of ours answers for {case_id}"

@@ -153,8 +153,6 @@ def outcome_of(rule: Objective, logprobs: Tensor, batch: MicroBatch, teacher_kl:
 
 @dataclass
 class Trained:
-    """The results of a step."""
-
     loss: float
     gradients: dict[tuple[bytes, bytes], Tensor]  # of every sampled token's log-probability
     sums: dict[str, float]
@@ -192,7 +190,6 @@ def train(
     name: str, groups: Sequence[ReadyGroup], *, spread: float = 0.3, budget: int = 10_000, num_ranks: int = 1,
     version: int = 3,
 ) -> Trained:  # fmt: skip
-    """Make a step as the ranks together would."""
     section, policy = section_of(name), Policy(spread, {})
     plan = plan_of(groups, section, budget=budget, num_ranks=num_ranks, version=version)
     held = {(0, group.scored.generated.row_group): group.group for group in groups}
@@ -251,7 +248,6 @@ def test_micro_batches_and_ranks_change_nothing(
 @examples(6)
 @given(batch=some_batch, seed=st.integers(0, 1000))
 def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: int) -> None:
-    """Groups in another order, and the trajectories of each in another order: the same for every token."""
     section, order = section_of(name), random.Random(seed)
     if section.advantage == "pass_at_k":  # of equally good answers the first is the best, and leads by 0
         assume(all(len({one.reward for one in members}) == len(members) for members in batch))

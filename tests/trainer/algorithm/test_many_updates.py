@@ -38,7 +38,6 @@ def micro_batch(given: Given, **logprobs: torch.Tensor) -> MicroBatch:
 
 
 def test_ratios_are_against_the_policy_before_a_batch_of_several_optimizer_steps() -> None:
-    """Against the sampler, where a batch is one optimizer step or it is asked for; the former is scored in any case."""
     assert objective().anchor == "behaviour"
     assert not objective().needs_proximal
     for many in (TWICE, {"minibatches": 2}):
@@ -102,7 +101,6 @@ def test_every_loss_with_a_ratio_takes_it_against_the_proximal_policy(loss: str)
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused(settings: dict[str, object], text: str) -> None:
-    """Before anything is loaded, with what to write."""
     given = [f"algorithm.{key}={json.dumps(value)}" for key, value in settings.items()]
     with pytest.raises(ConfigError, match=text):
         load(TrainerSettings, overrides=["model.path=m", "rollout.groups_per_step=8", *given])

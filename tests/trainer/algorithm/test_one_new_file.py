@@ -166,7 +166,6 @@ def test_one_file_is_a_choice_of_settings_objective_and_credit(copy: Path) -> No
     ],
 )
 def test_errors_about_a_new_part_contain_the_fix(copy: Path, overrides: list[str], reply: str) -> None:
-    """Its options are checked like every other key."""
     done = run(copy, "-m", "penstock.trainer", "config", "model.path=m", *overrides)
     assert done.returncode == 2
     assert reply in done.stderr

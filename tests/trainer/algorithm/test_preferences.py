@@ -169,7 +169,6 @@ def test_settings_that_do_nothing_or_contradict_are_refused(keys: dict[str, Any]
 
 
 def test_a_loss_of_ones_own_is_one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a file, with options of its own in [dpo.options]."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "from pydantic import Field\n"

@@ -154,7 +154,6 @@ def test_a_last_answer_is_said_or_becomes_the_ground_truth(tmp_path: Path, model
 
 
 def test_every_column_has_its_use(tmp_path: Path, model: Path):
-    """The notes name the columns by use, and those that nothing reads."""
     row = {
         "prompt": "q",
         "completion": "a",
@@ -218,7 +217,6 @@ def test_arguments_reach_the_template(tmp_path: Path, model: Path):
 
 
 def test_a_message_that_the_template_leaves_out_is_said(tmp_path: Path, model: Path):
-    """A template that skips the messages of a role is named with the number of rows."""
     row = {"messages": [USER, ANSWER, {"role": "tool", "content": "42"}, USER], "weight": 0}
     row["messages"][0] = {**USER, "weight": 0}
     hints = opened(write(tmp_path, row), model).notes[0].hints()
@@ -317,7 +315,6 @@ def test_arrow_files_are_read(tmp_path: Path, is_file: bool):
 
 
 def test_unknown_formats_are_refused_in_settings():
-    """data.format takes the names of the documented forms only."""
     with pytest.raises(ConfigError, match=r"data.format"):
         load(TrainerSettings, overrides=["model.path=m", "data.format=dpo"])
 

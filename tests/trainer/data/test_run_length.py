@@ -44,7 +44,6 @@ def test_epochs_count_the_rows_that_are_not_left_out(folder: Path, epochs: str, 
 
 
 def test_steps_of_the_command_line_replace_epochs_of_the_run_file(folder: Path) -> None:
-    """In one place they contradict each other."""
     file = folder / "run.toml"
     file.write_text("[trainer]\nepochs = 2\n")
     loaded = load(TrainerSettings, files=[file], overrides=overrides(folder, "trainer.steps=7"))
@@ -63,7 +62,6 @@ def test_steps_of_the_command_line_replace_epochs_of_the_run_file(folder: Path) 
     ],
 )
 def test_a_length_that_does_not_fit_is_refused_once_it_is_known(folder: Path, more: list[str], problem: str) -> None:
-    """Not against the default number of steps, which does not hold."""
     loaded = load(TrainerSettings, overrides=overrides(folder, *more))
     with pytest.raises(ConfigError, match=problem):
         with_steps(loaded)
@@ -89,6 +87,5 @@ def test_a_resumed_or_finished_run_of_epochs_is_recognised(folder: Path) -> None
 
 
 def test_stored_groups_have_no_epochs() -> None:
-    """Rows of a data file are what an epoch counts."""
     with pytest.raises(ConfigError, match=r"set trainer\.steps"):
         load(TrainerSettings, overrides=["model.path=m", "data.from_run=other", "trainer.epochs=1"])

@@ -123,7 +123,6 @@ def mixture(folder: Path) -> Path:
 
 
 def micro_batches(dims: ParallelDims, *, replays: bool = False) -> list[MicroBatch]:
-    """Return this rank's micro-batches."""
     chosen = with_experts(rows()) if replays else rows()
     tokens, masks = [row.token_ids for row in chosen], [row.loss_mask for row in chosen]
     prefixes = prefixes_of(tokens, masks, [row.experts for row in chosen])
@@ -134,7 +133,6 @@ def micro_batches(dims: ParallelDims, *, replays: bool = False) -> list[MicroBat
 
 
 def with_one_key_head(model: Path, folder: Path) -> Path:
-    """Write a model with the first key head of another one."""
     shutil.copytree(model, folder)
     config = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
@@ -295,7 +293,6 @@ class Cases:
         self.results[name] = trained(model or self.model, own, plain, replace(HOW, **changes), dims)
 
     def measure(self, name: str, dims: ParallelDims, changes: Mapping[str, Any]) -> None:
-        """Add what `measured` returns."""
         own = self.folder / f"{name}-{self.ranks.num_ranks}"
         own.mkdir(exist_ok=True)
         self.results[name] = measured(self.model, own, replace(HOW, **changes), dims)

@@ -199,8 +199,6 @@ def lead(
 
 @dataclass(frozen=True)
 class Scene:
-    """What every case is built from."""
-
     model: Path
     blobs: Blobs
     dims: ParallelDims

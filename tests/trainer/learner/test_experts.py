@@ -42,7 +42,6 @@ def tiny(family: str) -> Any:
 
 @pytest.mark.parametrize("family", sorted(CLASSES))
 def test_experts_are_published_as_model_folders_name_them(tmp_path: Path, family: str) -> None:
-    """Names, shapes and values of what is published are those of the folder that transformers writes."""
     model = tiny(family)
     assert model.config.model_type == family
     experts.check_family(model, family)
@@ -59,7 +58,6 @@ def test_experts_are_published_as_model_folders_name_them(tmp_path: Path, family
 
 
 def test_a_family_whose_files_are_not_known_is_refused() -> None:
-    """What engines could not find is not trained."""
     with pytest.raises(UnsupportedModel, match=r"model_type mixtral has experts \(model\.layers\.0\.mlp\.experts"):
         experts.check_family(tiny("qwen3_moe"), "mixtral")
     experts.check_family(nn.Linear(2, 2), "llama")
@@ -93,7 +91,6 @@ def written(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder."""
     return written(tmp_path_factory.mktemp("mixture") / "model")
 
 
@@ -191,7 +188,6 @@ def test_replayed_experts_compute_what_each_row_alone_would(
 
 
 def test_without_experts_the_routers_choose_again(folder: Path) -> None:
-    """A pass that is given none is that of the model alone, also after one that was."""
     model = loaded(folder)
     rows = rows_of(model, random_after=0)
     scorer = CompletionScorer(model, 1.0)

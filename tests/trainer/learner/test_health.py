@@ -75,7 +75,6 @@ def test_the_limit_follows_the_median_of_the_recent_norms() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model."""
     path = tmp_path_factory.mktemp("health") / "model"
     write_model(path, seed=0)
     return path
@@ -163,7 +162,6 @@ class _Stub:
 
 
 def test_a_loss_that_is_not_finite_makes_no_step(folder: Path) -> None:
-    """The error names the step; the optimizer is not asked."""
     scorer = CompletionScorer(load_language_model(folder, HOW, ALONE), 1.0)
     alone: Any = SimpleNamespace(sum=list, maximum=list)
     policy = Policy(_Stub(scorer), scorer, alone)  # type: ignore[arg-type]

@@ -113,7 +113,6 @@ def test_an_outlier_step_is_left_out(results: dict[int, dict[str, Any]], case: s
 
 @pytest.mark.timeout(900)
 def test_one_process_continues_from_weights_that_ranks_shared(results: dict[int, dict[str, Any]]) -> None:
-    """The parts of each weight are put together; its next step is that of the ranks."""
     alone = results[1]
     assert alone[FROM_DIVIDED] == pytest.approx(alone[PLAIN]["weights"], rel=1e-4, abs=1e-5)
 

@@ -30,7 +30,6 @@ HOW = Optimisation(
 
 
 def dims(rank: int, num_ranks: int, sequence_parallel: int, tensor_parallel: int = 1) -> ParallelDims:
-    """The part of a rank, without processes."""
     ranks: Any = SimpleNamespace(
         rank=rank,
         num_ranks=num_ranks,
@@ -69,7 +68,6 @@ def test_a_folder_is_checked_by_its_config(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_rows_are_padded_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    """Ranks share the tokens of one stream; the reason is that of the padding."""
     write_model(tmp_path / "model", seed=0)
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())

@@ -40,7 +40,6 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def whole(version: int) -> WeightBuckets:
-    """A version as one process holds it: one bucket for each tensor."""
     return copy_to_buckets(tensors(version), copy_id=version, bucket_bytes=4096)
 
 

@@ -19,7 +19,6 @@ def test_nothing_is_known_about_versions_before_the_oldest_announcement() -> Non
 
 
 def test_what_is_known_of_a_long_run_is_bounded() -> None:
-    """Versions that old are stale."""
     known = PublishedVersions((), None)
     for number in range(0, 6 * MOST_KNOWN, 2):
         known.add(PolicyVersion(number))

@@ -45,8 +45,6 @@ def memory_folder() -> Path:
 
 
 class Objects:
-    """An object store."""
-
     def __init__(self) -> None:
         self.stored: dict[str, bytes] = {}
 
@@ -104,7 +102,6 @@ class Commits:
         self.step = 0
 
     def close(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self.folder)
 
     def newest(self) -> CheckpointState | None:
@@ -113,7 +110,6 @@ class Commits:
         return None if found is None else found[1]
 
     def effect(self, state: CheckpointState) -> tuple[tuple[str, int], ...]:
-        """Return the groups that the weights of a checkpoint were trained on."""
         return self._effects[state.step]
 
     def begin(self, version: PolicyVersion) -> None:
@@ -134,7 +130,6 @@ class Commits:
         )  # fmt: skip
 
     def train(self, batch: Sequence[ReadyGroup], version: PolicyVersion, made: PolicyVersion, ledger: Ledger) -> None:
-        """Record a step."""
         assert self._record_writer is not None
         self.step += 1
         ids = [group.group_id for group in batch]
@@ -167,7 +162,6 @@ class Commits:
         committer.commit(step=self.step, version=version, weights_dtype="float32")
 
     def finish(self) -> LineageChapter | None:
-        """End the commit that is under way; return the chapter that it wrote, if any."""
         assert self._record_writer is not None
         before = self._record_writer.committed
         self._thread.wait()

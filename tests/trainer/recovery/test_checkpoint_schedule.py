@@ -9,7 +9,6 @@ from penstock.trainer.recovery.resume_checks import RolledBack, describe_rolled_
 
 
 def due(schedule: CheckpointSchedule, *, step_s: float, took_s: float, num_steps: int) -> list[int]:
-    """Return the steps after which a checkpoint was written."""
     now, found = 0.0, []
     for step in range(1, num_steps + 1):
         now += step_s

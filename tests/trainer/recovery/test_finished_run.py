@@ -81,7 +81,7 @@ def test_starting_a_finished_run_changes_nothing(tmp_path: Path, command: str):
     words = [command, "train"] if command == "penstock.trainer" else [command, "--json"]
     answer = subprocess.run(
         [sys.executable, "-P", "-m", *words, str(tmp_path / "run.toml")],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert "run r is finished: 20 of 20 steps" in answer.stderr

@@ -124,7 +124,6 @@ def test_an_altered_file_is_refused_by_its_name(
 
 
 def test_a_checkpoint_of_a_release_without_hashes_is_accepted(tmp_path: Path) -> None:
-    """Its state has no list of files."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
     verify_files(tmp_path / "step00000002", state(2))
 

@@ -24,7 +24,6 @@ def ready(number: int, rewards: tuple[float, ...], *episodes: Episode) -> ReadyG
 
 
 def test_each_environment_is_reported_by_itself() -> None:
-    """Over episodes, not over rows; completions of another kind are in no environment."""
     lake = replace(one_turn(1, status="truncated"), environment="lake", environment_version="", attempt=2)
     batch = [
         ready(0, (1.0, 0.0), forked(0), one_turn(1)),

@@ -32,7 +32,6 @@ class Slow(Blobs):
 
 
 def a_step(value: float = -0.5) -> tuple[list[ReadyGroup], Learned]:
-    """Two groups, of which all rows were kept."""
     batch = [ready(number, (1.0, 0.0)) for number in range(2)]
     plan = all_rows(batch, Capacity(1000))
     counts = [int(batch[row.row_group].group.trajectories[row.trajectory].loss_mask.sum()) for row in plan.rows]
@@ -44,7 +43,6 @@ def a_step(value: float = -0.5) -> tuple[list[ReadyGroup], Learned]:
 
 
 def test_each_step_is_one_object_with_its_groups(blobs: Blobs, run_id: str) -> None:
-    """Under the epoch of the session, so that a step that is made again never replaces an object."""
     batch, learned = a_step()
     lost: list[str] = []
     for epoch in (1, 2):

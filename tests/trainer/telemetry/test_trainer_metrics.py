@@ -48,7 +48,7 @@ GROUPS: dict[str, Any] = {
 
 def scrape(url: str) -> dict[str, float]:
     """Return all samples of a page by their line without the value."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 

@@ -48,7 +48,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     yield start
     for server, _ in running.values():
         server.kill()
-        server.wait(20)
+        server.wait(60.0)
 
 
 def echo(url: str, **more: Any) -> dict[str, Any]:
@@ -72,14 +72,12 @@ def test_an_episode_is_a_session_of_its_own(model: Path, serve: Callable[[str], 
 
 @needs_openenv
 def test_a_full_server_is_waited_for(model: Path, serve: Callable[[str], str]) -> None:
-    """It has one session; three episodes are played one after another."""
     found, _ = play(model, OPENENV, ["a"] * 3, task_of(size=3), options=echo(serve("one")), max_turns=1)
     assert [one.status for one in found] == ["truncated"] * 3
 
 
 @needs_openenv
 def test_an_action_that_is_none_is_the_policys_fault(model: Path, serve: Callable[[str], str]) -> None:
-    """The server's own schema refuses it."""
     options = echo(serve("echo"), action_field="", format_penalty=-2.0)
     script = ['{"message": "a"}', '{"massage": "a"}', "a"]
     (episode,), _ = play(model, OPENENV, script, options=options, max_turns=3)
@@ -97,7 +95,6 @@ def test_a_server_that_fails_is_no_reward(model: Path, serve: Callable[[str], st
 
 @needs_openenv
 def test_tools_are_called(tool_model: Path, serve: Callable[[str], str]) -> None:
-    """Their schemas stand in the prompt; errors are text."""
     calls = [
         f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': given})}\n</tool_call>"
         for given in ({"a": 1, "b": 2}, {"a": 1})

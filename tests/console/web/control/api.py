@@ -108,5 +108,4 @@ def check_in_process(
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    """The least that a run needs."""
     return {"model": {"path": "model"}, "data": {"train": "train.jsonl"}, **more}
