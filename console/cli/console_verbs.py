@@ -7,22 +7,21 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from penstock.console.cli.verb_parts import INSPECT
+from penstock.protocol.command_line import Parameter, RunArguments, application
 
-from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
-
-app = App(name="console", help="Serve the page and the API of all runs.", help_format="plaintext", group=INSPECT)
+app = application("console", help="Serve the page and the API of all runs.", group=INSPECT)
 Tokens = Annotated[Path | None, Parameter(help="File of the tokens; default console-tokens in the folder of runs.")]
 
 
 @app.default
 def console(
-    *arguments: Raw,
+    *arguments: RunArguments,
     host: str = "127.0.0.1",
     port: int = 8800,
     tokens: Tokens = None,
-    allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    json: Flag = False,
+    allow_host: tuple[str, ...] = (),
+    json: bool = False,
 ) -> int:
     """Serve the live page and the Runs API of this machine's runs, and print the link that opens the page.
 
@@ -60,7 +59,11 @@ def console(
 
 @app.command
 def token(
-    name: str, *arguments: Raw, role: Literal["read", "run", "admin"] = "read", days: float = 0.0, tokens: Tokens = None
+    name: str,
+    *arguments: RunArguments,
+    role: Literal["read", "run", "admin"] = "read",
+    days: float = 0.0,
+    tokens: Tokens = None,
 ) -> int:
     """Create a token for the API and print it; only its SHA-256 is stored.
 
@@ -87,7 +90,7 @@ def token(
 
 
 @app.command
-def revoke(name: str, *arguments: Raw, tokens: Tokens = None) -> int:
+def revoke(name: str, *arguments: RunArguments, tokens: Tokens = None) -> int:
     """Revoke a token; it ends at once, also in a console that is running.
 
     Example:  penstock console revoke me

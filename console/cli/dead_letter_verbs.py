@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 
-from cyclopts import App
+from penstock.console.cli.verb_parts import INSPECT
+from penstock.protocol.command_line import RunArguments, application, typed
 
-from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
-
-app = App(
-    name="dead-letters",
-    help="Messages that could not be processed: list, show, send again.",
-    help_format="plaintext",
-    group=INSPECT,
-)
+app = application("dead-letters", help="Messages that could not be processed: list, show, send again.", group=INSPECT)
 
 
 @app.command(name="list")
-def list_dead_letters(run: str, *arguments: Raw, json: Flag = False) -> int:
+def list_dead_letters(run: str, *arguments: RunArguments, json: bool = False) -> int:
     """List the dead letters of a run: stage, reason, groups, attempts, when.
 
     Example:  penstock dead-letters list quickstart
@@ -34,12 +27,12 @@ def list_dead_letters(run: str, *arguments: Raw, json: Flag = False) -> int:
     from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import print_list
 
-    ensure_servers(run, arguments, os.environ, sys.argv[1:])
+    ensure_servers(run, arguments, os.environ, typed())
     return print_list(run, arguments, os.environ, as_json=json)
 
 
 @app.command(name="show")
-def show_dead_letter(run: str, number: int, *arguments: Raw, json: Flag = False) -> int:
+def show_dead_letter(run: str, number: int, *arguments: RunArguments, json: bool = False) -> int:
     """Print a dead letter with its prompts, and its completions if it has any.
 
     Example:  penstock dead-letters show quickstart 3
@@ -57,12 +50,12 @@ def show_dead_letter(run: str, number: int, *arguments: Raw, json: Flag = False)
     from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import print_one
 
-    ensure_servers(run, arguments, os.environ, sys.argv[1:])
+    ensure_servers(run, arguments, os.environ, typed())
     return print_one(run, number, arguments, os.environ, as_json=json)
 
 
 @app.command(name="resend")
-def resend_dead_letters(run: str, *arguments: Raw, all: Flag = False, once_more: Flag = False) -> int:
+def resend_dead_letters(run: str, *arguments: RunArguments, all: bool = False, once_more: bool = False) -> int:
     """Send dead letters again, to the stage that gave them up; on arrival the trainer counts their groups as outstanding.
 
     Refused, with the reason, when it would have no effect: the run has ended, or the samples are too old by now.
@@ -85,5 +78,5 @@ def resend_dead_letters(run: str, *arguments: Raw, all: Flag = False, once_more:
 
     numbers = [int(word) for word in arguments if word.isdecimal()]
     rest = [word for word in arguments if not word.isdecimal()]
-    ensure_servers(run, rest, os.environ, sys.argv[1:])
+    ensure_servers(run, rest, os.environ, typed())
     return resend(run, numbers, rest, os.environ, everything=all, once_more=once_more)

@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from penstock.console.cli.verb_parts import INSPECT
+from penstock.protocol.command_line import Parameter, RunArguments, application, typed
 
-from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
-
-app = App(name="model", help="List, tag, select, merge and exchange models.", help_format="plaintext", group=INSPECT)
+app = application("model", help="List, tag, select, merge and exchange models.", group=INSPECT)
 
 
 @app.command(name="list")
-def list_models(run: str, *arguments: Raw, json: Flag = False) -> int:
+def list_models(run: str, *arguments: RunArguments, json: bool = False) -> int:
     """List the versions of a run with their scores, tags, parents, and whether their weights are stored.
 
     A score SOURCE.METRIC is of an evaluation during the run, eval:SOURCE.METRIC of penstock eval.
@@ -33,7 +32,7 @@ def list_models(run: str, *arguments: Raw, json: Flag = False) -> int:
     from penstock.console.record import stored_run
     from penstock.console.registry.versions import print_list
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return print_list(run, arguments, os.environ, as_json=json)
 
 
@@ -41,10 +40,10 @@ def list_models(run: str, *arguments: Raw, json: Flag = False) -> int:
 def tag(
     target: str,
     name: str,
-    *arguments: Raw,
-    keep: Flag = False,
-    move: Flag = False,
-    remove: Flag = False,
+    *arguments: RunArguments,
+    keep: bool = False,
+    move: bool = False,
+    remove: bool = False,
     note: str = "",
 ) -> int:
     """Give a version of a run a name, which RUN@NAME means from then on.
@@ -80,18 +79,18 @@ def tag(
         return versions.remove_tag(run, name, arguments, os.environ)
     if not version:
         raise ConfigError(f"name a version: {run}@VERSION, {run}@best or {run}@head; see: penstock model list {run}")
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return versions.set_tag(run, version, name, arguments, os.environ, keep=keep, move=move, note=note)
 
 
 @app.command
 def select(
     run: str,
-    *arguments: Raw,
+    *arguments: RunArguments,
     by: str,
     least: Annotated[float | None, Parameter(name="--min")] = None,
     tag: str | None = None,
-    json: Flag = False,
+    json: bool = False,
 ) -> int:
     """Print the stored version of a run with the highest score; exit code 1 when none reaches --min.
 
@@ -117,12 +116,12 @@ def select(
     from penstock.console.record import stored_run
     from penstock.console.registry.versions import print_selected
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return print_selected(run, by, arguments, os.environ, least=least, tag=tag, as_json=json)
 
 
 @app.command
-def card(target: str, *arguments: Raw, to: Path | None = None) -> int:
+def card(target: str, *arguments: RunArguments, to: Path | None = None) -> int:
     """Print the model card of a run or of one of its versions, in Markdown: settings, curve, evaluations, digests of the data.
 
     The licence is left for you to fill in.
@@ -153,7 +152,7 @@ def card(target: str, *arguments: Raw, to: Path | None = None) -> int:
 
 
 @app.command
-def push(target: str, repo: str, *arguments: Raw, public: Flag = False, revision: str | None = None) -> int:
+def push(target: str, repo: str, *arguments: RunArguments, public: bool = False, revision: str | None = None) -> int:
     """Upload a model to the Hugging Face hub, with its model card; the repository is private unless --public.
 
     Needs huggingface_hub (pip install 'penstock[hub]') and a login (hf auth login, or HF_TOKEN). HF_ENDPOINT names another hub.
@@ -209,7 +208,7 @@ def _ensure_servers(target: str, arguments: tuple[str, ...]) -> None:
 
     run, at, _ = target.partition("@")
     if at and not Path(target).is_dir():
-        stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+        stored_run.ensure_local_servers(run, arguments, os.environ, typed())
 
 
 @app.command
@@ -276,7 +275,7 @@ def _average_last(models: tuple[Path, ...], count: int, to: Path) -> int:
     if not models:
         raise ConfigError("--average-last merges versions of a run: name the run")
     run, *settings = map(str, models)
-    stored_run.ensure_local_servers(run, settings, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, settings, os.environ, typed())
     versions = average_last(run, count, to, settings, os.environ)
     print(f"versions {', '.join(map(str, versions))} of run {run} averaged: {to}", file=sys.stderr)
     return 0

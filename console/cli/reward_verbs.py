@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
-
-from cyclopts import App, Parameter
 
 from penstock.console import launch
 from penstock.console.cli.verb_parts import (
     SERVE,
     AnyServiceUrl,
     Endpoint,
-    Flag,
-    Raw,
     ServedFiles,
     ServiceUrl,
     TokenFile,
 )
+from penstock.protocol.command_line import Parameter, RunArguments, application, typed
+from penstock.reward_model.commands import serve_model
+from penstock.reward_service.hosting import commands
 
-app = App(name="reward", help="Serve, list and test rewards.", help_format="plaintext", group=SERVE)
+app = application("reward", help="Serve, list and test rewards.", group=SERVE)
 
 
 @app.command
-def service(*arguments: Raw) -> None:
+def service(*arguments: RunArguments) -> None:
     """Start the reward service, which scores generated groups.
 
     Example:  penstock reward service run.toml reward_service.port=8700
@@ -37,48 +35,14 @@ def service(*arguments: Raw) -> None:
     launch.replace_process(launch.module("penstock.reward_service", *arguments))
 
 
-@app.command
-def serve(*arguments: Raw) -> None:
-    """Serve the reward function or class of a Python file (verl, TRL, OpenRLHF) as a reward endpoint.
-
-    Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
-    Then:     penstock reward test my_reward
-    """
-    launch.replace_process(launch.module("penstock.reward_service", "serve", *arguments))
-
-
-@app.command(name="serve-judge")
-def serve_judge(*arguments: Raw) -> None:
-    """Serve a language model as a judge endpoint, scoring single answers or comparing pairs.
-
-    Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
-    Then:     penstock reward test judge
-    """
-    launch.replace_process(launch.module("penstock.reward_service", "serve-judge", *arguments))
-
-
-@app.command(name="serve-grader")
-def serve_grader(*arguments: Raw) -> None:
-    """Serve a grader in OpenAI's JSON format as a reward endpoint.
-
-    Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
-    Then:     penstock reward test grader
-    """
-    launch.replace_process(launch.module("penstock.reward_service", "serve-grader", *arguments))
-
-
-@app.command(name="serve-model")
-def serve_model(*arguments: Raw) -> None:
-    """Serve a reward model from its folder as a reward endpoint.
-
-    Example:  penstock reward serve-model rm/ --register http://127.0.0.1:8700
-    Then:     penstock reward test rm
-    """
-    launch.replace_process(launch.module("penstock.reward_model", *arguments))
+app.command(commands.serve)
+app.command(commands.serve_judge)
+app.command(commands.serve_grader)
+app.command(serve_model)
 
 
 @app.command(name="list")
-def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, json: Flag = False) -> int:
+def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, json: bool = False) -> int:
     """List the rewards that a reward service offers.
 
     Example:  penstock reward list
@@ -93,7 +57,7 @@ def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, jso
 
     if url is None and not json:
         warn_of_new_service()
-    return print_list(service_url(url, (), (), sys.argv[1:]), token_file, as_json=json)
+    return print_list(service_url(url, (), (), typed()), token_file, as_json=json)
 
 
 @app.command(name="test")
@@ -111,7 +75,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     ground_truth: str = "4",
     data_source: str = "example",
     extra_info: str = "{}",
-    json: Flag = False,
+    json: bool = False,
 ) -> int:
     """Score completions with a reward as a run would, or show its score distribution on rows of a data file.
 
@@ -153,10 +117,10 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
         from penstock.console.tools.reward_trial import RowSource, try_data
 
         source = RowSource.of(data, run_file, map)
-        at = service_url(url, serve, () if run_file is None else (str(run_file),), sys.argv[1:])
+        at = service_url(url, serve, () if run_file is None else (str(run_file),), typed())
         return try_data(name, source, number, at, token_file, as_json=json)
     extra = read_extra_info(extra_info)
-    at = service_url(url, serve, (), sys.argv[1:])
+    at = service_url(url, serve, (), typed())
     return score_texts(
         name,
         completions,
@@ -170,7 +134,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
 
 
 @app.command
-def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
+def errors(run: str, *arguments: RunArguments, json: bool = False) -> int:
     """List the groups of a run that got no reward, with the reason and their state.
 
     Example:  penstock reward errors gsm8k
@@ -187,7 +151,7 @@ def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
     from penstock.console.record import stored_run
     from penstock.console.tools.reward_errors import print_errors
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return print_errors(run, arguments, os.environ, as_json=json)
 
 

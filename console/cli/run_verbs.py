@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from penstock.console.cli.verb_parts import INSPECT, TRAIN, AnyServiceUrl, ServedFiles, TokenFile
+from penstock.forensics.replay.options import ReplayOptions
+from penstock.protocol.command_line import FLAT, RunArguments, application, typed
 
-from penstock.console.cli.verb_parts import INSPECT, TRAIN, AnyServiceUrl, Flag, Raw, ServedFiles, TokenFile
-
-runs = App(name="runs", help="List runs, print their reports, remove them.", help_format="plaintext", group=INSPECT)
-weights = App(
-    name="weights", help="List the weight versions of a run, export one.", help_format="plaintext", group=INSPECT
-)
-record = App(help_format="plaintext", version_flags=[])  # its verbs are top-level verbs of `penstock`
+runs = application("runs", help="List runs, print their reports, remove them.", group=INSPECT)
+weights = application("weights", help="List the weight versions of a run, export one.", group=INSPECT)
+record = application()  # its verbs are top-level verbs of `penstock`
 
 
 @runs.default
 @runs.command(name="list")
-def list_runs(*arguments: Raw, json: Flag = False) -> int:
+def list_runs(*arguments: RunArguments, json: bool = False) -> int:
     """List the runs of this machine, and those on NATS when its address is configured.
 
     Example:  penstock runs
@@ -37,7 +34,7 @@ def list_runs(*arguments: Raw, json: Flag = False) -> int:
 
 
 @runs.command(name="show")
-def show_run(run: str, *arguments: Raw) -> int:
+def show_run(run: str, *arguments: RunArguments) -> int:
     """Print a run's report.
 
     Example:  penstock runs show quickstart
@@ -54,7 +51,7 @@ def show_run(run: str, *arguments: Raw) -> int:
 
 
 @runs.command(name="stopped")
-def show_stopped(run: str, *arguments: Raw, step: int | None = None, json: Flag = False) -> int:
+def show_stopped(run: str, *arguments: RunArguments, step: int | None = None, json: bool = False) -> int:
     """Show the batch at which a run stopped by itself: a gradient that is not finite, a collapse, an engine that differs.
 
     Every group with its rewards and log-probabilities; values that are far out are marked.
@@ -77,7 +74,7 @@ def show_stopped(run: str, *arguments: Raw, step: int | None = None, json: Flag 
 
 
 @weights.default
-def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
+def list_weights(run: str, *arguments: RunArguments, json: bool = False) -> int:
     """List the stored versions of a run: parent, kind, base, changed share, bytes, seconds, why it is kept, who serves it.
 
     Example:  penstock weights quickstart
@@ -93,18 +90,18 @@ def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import print_versions
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return print_versions(run, arguments, os.environ, as_json=json)
 
 
 @weights.command(name="export")
 def export_weights(
     run: str,
-    *arguments: Raw,
+    *arguments: RunArguments,
     version: int | None = None,
-    best: Flag = False,
+    best: bool = False,
     to: Path,
-    adapter: Flag = False,
+    adapter: bool = False,
     trusted_keys: Path | None = None,
 ) -> int:
     """Write a version as a Hugging Face model folder, from its full snapshot and the patches that follow.
@@ -140,12 +137,12 @@ def export_weights(
 
     if (version is None) != best:
         raise ConfigError("name one version: --best for the one with the best evaluation, or --version V")
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return export(run, version, to, arguments, os.environ, adapter=adapter, trusted_keys_file=trusted_keys)
 
 
 @runs.command(name="rm")
-def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = False, force: Flag = False) -> int:
+def remove_run(run: str, *arguments: RunArguments, yes: bool = False, folder: bool = False, force: bool = False) -> int:
     """Remove a run: its objects, streams and buckets, and, after a second question, its folder on this machine.
 
     Prints what will be removed and how large it is, and asks for confirmation. Refuses when services of the run are
@@ -173,7 +170,7 @@ def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = Fals
 
 
 @runs.command(name="backup")
-def backup_run(run: str, *arguments: Raw, to: Path) -> None:
+def backup_run(run: str, *arguments: RunArguments, to: Path) -> int:
     """Copy a run's streams, buckets and objects into a folder, from which it can be restored on any servers.
 
     Stop the run's services first: it refuses while one is running. A second backup into the same folder copies only the
@@ -189,15 +186,15 @@ def backup_run(run: str, *arguments: Raw, to: Path) -> None:
     to
         Folder of the backup: new, or that of an earlier backup of this run.
     """
-    from penstock.console import launch
     from penstock.console.record import stored_run
+    from penstock.forensics.backup import backup_run as backup
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
-    launch.replace_process(launch.module("penstock.forensics.backup", "backup", run, "--to", str(to), *arguments))
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
+    return backup.backup_run(run, arguments, to)
 
 
 @runs.command(name="restore")
-def restore_run(folder: Path, *arguments: Raw) -> None:
+def restore_run(folder: Path, *arguments: RunArguments) -> int:
     """Make a run again from a backup, on servers that do not have it.
 
     Verifies every file of the backup before it writes anything, and every stream afterwards. After an interruption,
@@ -211,23 +208,13 @@ def restore_run(folder: Path, *arguments: Raw) -> None:
     folder
         Folder of the backup.
     """
-    from penstock.console import launch
+    from penstock.forensics.backup import backup_run as backup
 
-    launch.replace_process(launch.module("penstock.forensics.backup", "restore", str(folder), *arguments))
+    return backup.restore_run(folder, arguments)
 
 
 @record.command(group=INSPECT)
-def replay(
-    run: str,
-    *arguments: Raw,
-    first: Annotated[int | None, Parameter(name="--from")] = None,
-    last: Annotated[int | None, Parameter(name="--to")] = None,
-    batch: str | None = None,
-    model: Path | None = None,
-    user_code: Flag = False,
-    trusted_keys: Path | None = None,
-    json: Flag = False,
-) -> None:
+def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions, FLAT] = ReplayOptions()) -> None:
     """Train a run again from its stored groups and compare the hash of every version.
 
     Needs only the object store and the initial model: no workers, rewards or queues. Groups, their order and all
@@ -247,49 +234,25 @@ def replay(
     ----------
     run
         Name of the run.
-    first
-        Start from the newest stored checkpoint at or before this version instead of the initial model.
-    last
-        Last version to train.
-    batch
-        Step, or folder, of a batch that the run saved when it stopped by itself (`penstock runs stopped RUN`).
-    model
-        Folder of the initial model, if it has moved since the run.
-    user_code
-        Run the losses, estimators, filters and corrections that the record names by path. Without this, a run that has any
-        is not replayed: the record may be another person's.
-    trusted_keys
-        File of public keys (signing.pem of `penstock certs`): also compare every version that is still stored with what
-        one of them has signed; with --batch, read only published weights that one of them has signed. Without it
-        PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
-    json
-        Print one JSON object.
     """
     from penstock.console.record import stored_run
 
-    given = {"--from": first, "--to": last, "--batch": batch, "--model": model, "--trusted-keys": trusted_keys}
-    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    options += ["--user-code"] if user_code else []
-    stored_run.replace_process(
-        run,
-        arguments,
-        os.environ,
-        stored_run.replay(run, arguments, os.environ, options, as_json=json, batch=batch),
-    )
+    command = stored_run.replay(run, arguments, os.environ, typed()[1:], batch=options.batch)
+    stored_run.replace_process(run, arguments, os.environ, command)
 
 
 @record.command(group=TRAIN)
 def rescore(  # noqa: PLR0913 - each is an option of the command
     run: str,
-    *arguments: Raw,
+    *arguments: RunArguments,
     reward: str | None = None,
     weights: str = "",
     into: str | None = None,
     serve: ServedFiles = (),
     url: AnyServiceUrl = None,
     token_file: TokenFile = None,
-    leave_out_failed: Flag = False,
-    json: Flag = False,
+    leave_out_failed: bool = False,
+    json: bool = False,
 ) -> int:
     """Score a run's groups again, with another reward or other part weights, as input of a run without engines.
 
@@ -323,9 +286,9 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
     from penstock.forensics.rescore.rescoring import Rule, parse_weights
 
     rule = Rule(reward or (serve[0].stem if serve else None), parse_weights(weights))
-    typed = sys.argv[1:] if reward or not serve else [*sys.argv[1:], "--reward", serve[0].stem]
-    stored_run.ensure_servers(run, arguments, os.environ, sys.argv[1:])
-    at = service_for(run, rule, arguments, os.environ, url=url, serve=serve, typed=typed)
+    words = typed() if reward or not serve else [*typed(), "--reward", serve[0].stem]
+    stored_run.ensure_servers(run, arguments, os.environ, typed())
+    at = service_for(run, rule, arguments, os.environ, url=url, serve=serve, typed=words)
     options = RescoreOptions(rule, into, at, token_file, leave_out_failed)
     return rescore(run, arguments, os.environ, options, as_json=json)
 
@@ -333,11 +296,11 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
 @record.command(group=INSPECT)
 def lineage(
     run: str,
-    *arguments: Raw,
+    *arguments: RunArguments,
     version: int | None = None,
     group: str | None = None,
-    full: Flag = False,
-    json: Flag = False,
+    full: bool = False,
+    json: bool = False,
 ) -> int:
     """Show what a version was trained on: groups, prompts, rewards, scorers, and all earlier versions.
 
@@ -363,12 +326,12 @@ def lineage(
     from penstock.console.record import stored_run
     from penstock.console.record.lineage import print_lineage
 
-    stored_run.ensure_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_servers(run, arguments, os.environ, typed())
     return print_lineage(run, arguments, os.environ, version=version, group=group, full=full, as_json=json)
 
 
 @record.command(group=INSPECT)
-def profile(run: str, *arguments: Raw, json: Flag = False) -> int:
+def profile(run: str, *arguments: RunArguments, json: bool = False) -> int:
     """Show where the time of a run went: phases of the trainer's steps, work, waiting and CPU of every service.
 
     Reads the files in the run's folder, also while it is running; asks no server.
@@ -390,7 +353,7 @@ def profile(run: str, *arguments: Raw, json: Flag = False) -> int:
 
 
 @record.command(group=INSPECT)
-def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> int:
+def audit(run: str, *arguments: RunArguments, fast: bool = False, json: bool = False) -> int:
     """Check that every group of a run was counted exactly once, and list those that were not.
 
     Reads streams, checkpoint and object store of a running or finished run, and consumes no message.
@@ -412,5 +375,5 @@ def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> 
     from penstock.console.record import stored_run
     from penstock.forensics.audit.audit import audit_run
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return audit_run(run, arguments, os.environ, fast=fast, as_json=json)

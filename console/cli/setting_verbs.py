@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from cyclopts import App
+from penstock.console.cli.verb_parts import START
+from penstock.protocol.command_line import application
 
-from penstock.console.cli.verb_parts import START, Flag
-
-app = App(help_format="plaintext", version_flags=[])  # its verbs are top-level verbs of `penstock`
+app = application()  # its verbs are top-level verbs of `penstock`
 
 
 @app.command(group=START)
@@ -25,7 +24,7 @@ def init(  # noqa: PLR0913 - each is an option of the command
     steps: int | None = None,
     run: str | None = None,
     algorithm: str | None = None,
-    no_schema: Flag = False,
+    no_schema: bool = False,
 ) -> int:
     """Write a commented run file; on a terminal it asks for what no flag gives. Existing files are never overwritten.
 
@@ -66,7 +65,7 @@ def init(  # noqa: PLR0913 - each is an option of the command
 
 
 @app.command(group=START)
-def settings(topic: str | None = None, /, *, json: Flag = False, json_schema: Flag = False) -> int:
+def settings(topic: str | None = None, /, *, json: bool = False, json_schema: bool = False) -> int:
     """Explain the settings of a run file: type, default, allowed values, unit, and other projects' names.
 
     Example:  penstock settings

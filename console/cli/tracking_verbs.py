@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 
-from cyclopts import App
+from penstock.console.cli.verb_parts import INSPECT
+from penstock.protocol.command_line import RunArguments, application, typed
 
-from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
-
-app = App(help_format="plaintext", version_flags=[])  # its verbs are top-level verbs of `penstock`
+app = application()  # its verbs are top-level verbs of `penstock`
 
 
 @app.command(group=INSPECT)
-def track(run: str, *arguments: Raw, once: Flag = False) -> int:
+def track(run: str, *arguments: RunArguments, once: bool = False) -> int:
     """Write a run's metrics to experiment trackers, from where they stopped until the run ends.
 
     `penstock train` does it too when its run file sets trackers. Each tracker is written by a process of its own, which
@@ -33,12 +31,12 @@ def track(run: str, *arguments: Raw, once: Flag = False) -> int:
     from penstock.console.record import stored_run
     from penstock.console.tracking import trackers
 
-    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:], finished_only=not once)
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed(), finished_only=not once)
     return trackers.track(run, arguments, os.environ, once=once)
 
 
 @app.command(group=INSPECT)
-def log(run: str, *arguments: Raw, step: int) -> int:
+def log(run: str, *arguments: RunArguments, step: int) -> int:
     """Add figures of another trainer to a run's metrics: they go where the run's own go, to its trackers.
 
     The run needs its streams: penstock bootstrap run.id=RUN. From Python: penstock.MetricsLog.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from penstock.console import launch
 from penstock.console.cli.main import app
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
@@ -48,18 +46,12 @@ def test_there_are_commands():
 
 
 @pytest.mark.parametrize("line", commands("penstock"))
-def test_every_command_exists_with_its_flags(line: str, monkeypatch: pytest.MonkeyPatch):
-    """The verb is one of the app's; each flag is one of the verb's, a setting, or in the help of its service."""
+def test_every_command_exists_with_its_flags(line: str):
+    """The verb is one of the app's; each flag is one of the verb's, or a setting."""
     verb, rest = _verb(shlex.split(line)[1:])
     assert verb.default_command is not None, f"no such verb: {line}"
     known = {name for argument in verb.assemble_argument_collection() for name in argument.names}
-    unknown = [flag for flag in _flags(rest) if flag not in known and "." not in flag and flag != launch.LOCAL]
-    started: list[list[str]] = []
-    monkeypatch.setattr(launch, "replace_process", lambda command: started.append(list(command)))
-    if unknown:
-        verb.default_command(*(flag for flag in rest if flag == launch.LOCAL))  # its flags are those of another program
-        text = subprocess.run([*started[0], "--help"], capture_output=True, text=True, timeout=120, check=True).stdout
-        assert [flag for flag in unknown if flag not in text] == []
+    assert [flag for flag in _flags(rest) if flag not in known and "." not in flag] == []
 
 
 def test_every_setting_exists(tmp_path: Path):

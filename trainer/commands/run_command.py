@@ -12,7 +12,7 @@ from penstock.protocol.errors import PenstockError
 from penstock.trainer import process_memory
 
 STOPPED = 128 + 2  # exit code after Ctrl-C, as of a shell
-USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
+USAGE_ERROR = 2  # exit code of an error that is explained on stderr
 
 Commands = Mapping[str, tuple[str, str]]  # name -> arguments, description
 

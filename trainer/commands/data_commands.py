@@ -1,0 +1,98 @@
+"""The commands about data files: of `penstock data` and ``python -m penstock.trainer``; imports nothing slow before one is run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.protocol.command_line import USAGE_ERROR, UsageError
+from penstock.protocol.errors import PenstockError
+
+Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How data files are read; ``map`` has COLUMN=NAME."""
+
+    model: Path | None = None
+    run: Path | None = None
+    format: Format = "auto"
+    map: tuple[str, ...] = ()
+    first: int | None = None
+
+
+def data_check(
+    *files: Path,
+    model: Path | None = None,
+    run: Path | None = None,
+    format: Format = "auto",
+    map: tuple[str, ...] = (),
+    first: int | None = None,
+    json: bool = False,
+    no_tests: bool = False,
+) -> int:
+    """Check a data file: which rows can be trained on, and what is wrong with the others.
+
+    Example:  penstock data check train.parquet --model Qwen3-0.6B
+    Then:     penstock train run.toml data.train=train.parquet
+
+    Parameters
+    ----------
+    files
+        JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows with
+        this setting.
+    model
+        Model folder, GGUF file or id, to count tokens through its chat template.
+    run
+        Run file whose model, settings and (without FILES) data files are checked.
+    format
+        Form of the rows.
+    map
+        Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.
+    first
+        Check only the first rows of each file; default all.
+    json
+        Print one JSON object for each file.
+    no_tests
+        Do not run the rows' test programs (they run in the sandbox).
+    """
+    from penstock.trainer.commands.data_check import check_data
+
+    try:
+        return check_data(files, Reading(model, run, format, map, first), as_json=json, runs_tests=not no_tests)
+    except PenstockError as err:
+        sys.stderr.write(f"{err}\n")
+        return USAGE_ERROR
+
+
+def data_rows(
+    file: Path | None = None,
+    *,
+    run_file: Path | None = None,
+    number: int = 20,
+    format: Format = "auto",
+    map: tuple[str, ...] = (),
+) -> int:
+    """Print rows of a data file as the input of a reward, one JSON object each.
+
+    Parameters
+    ----------
+    file
+        JSONL, JSON, CSV or Parquet.
+    run_file
+        Rows of its data.train instead, read as it says.
+    number
+        How many rows, spread over the file.
+    format
+        Form of the rows.
+    map
+        Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.
+    """
+    from penstock.trainer.commands.data_rows import print_rows
+
+    if (file is None) == (run_file is None):
+        raise UsageError("name a data file, or a run file with --run-file")
+    return print_rows(file, run_file, number, format, map)
