@@ -41,7 +41,7 @@ class Nodes:
         return [*place, *meeting]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """Options of a command that several nodes start."""
 

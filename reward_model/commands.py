@@ -10,7 +10,7 @@ from penstock.protocol.command_line import FLAT, Least
 from penstock.reward_service.hosting.commands import ServeOptions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """How a reward model reads texts, and what a call may take."""
 

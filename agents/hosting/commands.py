@@ -13,7 +13,7 @@ LEASE_S = 15.0
 app = application("env", help="Serve, register, try and list environments of several turns.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
     """How long a registration lasts, and whether it replaces another."""
 
@@ -23,7 +23,7 @@ class LeaseOptions:
     """Take over the name from servers of another version, which end their episodes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """Which servers are called, and by which authorities and keys they are trusted."""
 
@@ -35,7 +35,7 @@ class TargetOptions:
     """Network or host name of servers that may be called; repeatable; default loopback and private ranges."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Where an environment is served, and its limits."""
 
@@ -59,7 +59,7 @@ class ServeOptions:
     """URL at which workers reach it, to register; default from host and port."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrialOptions:
     """Episodes that are played without a model."""
 

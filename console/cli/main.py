@@ -185,7 +185,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if {"--help", "-h"} & set(tokens):
             from penstock.console.cli import verb_help
 
-            verb_help.attach(app)
+            verb_help.attach(app, tokens)
         with ends_quietly():
             return command_line.run(app, tokens or ["--help"])
     except PenstockError as err:

@@ -11,7 +11,7 @@ from penstock.protocol.command_line import Least, Parameter
 Page = Annotated[bool | None, Parameter(negative="--no-page")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class QuickstartOptions:
     """Options of `penstock quickstart`."""
 
@@ -37,7 +37,7 @@ class QuickstartOptions:
     """Serve the live page beside the run, until it ends; default: where stdout is a terminal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """Options of `penstock recipe`."""
 
@@ -63,7 +63,7 @@ class RecipeOptions:
     """Print one JSON object about the training, as the last line but one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalOptions:
     """Options of `penstock train --local`."""
 
@@ -77,7 +77,7 @@ class LocalOptions:
     """With --local: serve the live page beside the run, until it ends; default: where stdout is a terminal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Options of `penstock plan`; rates are in tokens per second, durations in seconds."""
 
@@ -107,7 +107,7 @@ class PlanOptions:
     """Print one JSON object."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalOptions:
     """Options of `penstock eval`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.console.tools import explain_settings, reference
 from penstock.protocol.command_line import App
@@ -106,12 +106,13 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def attach(app: App) -> None:
-    """Add settings to the help of every verb, and let its text fill the terminal's width."""
+def attach(app: App, tokens: Sequence[str] | None = None) -> None:
+    """Add settings to the help of every verb, or of the one that ``tokens`` name, and let texts fill the terminal's width."""
     for verb, one in verbs_of(app):
         if one.default_command is not None:
             one.help = flowing(inspect.getdoc(one.default_command) or "")
-        if verb in SETTINGS:
+        is_asked = tokens is None or verb.split() == list(tokens[: verb.count(" ") + 1])
+        if is_asked and verb in SETTINGS:
             known = reference.load().settings
             table = explain_settings.table([known[key] for key in SETTINGS[verb]], indent="  ", short=True)
             one.help_epilogue = "\n".join([_SETTINGS_TITLE, *table])

@@ -9,7 +9,7 @@ from typing import Annotated
 from penstock.protocol.command_line import Parameter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
     """What is replayed, and what the record may name."""
 

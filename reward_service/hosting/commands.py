@@ -9,7 +9,7 @@ from typing import Annotated
 from penstock.protocol.command_line import FLAT, Parameter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Where a reward is served, and where it is registered."""
 
@@ -31,7 +31,7 @@ class ServeOptions:
     """Seconds that calls in progress may take after Ctrl-C."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     """The chat endpoint of a grader's score_model."""
 

@@ -23,7 +23,7 @@ from penstock.agents.hosting import app, commands, registrar
 from penstock.agents.hosting.episodes import Episodes
 from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
 from penstock.agents.proxy.server import serving_app
-from penstock.deploy.certificates import main as make_certificates
+from penstock.deploy.certificates import write_certificates
 from penstock.protocol.command_line import run
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -40,7 +40,7 @@ async def test_an_https_server_is_known_by_its_authority(
 ) -> None:
     """Calls are encrypted and signed; without the authority the registration is refused, and the worker starts nothing."""
     certificates = tmp_path / "tls"
-    assert make_certificates([str(certificates), "--service", "guess"]) == 0
+    write_certificates(certificates, services=("guess",))
     authority = certificates / "ca.pem"
     monkeypatch.setenv(http_tls.CERTIFICATE, str(certificates / "guess.pem"))
     monkeypatch.setenv(http_tls.KEY, str(certificates / "guess.key"))
