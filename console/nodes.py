@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+from penstock.protocol.command_line import Help
 from penstock.protocol.errors import ConfigError
 
 PORT = 29500  # torchrun's own default
@@ -45,12 +47,9 @@ class Nodes:
 class NodeOptions:
     """Options of a command that several nodes start."""
 
-    nodes: int | None = None
-    """Train on so many nodes; the same command starts on each."""
-    node_rank: int | None = None
-    """This node's number, from 0."""
-    rdzv: str = ""
-    """Where the nodes meet, HOST:PORT: an address of node 0, which the others reach."""
+    nodes: Annotated[int | None, Help("Train on so many nodes; the same command starts on each.")] = None
+    node_rank: Annotated[int | None, Help("This node's number, from 0.")] = None
+    rdzv: Annotated[str, Help("Where the nodes meet, HOST:PORT: an address of node 0, which the others reach.")] = ""
 
 
 def find(options: NodeOptions, environ: Mapping[str, str]) -> Nodes | None:

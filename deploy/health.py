@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from penstock.protocol import streams
-from penstock.protocol.command_line import program
+from penstock.protocol.command_line import Help, program
 from penstock.protocol.config.connection import NatsSettings, RunSettings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.transport.bus import Bus
@@ -34,14 +34,10 @@ def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
     return any(entry.key.startswith(streams.heartbeat_key(role, id_prefix)) for entry in entries)
 
 
-def check(role: Literal["rollout", "reward", "trainer"], *, id: str = "") -> int:
-    """Exit with 0 while the service sends heartbeats, else with 1 and the reason on stderr.
-
-    Parameters
-    ----------
-    id
-        Start of the service's id.
-    """
+def check(
+    role: Literal["rollout", "reward", "trainer"], *, id: Annotated[str, Help("Start of the service's id.")] = ""
+) -> int:
+    """Exit with 0 while the service sends heartbeats, else with 1 and the reason on stderr."""
     settings = load(HealthSettings, environ=os.environ).settings
     with Bus.connect(settings.nats, name="health", deadline_s=5.0) as bus:
         if has_heartbeat(bus, settings.run.id, role, id):

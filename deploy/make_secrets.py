@@ -18,9 +18,10 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from penstock.deploy import certificates
-from penstock.protocol.command_line import program
+from penstock.protocol.command_line import Help, program
 from penstock.reward_service.endpoints.access import hashed
 
 NATS_USERS = ("admin", "trainer", "rollout", "reward", "environment", "viewer")
@@ -111,21 +112,22 @@ def _make_certificates(folder: Path, nats_servers: Sequence[str]) -> list[Path]:
     return [path for path in sorted(folder.glob("*")) if path.stat().st_mtime_ns != before.get(path)]
 
 
-def write(folder: Path = _FOLDER, *, nats_servers: str = "") -> int:
+def write(
+    folder: Annotated[Path, Help("Where to write them.")] = _FOLDER,
+    *,
+    nats_servers: Annotated[
+        str,
+        Help(
+            "Hosts of a cluster of NATS servers, with commas between them: also writes nats_routes.conf, which nats.conf includes as routes.conf."
+        ),
+    ] = "",
+) -> int:
     """Make the secrets of a deployment and print the files that were written; existing files are kept.
 
     A password for each NATS role (nats_ROLE, and nats_passwords.conf, which nats.conf includes as passwords.conf), the S3
     secret key of the store's own user and of each role (s3_ROLE), tokens of the reward service for an administrator, for
     endpoints and for Prometheus with their hashes (reward_tokens), Grafana's password, and in tls/ the certificates of all
     servers and the key that signs weights.
-
-    Parameters
-    ----------
-    folder
-        Where to write them.
-    nats_servers
-        Hosts of a cluster of NATS servers, with commas between them: also writes nats_routes.conf, which nats.conf includes as
-        routes.conf.
     """
     try:
         for path in make_secrets(folder, [host for host in nats_servers.split(",") if host]):

@@ -22,10 +22,11 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 from penstock.deploy.nats_permissions import Permissions, permissions
 from penstock.protocol import streams, subjects
-from penstock.protocol.command_line import program
+from penstock.protocol.command_line import Help, program
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.rights import ANY_RUN, rights
 from penstock.protocol.subjects import check_run_id
@@ -227,33 +228,21 @@ def _list(name: str, subjects: Sequence[str]) -> list[str]:
 
 def print_config(
     *,
-    run: tuple[str, ...] = (),
-    passwords: str = _PASSWORDS,
-    store: str = _STORE,
-    tls: str = "",
-    cluster: bool = False,
-    routes: str = _ROUTES,
-    check: Path | None = None,
+    run: Annotated[tuple[str, ...], Help("Id of a run that the rights are for; repeatable.")] = (),
+    passwords: Annotated[
+        str, Help("File of passwords that it includes, from the folder of the configuration.")
+    ] = _PASSWORDS,
+    store: Annotated[str, Help("The server's folder of data.")] = _STORE,
+    tls: Annotated[
+        str, Help("Folder of penstock certs, from the folder of the configuration: take encrypted connections only.")
+    ] = "",
+    cluster: Annotated[bool, Help("For the servers of a cluster.")] = False,
+    routes: Annotated[
+        str, Help("File of the cluster's routes that it includes, from the folder of the configuration.")
+    ] = _ROUTES,
+    check: Annotated[Path | None, Help("Compare with this file and print nothing when it is the same.")] = None,
 ) -> int:
-    """Print a NATS server's configuration with the rights of every role.
-
-    Parameters
-    ----------
-    run
-        Id of a run that the rights are for; repeatable.
-    passwords
-        File of passwords that it includes, from the folder of the configuration.
-    store
-        The server's folder of data.
-    tls
-        Folder of penstock certs, from the folder of the configuration: take encrypted connections only.
-    cluster
-        For the servers of a cluster.
-    routes
-        File of the cluster's routes that it includes, from the folder of the configuration.
-    check
-        Compare with this file and print nothing when it is the same.
-    """
+    """Print a NATS server's configuration with the rights of every role."""
     text = nats_config(run, passwords=passwords, store=store, tls=tls, is_cluster=cluster, routes=routes)
     if check is None:
         print(text, end="")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from penstock.protocol.command_line import program
+from penstock.protocol.command_line import Help, program
 from penstock.protocol.rights import ANY_RUN, ObjectRights, Role, object_rights
 from penstock.protocol.subjects import check_run_id
 
@@ -53,19 +53,12 @@ def _policy(bucket: str, of_runs: Sequence[ObjectRights]) -> Policy:
 
 
 def print_policy(
-    role: Literal["rollout", "reward", "trainer", "viewer"], *, run: tuple[str, ...] = (), bucket: str = "penstock"
+    role: Annotated[Literal["rollout", "reward", "trainer", "viewer"], Help("Whose policy.")],
+    *,
+    run: Annotated[tuple[str, ...], Help("Id of a run that it is for; repeatable.")] = (),
+    bucket: Annotated[str, Help("The bucket.")] = "penstock",
 ) -> int:
-    """Print the policy of a role's S3 user as JSON.
-
-    Parameters
-    ----------
-    role
-        Whose policy.
-    run
-        Id of a run that it is for; repeatable.
-    bucket
-        The bucket.
-    """
+    """Print the policy of a role's S3 user as JSON."""
     print(json.dumps(policies(bucket, run)[role], indent=2))
     return 0
 

@@ -1,6 +1,6 @@
 """Command lines from typed functions; the only file that imports cyclopts.
 
-A parameter of the function is an argument or an option, its type checks the value, and its docstring is the help: the verb
+A parameter of the function is an argument or an option, its annotation has type and help, and the docstring is the text: the verb
 of `penstock`, its help, its completion, and ``python -m`` of a module come from that one declaration.
 """
 
@@ -19,9 +19,12 @@ __all__ = [
     "FLAT",
     "App",
     "Group",
+    "Help",
+    "Json",
     "Least",
     "Parameter",
     "RunArguments",
+    "RunName",
     "UsageError",
     "application",
     "program",
@@ -34,11 +37,18 @@ FLAT = Parameter(name="*")  # the fields of a dataclass are options of the comma
 RunArguments = Annotated[
     str, Parameter(allow_leading_hyphen=True, help="Run files, and settings as section.key=value.")
 ]
+RunName = Annotated[str, Parameter(help="Name of the run.")]
+Json = Annotated[bool, Parameter(help="Print JSON instead of text.")]
 _typed: ContextVar[Sequence[str] | None] = ContextVar("typed", default=None)
 
 
 class UsageError(PenstockError):
     """Options that do not go together; exit code 2."""
+
+
+def Help(text: str, **more: Any) -> Parameter:  # noqa: N802 - an annotation, as Parameter
+    """Return the annotation of a parameter with its help text, and whatever else `Parameter` takes."""
+    return Parameter(help=text, **more)
 
 
 def Least(least: int) -> Parameter:  # noqa: N802 - an annotation, as Parameter

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from penstock.protocol.command_line import FLAT, Least
+from penstock.protocol.command_line import FLAT, Help, Least
 from penstock.reward_service.hosting.commands import ServeOptions
 
 
@@ -14,26 +14,22 @@ from penstock.reward_service.hosting.commands import ServeOptions
 class ModelOptions:
     """How a reward model reads texts, and what a call may take."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format."""
-    device: str = "cpu"
-    """Torch device."""
-    form: Literal["auto", "chat", "plain"] = "auto"
-    """Input format; auto: chat if the tokenizer has a chat template."""
-    prompt_column: str = ""
-    """The row's column with the question, as text or messages."""
-    label: int | None = None
-    """With several labels: index of the label whose probability is the score."""
-    max_length: Annotated[int | None, Least(1)] = None
-    """Token limit of a text; longer texts are errors; default the model's."""
-    batch_tokens: Annotated[int, Least(1)] = 16_384
-    """Tokens per forward pass, padding included."""
-    timeout_s: float = 300.0
-    """Deadline of one call in seconds."""
+    dtype: Annotated[Literal["float32", "bfloat16"], Help("Number format.")] = "float32"
+    device: Annotated[str, Help("Torch device.")] = "cpu"
+    form: Annotated[
+        Literal["auto", "chat", "plain"], Help("Input format; auto: chat if the tokenizer has a chat template.")
+    ] = "auto"
+    prompt_column: Annotated[str, Help("The row's column with the question, as text or messages.")] = ""
+    label: Annotated[int | None, Help("With several labels: index of the label whose probability is the score.")] = None
+    max_length: Annotated[
+        int | None, Least(1), Help("Token limit of a text; longer texts are errors; default the model's.")
+    ] = None
+    batch_tokens: Annotated[int, Least(1), Help("Tokens per forward pass, padding included.")] = 16_384
+    timeout_s: Annotated[float, Help("Deadline of one call in seconds.")] = 300.0
 
 
 def serve_model(
-    path: Path,
+    path: Annotated[Path, Help("The model's folder.")],
     *,
     model: Annotated[ModelOptions, FLAT] = ModelOptions(),
     options: Annotated[ServeOptions, FLAT] = ServeOptions(),
@@ -48,11 +44,6 @@ def serve_model(
 
     Example:  penstock reward serve-model rm/ --prompt-column question --register http://127.0.0.1:8700
     Then:     penstock reward test rm
-
-    Parameters
-    ----------
-    path
-        The model's folder.
     """
     from penstock.protocol.errors import ConfigError
 

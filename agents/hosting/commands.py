@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from penstock.protocol.command_line import FLAT, RunArguments, application
+from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, application
 
 LEASE_S = 15.0
 
@@ -17,81 +17,65 @@ app = application("env", help="Serve, register, try and list environments of sev
 class LeaseOptions:
     """How long a registration lasts, and whether it replaces another."""
 
-    lease_s: float = LEASE_S
-    """Seconds without a renewal after which it is out of service."""
-    replace: bool = False
-    """Take over the name from servers of another version, which end their episodes."""
+    lease_s: Annotated[float, Help("Seconds without a renewal after which it is out of service.")] = LEASE_S
+    replace: Annotated[bool, Help("Take over the name from servers of another version, which end their episodes.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """Which servers are called, and by which authorities and keys they are trusted."""
 
-    secret_file: Path | None = None
-    """File with the server's signing keys."""
-    ca_file: Path | None = None
-    """Certificates of the authorities that an https server is trusted by."""
-    allowed_target: tuple[str, ...] = ()
-    """Network or host name of servers that may be called; repeatable; default loopback and private ranges."""
+    secret_file: Annotated[Path | None, Help("File with the server's signing keys.")] = None
+    ca_file: Annotated[Path | None, Help("Certificates of the authorities that an https server is trusted by.")] = None
+    allowed_target: Annotated[
+        tuple[str, ...],
+        Help("Network or host name of servers that may be called; repeatable; default loopback and private ranges."),
+    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Where an environment is served, and its limits."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; default this machine only."""
-    port: int = 0
-    """Port to listen on; 0: any free one."""
-    capacity: int = 256
-    """Episodes that are played at once."""
-    reply_s: float = 60.0
-    """Seconds that the environment may take for one reply."""
-    idle_s: float = 900.0
-    """Seconds without a call after which an episode is closed."""
-    drain_s: float = 60.0
-    """Seconds that episodes in progress may take after Ctrl-C."""
-    secret_file: Path | None = None
-    """File with one or two signing keys whsec_..., one per line; calls signed with neither are refused."""
-    register: str = ""
-    """Register it on NATS under this name."""
-    url: str | None = None
-    """URL at which workers reach it, to register; default from host and port."""
+    host: Annotated[str, Help("Address to listen on; default this machine only.")] = "127.0.0.1"
+    port: Annotated[int, Help("Port to listen on; 0: any free one.")] = 0
+    capacity: Annotated[int, Help("Episodes that are played at once.")] = 256
+    reply_s: Annotated[float, Help("Seconds that the environment may take for one reply.")] = 60.0
+    idle_s: Annotated[float, Help("Seconds without a call after which an episode is closed.")] = 900.0
+    drain_s: Annotated[float, Help("Seconds that episodes in progress may take after Ctrl-C.")] = 60.0
+    secret_file: Annotated[
+        Path | None,
+        Help("File with one or two signing keys whsec_..., one per line; calls signed with neither are refused."),
+    ] = None
+    register: Annotated[str, Help("Register it on NATS under this name.")] = ""
+    url: Annotated[str | None, Help("URL at which workers reach it, to register; default from host and port.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions:
     """Episodes that are played without a model."""
 
-    episodes: int = 20
-    """Episodes of each policy."""
-    seed: int = 0
-    """Seed of the first episode; each next one has the next."""
-    script: Path | None = None
-    """File with the answers of the scripted policy, one a line."""
-    answer_format: str = "hermes"
-    """How the script writes calls of tools."""
-    options: str = "{}"
-    """Options of the environment, as a JSON object."""
-    max_turns: int = 16
-    """Turns of one episode."""
-    prompt: str = "get 37"
-    """Last message of the row's prompt."""
-    ground_truth: str = "null"
-    """The row's ground truth, as JSON."""
-    extra_info: str = "{}"
-    """The row's extra_info, as a JSON object."""
-    run_file: Path | None = None
-    """Run file that defines the environment; its options and limits are used."""
-    secret_file: Path | None = None
-    """File with the server's signing keys."""
-    json: bool = False
-    """Print one JSON object."""
+    episodes: Annotated[int, Help("Episodes of each policy.")] = 20
+    seed: Annotated[int, Help("Seed of the first episode; each next one has the next.")] = 0
+    script: Annotated[Path | None, Help("File with the answers of the scripted policy, one a line.")] = None
+    answer_format: Annotated[str, Help("How the script writes calls of tools.")] = "hermes"
+    options: Annotated[str, Help("Options of the environment, as a JSON object.")] = "{}"
+    max_turns: Annotated[int, Help("Turns of one episode.")] = 16
+    prompt: Annotated[str, Help("Last message of the row's prompt.")] = "get 37"
+    ground_truth: Annotated[str, Help("The row's ground truth, as JSON.")] = "null"
+    extra_info: Annotated[str, Help("The row's extra_info, as a JSON object.")] = "{}"
+    run_file: Annotated[
+        Path | None, Help("Run file that defines the environment; its options and limits are used.")
+    ] = None
+    secret_file: Annotated[Path | None, Help("File with the server's signing keys.")] = None
+    json: Json = False
 
 
 @app.command
 def serve(
-    environment: str,
+    environment: Annotated[str, Help("FILE.py:CLASS, module:CLASS, or the name of a built-in or installed one.")],
     *settings: RunArguments,
     options: Annotated[ServeOptions, FLAT] = ServeOptions(),
     lease: Annotated[LeaseOptions, FLAT] = LeaseOptions(),
@@ -106,11 +90,6 @@ def serve(
               penstock env serve guess.py:Guess --host 0.0.0.0 --secret-file key
               penstock env serve guess.py:Guess run.toml --register guess
     Then:     penstock env test http://127.0.0.1:8800
-
-    Parameters
-    ----------
-    environment
-        FILE.py:CLASS, module:CLASS, or the name of a built-in or installed one.
     """
     from penstock.agents.hosting.serve import serve_environment
 
@@ -119,9 +98,9 @@ def serve(
 
 @app.command
 def register(
-    url: str,
+    url: Annotated[str, Help("URL of the server, as workers reach it.")],
     *settings: RunArguments,
-    name: str = "",
+    name: Annotated[str, Help("Name that run files use; default as the server calls itself.")] = "",
     lease: Annotated[LeaseOptions, FLAT] = LeaseOptions(),
     targets: Annotated[TargetOptions, FLAT] = TargetOptions(),
 ) -> int:
@@ -133,13 +112,6 @@ def register(
     Example:  penstock env register http://10.0.0.7:8800 run.toml --name guess
               penstock env register http://10.0.0.7:8800 nats.url=nats://10.0.0.1:4222 --replace
     Then:     name it in the run file: options = { registered = "guess" }
-
-    Parameters
-    ----------
-    url
-        URL of the server, as workers reach it.
-    name
-        Name that run files use; default as the server calls itself.
     """
     from penstock.agents.hosting.register import register_server
 
@@ -147,19 +119,16 @@ def register(
 
 
 @app.command
-def drain(name: str, *settings: RunArguments, url: str | None = None) -> int:
+def drain(
+    name: Annotated[str, Help("The name under which they are registered.")],
+    *settings: RunArguments,
+    url: Annotated[str | None, Help("Only the server at this URL; default all of the name.")] = None,
+) -> int:
     """Take the servers of a registered environment out of service; their episodes go on.
 
     Example:  penstock env drain guess run.toml
               penstock env drain guess run.toml --url http://10.0.0.7:8800
     Then:     penstock env resume guess run.toml
-
-    Parameters
-    ----------
-    name
-        The name under which they are registered.
-    url
-        Only the server at this URL; default all of the name.
     """
     from penstock.agents.hosting.register import set_drained
 
@@ -167,18 +136,15 @@ def drain(name: str, *settings: RunArguments, url: str | None = None) -> int:
 
 
 @app.command
-def resume(name: str, *settings: RunArguments, url: str | None = None) -> int:
+def resume(
+    name: Annotated[str, Help("The name under which they are registered.")],
+    *settings: RunArguments,
+    url: Annotated[str | None, Help("Only the server at this URL; default all of the name.")] = None,
+) -> int:
     """Put drained servers of a registered environment back into service.
 
     Example:  penstock env resume guess run.toml
     Then:     penstock env list --registered run.toml
-
-    Parameters
-    ----------
-    name
-        The name under which they are registered.
-    url
-        Only the server at this URL; default all of the name.
     """
     from penstock.agents.hosting.register import set_drained
 
@@ -186,7 +152,11 @@ def resume(name: str, *settings: RunArguments, url: str | None = None) -> int:
 
 
 @app.command(name="test")
-def try_out(environment: str, *, options: Annotated[TrialOptions, FLAT] = TrialOptions()) -> int:
+def try_out(
+    environment: Annotated[str, Help("A name, FILE.py:CLASS, or the URL of an environment server.")],
+    *,
+    options: Annotated[TrialOptions, FLAT] = TrialOptions(),
+) -> int:
     """Play episodes of an environment without a model; show lengths, rewards, errors and times.
 
     Plays each seed with a policy that answers at random: words and numbers of the last message, calls of tools with arguments
@@ -200,11 +170,6 @@ def try_out(environment: str, *, options: Annotated[TrialOptions, FLAT] = TrialO
               penstock env test http://127.0.0.1:8800 --options '{"highest": 20}' --script answers.txt
               penstock env test my-env --run-file run.toml
     Then:     name it in the run file: rollout.environment = "frozen_lake"
-
-    Parameters
-    ----------
-    environment
-        A name, FILE.py:CLASS, or the URL of an environment server.
     """
     from penstock.agents.hosting.try_environment import try_environment
 
@@ -212,20 +177,19 @@ def try_out(environment: str, *, options: Annotated[TrialOptions, FLAT] = TrialO
 
 
 @app.command(name="list")
-def list_environments(*settings: RunArguments, json: bool = False, registered: bool = False) -> int:
+def list_environments(
+    *settings: RunArguments,
+    json: Json = False,
+    registered: Annotated[
+        bool, Help("List the registered environment servers instead: versions, states, episodes, leases.")
+    ] = False,
+) -> int:
     """List the environments that a run may name, with their options.
 
     Example:  penstock env list
               penstock env list run.toml        also those that a run file defines
               penstock env list --registered run.toml      the servers that are registered on its NATS
     Then:     penstock env test NAME
-
-    Parameters
-    ----------
-    json
-        Print one JSON object.
-    registered
-        List the registered environment servers instead: versions, states, episodes, leases.
     """
     from penstock.agents.hosting.list_environments import print_environments
 

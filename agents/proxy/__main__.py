@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
 from penstock.agents.proxy.renderer import ChatRenderer
 from penstock.agents.proxy.template_probe import format_table, probe, shows_tools
 from penstock.protocol.chat_tokenizer import ChatTokenizer
-from penstock.protocol.command_line import program
+from penstock.protocol.command_line import Help, program
 
 
-def print_table(model: Path, *, require_append_only: bool = False) -> int:
-    """Print how agents' conversations with a model are continued.
-
-    Parameters
-    ----------
-    model
-        Folder with tokenizer.json and a chat template.
-    require_append_only
-        Exit with 1 unless every shape that renders is append-only.
-    """
+def print_table(
+    model: Annotated[Path, Help("Folder with tokenizer.json and a chat template.")],
+    *,
+    require_append_only: Annotated[bool, Help("Exit with 1 unless every shape that renders is append-only.")] = False,
+) -> int:
+    """Print how agents' conversations with a model are continued."""
     renderer = ChatRenderer(ChatTokenizer.read(model))
     reports = probe(renderer)
     shown = "shows tools" if shows_tools(renderer) else "does not show tools: the policy cannot know them"

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
 from penstock.console.cli.verb_parts import INSPECT
-from penstock.protocol.command_line import RunArguments, application, typed
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
 
 app = application("dead-letters", help="Messages that could not be processed: list, show, send again.", group=INSPECT)
 
 
 @app.command(name="list")
-def list_dead_letters(run: str, *arguments: RunArguments, json: bool = False) -> int:
+def list_dead_letters(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     """List the dead letters of a run: stage, reason, groups, attempts, when.
 
     Example:  penstock dead-letters list quickstart
     Then:     penstock dead-letters show RUN ID
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    json
-        Print one JSON array instead of the table.
     """
     from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import print_list
@@ -32,20 +26,13 @@ def list_dead_letters(run: str, *arguments: RunArguments, json: bool = False) ->
 
 
 @app.command(name="show")
-def show_dead_letter(run: str, number: int, *arguments: RunArguments, json: bool = False) -> int:
+def show_dead_letter(
+    run: RunName, number: Annotated[int, Help("Its id in the list.")], *arguments: RunArguments, json: Json = False
+) -> int:
     """Print a dead letter with its prompts, and its completions if it has any.
 
     Example:  penstock dead-letters show quickstart 3
     Then:     penstock dead-letters resend RUN ID
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    number
-        Its id in the list.
-    json
-        Print one JSON object instead of the text.
     """
     from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import print_one
@@ -55,7 +42,12 @@ def show_dead_letter(run: str, number: int, *arguments: RunArguments, json: bool
 
 
 @app.command(name="resend")
-def resend_dead_letters(run: str, *arguments: RunArguments, all: bool = False, once_more: bool = False) -> int:
+def resend_dead_letters(
+    run: RunName,
+    *arguments: RunArguments,
+    all: Annotated[bool, Help("Send all of them, instead of those named.")] = False,
+    once_more: Annotated[bool, Help("Include those that were sent again before.")] = False,
+) -> int:
     """Send dead letters again, to the stage that gave them up; on arrival the trainer counts their groups as outstanding.
 
     Refused, with the reason, when it would have no effect: the run has ended, or the samples are too old by now.
@@ -63,15 +55,6 @@ def resend_dead_letters(run: str, *arguments: RunArguments, all: bool = False, o
     Example:  penstock dead-letters resend quickstart 3 4
               penstock dead-letters resend quickstart --all
     Then:     penstock watch RUN
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    all
-        Send all of them, instead of those named.
-    once_more
-        Include those that were sent again before.
     """
     from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import resend

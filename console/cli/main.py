@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 from penstock import __version__
 from penstock.agents.hosting import commands as environments
@@ -27,7 +27,7 @@ from penstock.console.cli import (
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START
 from penstock.protocol import command_line, internal_errors
 from penstock.protocol.closed_output import ends_quietly
-from penstock.protocol.command_line import RunArguments, application, typed
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
 from penstock.protocol.errors import PenstockError
 
 app = application(
@@ -63,17 +63,12 @@ app["--help"].show = app["--version"].show = False  # the text above and the ver
 
 
 @app.command(group=START)
-def doctor(*arguments: RunArguments, json: bool = False) -> int:
+def doctor(*arguments: RunArguments, json: Json = False) -> int:
     """Check this machine and list each problem with a fix.
 
     Example:  penstock doctor
               penstock doctor run.toml     also check the NATS and S3 of a run file
     Then:     penstock quickstart
-
-    Parameters
-    ----------
-    json
-        Print one JSON object instead of the table.
     """
     from penstock.console.tools.doctor import report
 
@@ -81,21 +76,19 @@ def doctor(*arguments: RunArguments, json: bool = False) -> int:
 
 
 @app.command(group=INSPECT)
-def watch(run: str, *arguments: RunArguments, plain: bool = False, json: bool = False) -> int:
+def watch(
+    run: RunName,
+    *arguments: RunArguments,
+    plain: Annotated[bool, Help("Print lines instead of the panel.")] = False,
+    json: Annotated[
+        bool, Help("Print lines to stderr and, at the end, one JSON object as the last line of stdout.")
+    ] = False,
+) -> int:
     """Show a live panel of a run; Ctrl-C ends the panel, not the run.
 
     Example:  penstock watch quickstart
               penstock watch my-run nats.url=nats://gpu-1:4222 nats.user=me nats.password_file=secret
     Then:     penstock runs show RUN
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    plain
-        Print lines instead of the panel.
-    json
-        Print lines to stderr and, at the end, one JSON object as the last line of stdout.
     """
     from penstock.console.live.watch import watch_run
     from penstock.console.record import stored_run
@@ -106,37 +99,24 @@ def watch(run: str, *arguments: RunArguments, plain: bool = False, json: bool = 
 
 @app.command(group=INSPECT)
 def chat(
-    run: str,
+    run: RunName,
     *arguments: RunArguments,
-    model: str | None = None,
-    prompt: str | None = None,
-    keep: bool = False,
-    device: str = "cpu",
-    temperature: float = 0.0,
-    max_tokens: int | None = None,
+    model: Annotated[str | None, Help("Folder of another model to use instead of the run's own.")] = None,
+    prompt: Annotated[str | None, Help("Send this prompt, print the answer and exit.")] = None,
+    keep: Annotated[
+        bool, Help("Send the whole conversation each time, instead of each line alone as in single-turn training.")
+    ] = False,
+    device: Annotated[str, Help("Where the model runs: cpu or cuda.")] = "cpu",
+    temperature: Annotated[float, Help("Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, Help("Maximum tokens of an answer; default 512, or half the context of a smaller model.")
+    ] = None,
 ) -> int:
     """Chat with the model of a run.
 
     Example:  penstock chat quickstart
               penstock chat quickstart --prompt "sort 52704183"
     Then:     Ctrl-D ends it
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    model
-        Folder of another model to use instead of the run's own.
-    prompt
-        Send this prompt, print the answer and exit.
-    keep
-        Send the whole conversation each time, instead of each line alone as in single-turn training.
-    device
-        Where the model runs: cpu or cuda.
-    temperature
-        Sampling temperature; 0 is greedy.
-    max_tokens
-        Maximum tokens of an answer; default 512, or half the context of a smaller model.
     """
     from penstock.console.tools.chat import ChatOptions
     from penstock.console.tools.chat import chat as start_chat
@@ -148,18 +128,13 @@ def chat(
 
 
 @app.command(group=INSPECT)
-def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Help("The shell.")], /) -> None:
     """Print the script that completes verbs, flags and settings in a shell.
 
     Example:  penstock completion bash >> ~/.bashrc
               penstock completion zsh > ~/.zfunc/_penstock
               penstock completion fish > ~/.config/fish/completions/penstock.fish
     Then:     start a new shell, and type: penstock train rollout.<TAB>
-
-    Parameters
-    ----------
-    shell
-        The shell.
     """
     from penstock.console.cli.completion import script
 

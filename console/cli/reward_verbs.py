@@ -15,7 +15,7 @@ from penstock.console.cli.verb_parts import (
     ServiceUrl,
     TokenFile,
 )
-from penstock.protocol.command_line import Parameter, RunArguments, application, typed
+from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
 from penstock.reward_model.commands import serve_model
 from penstock.reward_service.hosting import commands
 
@@ -42,16 +42,11 @@ app.command(serve_model)
 
 
 @app.command(name="list")
-def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, json: bool = False) -> int:
+def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, json: Json = False) -> int:
     """List the rewards that a reward service offers.
 
     Example:  penstock reward list
     Then:     penstock reward test NAME
-
-    Parameters
-    ----------
-    json
-        Print one JSON object instead of the table.
     """
     from penstock.console.tools.rewards import print_list, service_url, warn_of_new_service
 
@@ -62,20 +57,28 @@ def list_rewards(*, url: AnyServiceUrl = None, token_file: TokenFile = None, jso
 
 @app.command(name="test")
 def try_reward(  # noqa: PLR0913 - each is an option of the command
-    name: str,
-    *completions: str,
-    data: Path | None = None,
-    number: Annotated[int, Parameter(name=["--number", "-n"])] = 20,
-    map: tuple[str, ...] = (),
-    run_file: Path | None = None,
+    name: Annotated[str, Help("Name of the reward.")],
+    *completions: Annotated[str, Help("Texts to score; without any an example is scored.")],
+    data: Annotated[
+        Path | None,
+        Help("Data file; its rows are scored with right and wrong answers, with a warning when all scores are equal."),
+    ] = None,
+    number: Annotated[int, Help("Number of rows of the data file.", name=["--number", "-n"])] = 20,
+    map: Annotated[tuple[str, ...], Help("Column names that differ, as OURS=THEIRS; with --data.")] = (),
+    run_file: Annotated[
+        Path | None,
+        Help(
+            "Run file whose data.train is the data file, with its columns and form of rows, and whose rewards are offered."
+        ),
+    ] = None,
     serve: ServedFiles = (),
     url: AnyServiceUrl = None,
     token_file: TokenFile = None,
-    prompt: str = "What is 2 + 2?",
-    ground_truth: str = "4",
-    data_source: str = "example",
-    extra_info: str = "{}",
-    json: bool = False,
+    prompt: Annotated[str, Help("Prompt of the completions.")] = "What is 2 + 2?",
+    ground_truth: Annotated[str, Help("Reference answer.")] = "4",
+    data_source: Annotated[str, Help("Name of the data set.")] = "example",
+    extra_info: Annotated[str, Help("A JSON object, as a row's column of that name.")] = "{}",
+    json: Annotated[bool, Help("Print one JSON object instead of the table; with --data.")] = False,
 ) -> int:
     """Score completions with a reward as a run would, or show its score distribution on rows of a data file.
 
@@ -85,31 +88,6 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
               penstock reward test gsm8k --data gsm8k/train.parquet -n 20
               penstock reward test my_reward --serve my_reward.py --run-file run.toml
     Then:     name it in the run file: reward.name = "gsm8k"
-
-    Parameters
-    ----------
-    name
-        Name of the reward.
-    completions
-        Texts to score; without any an example is scored.
-    data
-        Data file; its rows are scored with right and wrong answers, with a warning when all scores are equal.
-    number
-        Number of rows of the data file.
-    map
-        Column names that differ, as OURS=THEIRS; with --data.
-    run_file
-        Run file whose data.train is the data file, with its columns and form of rows, and whose rewards are offered.
-    prompt
-        Prompt of the completions.
-    ground_truth
-        Reference answer.
-    data_source
-        Name of the data set.
-    extra_info
-        A JSON object, as a row's column of that name.
-    json
-        Print one JSON object instead of the table; with --data.
     """
     from penstock.console.tools.rewards import read_extra_info, score_texts, service_url
 
@@ -134,19 +112,12 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
 
 
 @app.command
-def errors(run: str, *arguments: RunArguments, json: bool = False) -> int:
+def errors(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     """List the groups of a run that got no reward, with the reason and their state.
 
     Example:  penstock reward errors gsm8k
               penstock reward errors gsm8k nats.url=nats://gpu-1:4222 nats.user=me
     Then:     penstock reward test NAME
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    json
-        Print one JSON array instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.reward_errors import print_errors

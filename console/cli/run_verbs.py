@@ -8,7 +8,7 @@ from typing import Annotated
 
 from penstock.console.cli.verb_parts import INSPECT, TRAIN, AnyServiceUrl, ServedFiles, TokenFile
 from penstock.forensics.replay.options import ReplayOptions
-from penstock.protocol.command_line import FLAT, RunArguments, application, typed
+from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, RunName, application, typed
 
 runs = application("runs", help="List runs, print their reports, remove them.", group=INSPECT)
 weights = application("weights", help="List the weight versions of a run, export one.", group=INSPECT)
@@ -17,16 +17,11 @@ record = application()  # its verbs are top-level verbs of `penstock`
 
 @runs.default
 @runs.command(name="list")
-def list_runs(*arguments: RunArguments, json: bool = False) -> int:
+def list_runs(*arguments: RunArguments, json: Json = False) -> int:
     """List the runs of this machine, and those on NATS when its address is configured.
 
     Example:  penstock runs
     Then:     penstock runs show RUN
-
-    Parameters
-    ----------
-    json
-        Print one JSON array instead of the table.
     """
     from penstock.console.tools.runs import print_list
 
@@ -34,16 +29,11 @@ def list_runs(*arguments: RunArguments, json: bool = False) -> int:
 
 
 @runs.command(name="show")
-def show_run(run: str, *arguments: RunArguments) -> int:
+def show_run(run: RunName, *arguments: RunArguments) -> int:
     """Print a run's report.
 
     Example:  penstock runs show quickstart
     Then:     penstock chat RUN
-
-    Parameters
-    ----------
-    run
-        Name of the run.
     """
     from penstock.console.tools.runs import print_one
 
@@ -51,22 +41,18 @@ def show_run(run: str, *arguments: RunArguments) -> int:
 
 
 @runs.command(name="stopped")
-def show_stopped(run: str, *arguments: RunArguments, step: int | None = None, json: bool = False) -> int:
+def show_stopped(
+    run: RunName,
+    *arguments: RunArguments,
+    step: Annotated[int | None, Help("Of that step; default: the newest one.")] = None,
+    json: Json = False,
+) -> int:
     """Show the batch at which a run stopped by itself: a gradient that is not finite, a collapse, an engine that differs.
 
     Every group with its rewards and log-probabilities; values that are far out are marked.
 
     Example:  penstock runs stopped gsm8k
     Then:     penstock lineage gsm8k --group GROUP
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    step
-        Of that step; default: the newest one.
-    json
-        Print one JSON object instead of the table.
     """
     from penstock.console.record.stopped import print_stopped
 
@@ -74,18 +60,11 @@ def show_stopped(run: str, *arguments: RunArguments, step: int | None = None, js
 
 
 @weights.default
-def list_weights(run: str, *arguments: RunArguments, json: bool = False) -> int:
+def list_weights(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     """List the stored versions of a run: parent, kind, base, changed share, bytes, seconds, why it is kept, who serves it.
 
     Example:  penstock weights quickstart
     Then:     penstock weights export RUN --version V --to FOLDER
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    json
-        Print one JSON array instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import print_versions
@@ -96,13 +75,18 @@ def list_weights(run: str, *arguments: RunArguments, json: bool = False) -> int:
 
 @weights.command(name="export")
 def export_weights(
-    run: str,
+    run: RunName,
     *arguments: RunArguments,
-    version: int | None = None,
-    best: bool = False,
-    to: Path,
-    adapter: bool = False,
-    trusted_keys: Path | None = None,
+    version: Annotated[int | None, Help("Version to write.")] = None,
+    best: Annotated[bool, Help("Write the version with the best evaluation.")] = False,
+    to: Annotated[Path, Help("Folder to create; it must not exist.")],
+    adapter: Annotated[bool, Help("Write only adapter_config.json and adapter_model.safetensors.")] = False,
+    trusted_keys: Annotated[
+        Path | None,
+        Help(
+            "File of public keys (signing.pem of `penstock certs`): export only what one of them has signed. Without it PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it."
+        ),
+    ] = None,
 ) -> int:
     """Write a version as a Hugging Face model folder, from its full snapshot and the patches that follow.
 
@@ -114,22 +98,6 @@ def export_weights(
     Example:  penstock weights export quickstart --best --to models/best
               penstock weights export quickstart --version 12 --to models/v12
     Then:     penstock chat RUN --model models/best
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    version
-        Version to write.
-    best
-        Write the version with the best evaluation.
-    to
-        Folder to create; it must not exist.
-    adapter
-        Write only adapter_config.json and adapter_model.safetensors.
-    trusted_keys
-        File of public keys (signing.pem of `penstock certs`): export only what one of them has signed. Without it
-        PENSTOCK_WORKER__TRUSTED_KEYS_FILE, as workers have it.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import export
@@ -142,7 +110,13 @@ def export_weights(
 
 
 @runs.command(name="rm")
-def remove_run(run: str, *arguments: RunArguments, yes: bool = False, folder: bool = False, force: bool = False) -> int:
+def remove_run(
+    run: RunName,
+    *arguments: RunArguments,
+    yes: Annotated[bool, Help("Do not ask for confirmation; keep the folder unless --folder is given too.")] = False,
+    folder: Annotated[bool, Help("Remove the folder without confirmation.")] = False,
+    force: Annotated[bool, Help("Remove it even if its services are running or other runs depend on it.")] = False,
+) -> int:
     """Remove a run: its objects, streams and buckets, and, after a second question, its folder on this machine.
 
     Prints what will be removed and how large it is, and asks for confirmation. Refuses when services of the run are
@@ -152,17 +126,6 @@ def remove_run(run: str, *arguments: RunArguments, yes: bool = False, folder: bo
     Example:  penstock runs rm quickstart
               penstock runs rm my-run nats.url=nats://gpu-1:4222 s3.endpoint=http://gpu-1:9000 --yes
     Then:     penstock runs
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    yes
-        Do not ask for confirmation; keep the folder unless --folder is given too.
-    folder
-        Remove the folder without confirmation.
-    force
-        Remove it even if its services are running or other runs depend on it.
     """
     from penstock.console.tools.removal import remove_run as remove_it
 
@@ -170,7 +133,11 @@ def remove_run(run: str, *arguments: RunArguments, yes: bool = False, folder: bo
 
 
 @runs.command(name="backup")
-def backup_run(run: str, *arguments: RunArguments, to: Path) -> int:
+def backup_run(
+    run: RunName,
+    *arguments: RunArguments,
+    to: Annotated[Path, Help("Folder of the backup: new, or that of an earlier backup of this run.")],
+) -> int:
     """Copy a run's streams, buckets and objects into a folder, from which it can be restored on any servers.
 
     Stop the run's services first: it refuses while one is running. A second backup into the same folder copies only the
@@ -178,13 +145,6 @@ def backup_run(run: str, *arguments: RunArguments, to: Path) -> int:
 
     Example:  penstock runs backup quickstart --to backups/quickstart
     Then:     penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    to
-        Folder of the backup: new, or that of an earlier backup of this run.
     """
     from penstock.console.record import stored_run
     from penstock.forensics.backup import backup_run as backup
@@ -194,7 +154,7 @@ def backup_run(run: str, *arguments: RunArguments, to: Path) -> int:
 
 
 @runs.command(name="restore")
-def restore_run(folder: Path, *arguments: RunArguments) -> int:
+def restore_run(folder: Annotated[Path, Help("Folder of the backup.")], *arguments: RunArguments) -> int:
     """Make a run again from a backup, on servers that do not have it.
 
     Verifies every file of the backup before it writes anything, and every stream afterwards. After an interruption,
@@ -202,11 +162,6 @@ def restore_run(folder: Path, *arguments: RunArguments) -> int:
 
     Example:  penstock runs restore backups/quickstart nats.url=nats://other:4222 s3.endpoint=http://other:9000
     Then:     penstock audit RUN
-
-    Parameters
-    ----------
-    folder
-        Folder of the backup.
     """
     from penstock.forensics.backup import backup_run as backup
 
@@ -214,7 +169,7 @@ def restore_run(folder: Path, *arguments: RunArguments) -> int:
 
 
 @record.command(group=INSPECT)
-def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions, FLAT] = ReplayOptions()) -> None:
+def replay(run: RunName, *arguments: RunArguments, options: Annotated[ReplayOptions, FLAT] = ReplayOptions()) -> None:
     """Train a run again from its stored groups and compare the hash of every version.
 
     Needs only the object store and the initial model: no workers, rewards or queues. Groups, their order and all
@@ -229,11 +184,6 @@ def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions,
               penstock replay my-run run.toml --from 40 --to 60
               penstock replay my-run --batch 41
     Then:     penstock lineage RUN --version V
-
-    Parameters
-    ----------
-    run
-        Name of the run.
     """
     from penstock.console.record import stored_run
 
@@ -243,16 +193,28 @@ def replay(run: str, *arguments: RunArguments, options: Annotated[ReplayOptions,
 
 @record.command(group=TRAIN)
 def rescore(  # noqa: PLR0913 - each is an option of the command
-    run: str,
+    run: RunName,
     *arguments: RunArguments,
-    reward: str | None = None,
-    weights: str = "",
-    into: str | None = None,
+    reward: Annotated[
+        str | None,
+        Help(
+            "Reward to score with; default the one of --serve. Without both the stored part scores are weighted again."
+        ),
+    ] = None,
+    weights: Annotated[
+        str,
+        Help(
+            'Weight of each named part, as part=NUMBER, comma-separated; "reward" is the reward itself. For a reward defined by parts in the run file, other weights and gates are kept.'
+        ),
+    ] = "",
+    into: Annotated[str | None, Help("Name of the input; by default made from the names of run and reward.")] = None,
     serve: ServedFiles = (),
     url: AnyServiceUrl = None,
     token_file: TokenFile = None,
-    leave_out_failed: bool = False,
-    json: bool = False,
+    leave_out_failed: Annotated[
+        bool, Help("Continue without the groups that could not be scored; the input lists them.")
+    ] = False,
+    json: Json = False,
 ) -> int:
     """Score a run's groups again, with another reward or other part weights, as input of a run without engines.
 
@@ -264,22 +226,6 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
               penstock rescore my-run --reward gsm8k
               penstock rescore my-run --weights correct=1,format=0.2 --into my-run-format
     Then:     penstock train run.toml --local run.id=NEW data.from_run=INPUT
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    reward
-        Reward to score with; default the one of --serve. Without both the stored part scores are weighted again.
-    weights
-        Weight of each named part, as part=NUMBER, comma-separated; "reward" is the reward itself. For a reward defined
-        by parts in the run file, other weights and gates are kept.
-    into
-        Name of the input; by default made from the names of run and reward.
-    leave_out_failed
-        Continue without the groups that could not be scored; the input lists them.
-    json
-        Print one JSON object.
     """
     from penstock.console.record import stored_run
     from penstock.forensics.rescore.rescore import RescoreOptions, rescore, service_for
@@ -295,12 +241,14 @@ def rescore(  # noqa: PLR0913 - each is an option of the command
 
 @record.command(group=INSPECT)
 def lineage(
-    run: str,
+    run: RunName,
     *arguments: RunArguments,
-    version: int | None = None,
-    group: str | None = None,
-    full: bool = False,
-    json: bool = False,
+    version: Annotated[int | None, Help("The version; default the last one.")] = None,
+    group: Annotated[str | None, Help("Id of a group.")] = None,
+    full: Annotated[
+        bool, Help("Also print every completion with its reward, and the whole chain of versions.")
+    ] = False,
+    json: Json = False,
 ) -> int:
     """Show what a version was trained on: groups, prompts, rewards, scorers, and all earlier versions.
 
@@ -309,19 +257,6 @@ def lineage(
     Example:  penstock lineage quickstart --version 12
               penstock lineage quickstart --group e0.p17.a0 --full
     Then:     penstock replay RUN --to V
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    version
-        The version; default the last one.
-    group
-        Id of a group.
-    full
-        Also print every completion with its reward, and the whole chain of versions.
-    json
-        Print one JSON object.
     """
     from penstock.console.record import stored_run
     from penstock.console.record.lineage import print_lineage
@@ -331,7 +266,7 @@ def lineage(
 
 
 @record.command(group=INSPECT)
-def profile(run: str, *arguments: RunArguments, json: bool = False) -> int:
+def profile(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
     """Show where the time of a run went: phases of the trainer's steps, work, waiting and CPU of every service.
 
     Reads the files in the run's folder, also while it is running; asks no server.
@@ -339,13 +274,6 @@ def profile(run: str, *arguments: RunArguments, json: bool = False) -> int:
     Example:  penstock profile quickstart
               penstock profile my-run run.dir=/shared/runs --json
     Then:     penstock plan run.toml
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    json
-        Print one JSON object instead of the tables.
     """
     from penstock.console.tools.profile import print_profile
 
@@ -353,7 +281,14 @@ def profile(run: str, *arguments: RunArguments, json: bool = False) -> int:
 
 
 @record.command(group=INSPECT)
-def audit(run: str, *arguments: RunArguments, fast: bool = False, json: bool = False) -> int:
+def audit(
+    run: RunName,
+    *arguments: RunArguments,
+    fast: Annotated[
+        bool, Help("Do not fetch the packs of trained groups to verify their hash; check only that they exist.")
+    ] = False,
+    json: Json = False,
+) -> int:
     """Check that every group of a run was counted exactly once, and list those that were not.
 
     Reads streams, checkpoint and object store of a running or finished run, and consumes no message.
@@ -362,15 +297,6 @@ def audit(run: str, *arguments: RunArguments, fast: bool = False, json: bool = F
     Example:  penstock audit my-run
               penstock audit my-run nats.url=nats://gpu-1:4222 run.dir=/shared/runs
     Then:     penstock runs show RUN
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    fast
-        Do not fetch the packs of trained groups to verify their hash; check only that they exist.
-    json
-        Print one JSON object instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.forensics.audit.audit import audit_run

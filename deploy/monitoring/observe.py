@@ -20,13 +20,14 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 from penstock.console import launch
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.monitoring.dashboards import FOLDER
 from penstock.deploy.processes.child import Child, DeployError
 from penstock.deploy.processes.servers import HOST, Server
-from penstock.protocol.command_line import RunArguments, program
+from penstock.protocol.command_line import Help, RunArguments, program
 from penstock.protocol.config.run_file import load, split_arguments
 
 METRICS_ON = ("metrics.trainer_port=0", "metrics.rollout_port=0")
@@ -85,18 +86,13 @@ def target_writer(run_file: Sequence[str], folder: Path, targets: Path) -> Child
     return Child("targets", command, log=targets.with_name("targets.log"), environ={**os.environ, **environ})
 
 
-def observe(*arguments: RunArguments, port: int = 0, workers: int = 2, serve: tuple[str, ...] = ()) -> int:
-    """Run until the run ends; returns its exit code.
-
-    Parameters
-    ----------
-    port
-        Port of Prometheus; 0: any free one.
-    workers
-        Number of rollout workers.
-    serve
-        FILE.py, as of `penstock train --local`.
-    """
+def observe(
+    *arguments: RunArguments,
+    port: Annotated[int, Help("Port of Prometheus; 0: any free one.")] = 0,
+    workers: Annotated[int, Help("Number of rollout workers.")] = 2,
+    serve: Annotated[tuple[str, ...], Help("FILE.py, as of `penstock train --local`.")] = (),
+) -> int:
+    """Run until the run ends; returns its exit code."""
     given = [f"--workers={workers}", *(f"--serve={file}" for file in serve)]
     files, overrides = split_arguments(arguments)
     run = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings.run

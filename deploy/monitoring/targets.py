@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.protocol import heartbeats, logs, streams
-from penstock.protocol.command_line import RunArguments, UsageError, program
+from penstock.protocol.command_line import Help, RunArguments, UsageError, program
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.files import atomic_write
@@ -44,16 +44,12 @@ def targets(beats: Iterable[Heartbeat], run_id: str) -> list[dict[str, Any]]:
     return found
 
 
-def write_targets(*arguments: RunArguments, write: Path | None = None, every: float | None = None) -> int:
-    """Write the addresses of a run's services for Prometheus, from their heartbeats.
-
-    Parameters
-    ----------
-    write
-        Replace this file instead of printing.
-    every
-        Write again and again, after so many seconds; needs --write.
-    """
+def write_targets(
+    *arguments: RunArguments,
+    write: Annotated[Path | None, Help("Replace this file instead of printing.")] = None,
+    every: Annotated[float | None, Help("Write again and again, after so many seconds; needs --write.")] = None,
+) -> int:
+    """Write the addresses of a run's services for Prometheus, from their heartbeats."""
     if every is not None and (write is None or every <= 0):
         raise UsageError("--every needs --write FILE and a positive number of seconds")
     logs.configure("targets")

@@ -6,53 +6,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from penstock.protocol.command_line import FLAT, Parameter
+from penstock.protocol.command_line import FLAT, Help
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Where a reward is served, and where it is registered."""
 
-    name: str = ""
-    """Reward name that rows request; default the name of the file or folder."""
-    host: str = "127.0.0.1"
-    """Address to listen on; default this machine only."""
-    port: int = 0
-    """Port to listen on; 0: any free one."""
-    url: str = ""
-    """URL at which the reward service reaches this endpoint; default from host and port."""
-    register: str = ""
-    """URL of the reward service to register at, e.g. http://127.0.0.1:8700; replicas with commas between them."""
-    token_file: Path | None = None
-    """File with the reward service's bearer token."""
-    secret_file: Path | None = None
-    """File with one or two signing keys whsec_..., one per line; requests signed with neither are refused."""
-    drain_s: float = 30.0
-    """Seconds that calls in progress may take after Ctrl-C."""
+    name: Annotated[str, Help("Reward name that rows request; default the name of the file or folder.")] = ""
+    host: Annotated[str, Help("Address to listen on; default this machine only.")] = "127.0.0.1"
+    port: Annotated[int, Help("Port to listen on; 0: any free one.")] = 0
+    url: Annotated[str, Help("URL at which the reward service reaches this endpoint; default from host and port.")] = ""
+    register: Annotated[
+        str,
+        Help(
+            "URL of the reward service to register at, e.g. http://127.0.0.1:8700; replicas with commas between them."
+        ),
+    ] = ""
+    token_file: Annotated[Path | None, Help("File with the reward service's bearer token.")] = None
+    secret_file: Annotated[
+        Path | None,
+        Help("File with one or two signing keys whsec_..., one per line; requests signed with neither are refused."),
+    ] = None
+    drain_s: Annotated[float, Help("Seconds that calls in progress may take after Ctrl-C.")] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     """The chat endpoint of a grader's score_model."""
 
-    base_url: str = ""
-    """Chat endpoint of score_model graders, e.g. http://.../v1"""
-    api_key_env: str = ""
-    """Environment variable with its API key."""
-    api_key_file: Path | None = None
-    """File with its API key."""
-    concurrency: int = 16
-    """Concurrent requests to the model."""
-    timeout_s: float = 120.0
-    """Deadline of one model request in seconds, retries included."""
+    base_url: Annotated[str, Help("Chat endpoint of score_model graders, e.g. http://.../v1")] = ""
+    api_key_env: Annotated[str, Help("Environment variable with its API key.")] = ""
+    api_key_file: Annotated[Path | None, Help("File with its API key.")] = None
+    concurrency: Annotated[int, Help("Concurrent requests to the model.")] = 16
+    timeout_s: Annotated[float, Help("Deadline of one model request in seconds, retries included.")] = 120.0
 
 
 def serve(
-    file: Path,
+    file: Annotated[Path, Help("The Python file.")],
     *,
-    function: str | None = None,
-    conversational: Annotated[bool | None, Parameter(negative="--no-conversational")] = None,
-    timeout_s: float = 30.0,
+    function: Annotated[str | None, Help("Name of the function, if the file has several.")] = None,
+    conversational: Annotated[
+        bool | None,
+        Help(
+            "TRL: give prompts and completions as lists of messages, or as texts; default as the function's code reads them.",
+            negative="--no-conversational",
+        ),
+    ] = None,
+    timeout_s: Annotated[float, Help("Deadline of one call in seconds, retries included.")] = 30.0,
     options: Annotated[ServeOptions, FLAT] = ServeOptions(),
 ) -> int:
     """Serve the reward function or class of a Python file (verl, TRL, OpenRLHF) as a reward endpoint.
@@ -77,24 +78,15 @@ def serve(
 
     Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
     Then:     penstock reward test my_reward
-
-    Parameters
-    ----------
-    file
-        The Python file.
-    function
-        Name of the function, if the file has several.
-    conversational
-        TRL: give prompts and completions as lists of messages, or as texts; default as the function's code reads them.
-    timeout_s
-        Deadline of one call in seconds, retries included.
     """
     from penstock.reward_service.hosting.serve import serve_file
 
     return serve_file(file, function, options, conversational=conversational, timeout_s=timeout_s)
 
 
-def serve_judge(file: Path, *, options: Annotated[ServeOptions, FLAT] = ServeOptions()) -> int:
+def serve_judge(
+    file: Annotated[Path, Help("TOML file of the judge.")], *, options: Annotated[ServeOptions, FLAT] = ServeOptions()
+) -> int:
     """Serve a language model as a judge endpoint, scoring single answers or comparing pairs.
 
     The file names the judge's model and settings; reward_service/hosting/judge/settings.py describes every key:
@@ -112,11 +104,6 @@ def serve_judge(file: Path, *, options: Annotated[ServeOptions, FLAT] = ServeOpt
 
     Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
     Then:     penstock reward test judge "a good answer" "a bad one"
-
-    Parameters
-    ----------
-    file
-        TOML file of the judge.
     """
     from penstock.reward_service.hosting.serve_judge import JudgeReward
     from penstock.reward_service.hosting.served_reward import serve_reward
@@ -125,9 +112,9 @@ def serve_judge(file: Path, *, options: Annotated[ServeOptions, FLAT] = ServeOpt
 
 
 def serve_grader(
-    file: Path,
+    file: Annotated[Path, Help("JSON file of the grader.")],
     *,
-    reference_key: str = "reference_answer",
+    reference_key: Annotated[str, Help("Key of the ground truth in the item.")] = "reference_answer",
     chat: Annotated[ChatOptions, FLAT] = ChatOptions(),
     options: Annotated[ServeOptions, FLAT] = ServeOptions(),
 ) -> int:
@@ -148,13 +135,6 @@ def serve_grader(
 
     Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
     Then:     penstock reward test grader
-
-    Parameters
-    ----------
-    file
-        JSON file of the grader.
-    reference_key
-        Key of the ground truth in the item.
     """
     from penstock.reward_service.hosting.serve_grader import GraderReward, model_settings
     from penstock.reward_service.hosting.served_reward import serve_reward

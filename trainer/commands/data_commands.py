@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from penstock.protocol.command_line import USAGE_ERROR, UsageError
+from penstock.protocol.command_line import USAGE_ERROR, Help, UsageError
 from penstock.protocol.errors import PenstockError
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer", "sharegpt", "alpaca", "openrlhf"]
@@ -25,39 +25,28 @@ class Reading:
 
 
 def data_check(
-    *files: Path,
-    model: Path | None = None,
-    run: Path | None = None,
-    format: Format = "auto",
-    map: tuple[str, ...] = (),
-    first: int | None = None,
-    json: bool = False,
-    no_tests: bool = False,
+    *files: Annotated[
+        Path,
+        Help(
+            "JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows with this setting."
+        ),
+    ],
+    model: Annotated[
+        Path | None, Help("Model folder, GGUF file or id, to count tokens through its chat template.")
+    ] = None,
+    run: Annotated[
+        Path | None, Help("Run file whose model, settings and (without FILES) data files are checked.")
+    ] = None,
+    format: Annotated[Format, Help("Form of the rows.")] = "auto",
+    map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
+    first: Annotated[int | None, Help("Check only the first rows of each file; default all.")] = None,
+    json: Annotated[bool, Help("Print one JSON object for each file.")] = False,
+    no_tests: Annotated[bool, Help("Do not run the rows' test programs (they run in the sandbox).")] = False,
 ) -> int:
     """Check a data file: which rows can be trained on, and what is wrong with the others.
 
     Example:  penstock data check train.parquet --model Qwen3-0.6B
     Then:     penstock train run.toml data.train=train.parquet
-
-    Parameters
-    ----------
-    files
-        JSONL, JSON, CSV, Parquet or Arrow; a folder of them; an id on the Hugging Face hub; data.KEY=VALUE reads the rows with
-        this setting.
-    model
-        Model folder, GGUF file or id, to count tokens through its chat template.
-    run
-        Run file whose model, settings and (without FILES) data files are checked.
-    format
-        Form of the rows.
-    map
-        Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.
-    first
-        Check only the first rows of each file; default all.
-    json
-        Print one JSON object for each file.
-    no_tests
-        Do not run the rows' test programs (they run in the sandbox).
     """
     from penstock.trainer.commands.data_check import check_data
 
@@ -69,28 +58,14 @@ def data_check(
 
 
 def data_rows(
-    file: Path | None = None,
+    file: Annotated[Path | None, Help("JSONL, JSON, CSV or Parquet.")] = None,
     *,
-    run_file: Path | None = None,
-    number: int = 20,
-    format: Format = "auto",
-    map: tuple[str, ...] = (),
+    run_file: Annotated[Path | None, Help("Rows of its data.train instead, read as it says.")] = None,
+    number: Annotated[int, Help("How many rows, spread over the file.")] = 20,
+    format: Annotated[Format, Help("Form of the rows.")] = "auto",
+    map: Annotated[tuple[str, ...], Help("Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.")] = (),
 ) -> int:
-    """Print rows of a data file as the input of a reward, one JSON object each.
-
-    Parameters
-    ----------
-    file
-        JSONL, JSON, CSV or Parquet.
-    run_file
-        Rows of its data.train instead, read as it says.
-    number
-        How many rows, spread over the file.
-    format
-        Form of the rows.
-    map
-        Read the file's column NAME as COLUMN, as COLUMN=NAME; repeatable.
-    """
+    """Print rows of a data file as the input of a reward, one JSON object each."""
     from penstock.trainer.commands.data_rows import print_rows
 
     if (file is None) == (run_file is None):
