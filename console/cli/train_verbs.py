@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from penstock.console import launch
-from penstock.console.cli.options import (
-    EvalOptions,
-    LocalOptions,
-    PlanOptions,
-    QuickstartOptions,
-    RecipeOptions,
-)
+from penstock.console.cli.options import EvalOptions, LocalOptions, PlanOptions, QuickstartOptions, RecipeOptions
 from penstock.console.cli.verb_parts import START, TRAIN
 from penstock.console.nodes import NodeOptions, find
 from penstock.protocol.command_line import FLAT, Help, Parameter, RunArguments, application, typed

@@ -9,8 +9,7 @@ from typing import Any
 
 from penstock.deploy.config_import.foreign_defaults import at_default
 from penstock.deploy.config_import.found import Found, readable, unassigned
-from penstock.deploy.config_import.rule_table import rule_for
-from penstock.deploy.config_import.rules import epochs
+from penstock.deploy.config_import.rules import epochs, rule_for
 from penstock.deploy.config_import.translation import Line, Outcome, Translation
 from penstock.fine_tuning.own_section import OwnSection
 from penstock.fine_tuning.sections import DPO, SFT
