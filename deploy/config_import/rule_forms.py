@@ -18,6 +18,7 @@ Rule = Callable[[Any, Values], Outcome]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OFF = "off, as without it"
 READ = "read together with"
+_REWARD_FILE = "custom_reward_function.path"  # of verl
 
 
 def first(values: Values, *keys: str, default: Any = None) -> Any:
@@ -152,3 +153,15 @@ def ignore(text: str) -> Rule:
 def ask(text: str) -> Rule:
     """Return a rule for a key that a person decides on; ``{}`` in the text stands for its value."""
     return lambda given, values: decide(text.format(given))
+
+
+def reward_argument(key: str) -> Rule:
+    """Return a rule for an argument of the reward function: its file's rule gives it, where the function is named by file."""
+    text = f"the function was called with {key}=VALUE: `parameters.{key}` of a part in reward.define (docs/rewards.md)"
+    return lambda given, values: (
+        ignored("not set")
+        if not is_given(given)
+        else ignored(f"{READ} {_REWARD_FILE}")
+        if values.get(_REWARD_FILE)
+        else decide(text)
+    )

@@ -1,4 +1,4 @@
-"""The rules of single keys of other systems, and which rule a key has; pure. `rule_forms` has those that many keys share."""
+"""The rules of single keys of other systems; pure. `rule_forms` has those that many keys share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.config_import import rule_forms
-from penstock.deploy.config_import.rule_forms import ACTOR, OFF, READ, Rule, Values, engine, first, is_given, is_on
+from penstock.deploy.config_import.rule_forms import ACTOR, OFF, READ, Values, engine, first, is_given, is_on
 from penstock.deploy.config_import.translation import Outcome, decide, ignored, set_to
-from penstock.protocol.config.foreign_config import ESTIMATOR, SYSTEMS
+from penstock.protocol.config.foreign_config import ESTIMATOR
 
 REWARD_ARGUMENTS = "custom_reward_function.reward_kwargs."  # of verl
-_REWARD_FILE = "custom_reward_function.path"
 _REWARD_CODE = r"[A-Za-z0-9_./-]+\.py:[A-Za-z_][A-Za-z0-9_]*"
 
 
@@ -399,26 +397,3 @@ def fixed_gpus(given: Any, values: Values) -> Outcome:
 def engines(given: Any, values: Values) -> Outcome:
     per = first(values, "rollout_num_gpus_per_engine", default=1)
     return set_to(f"{given} GPUs, {per} for each server", worker__engine="sglang", sglang__engines=max(1, given // per))
-
-
-def reward_argument(key: str) -> Rule:
-    """Return a rule for an argument of the reward function: its file's rule gives it, where the function is named by file."""
-    text = f"the function was called with {key}=VALUE: `parameters.{key}` of a part in reward.define (docs/rewards.md)"
-    return lambda given, values: (
-        ignored("not set")
-        if not is_given(given)
-        else ignored(f"{READ} {_REWARD_FILE}")
-        if values.get(_REWARD_FILE)
-        else decide(text)
-    )
-
-
-def rule_for(system: str, key: str) -> Rule | None:
-    """Return the rule of a key in a system's file; None when the table answers without one."""
-    if key.startswith(REWARD_ARGUMENTS):
-        return reward_argument(key.removeprefix(REWARD_ARGUMENTS))
-    form = SYSTEMS[system].rules.get(key) or SYSTEMS["shared"].rules.get(key)
-    if form is None or isinstance(form, str):
-        return None if form is None else globals()[form]
-    name, *arguments = form
-    return getattr(rule_forms, name)(*arguments)
