@@ -6,10 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.deploy.config_import import report
-from penstock.deploy.config_import.found import Found
+from penstock.deploy.config_import import translation
+from penstock.deploy.config_import.found import Found, read_json, read_yaml
 from penstock.deploy.config_import.read_shell import read_shell
-from penstock.deploy.config_import.read_tree import read_json, read_yaml
 from penstock.deploy.config_import.run_file_text import (
     decisions,
     known_keys,
@@ -67,10 +66,10 @@ def import_config(file: Path, system: str | None, to: Path, *, as_json: bool) ->
         sys.stderr.write(f"{err}\n")
         return _ERROR
     if as_json:
-        sys.stdout.write(json.dumps(report.as_document(done)) + "\n")
+        sys.stdout.write(json.dumps(translation.as_document(done)) + "\n")
     else:
         command = own_section(found)
         verb = command.section if command is not None else "train"
-        sys.stdout.write(f"{file}: a configuration of {system}\n\n{report.as_text(done)}\n")
+        sys.stdout.write(f"{file}: a configuration of {system}\n\n{translation.as_text(done)}\n")
         sys.stdout.write(f"wrote {to}; see it: penstock config show {to}; then: penstock {verb} {to}\n")
     return _DECIDE if done.needs_decision else 0
