@@ -8,152 +8,21 @@ scheduler exports; node 0 has rank 0, which talks to NATS and S3, and torchrun o
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.console.nodes import NodeOptions, Nodes, find
 from penstock.protocol.config.sources import Given, from_environment, from_files, from_overrides, split_arguments
 from penstock.protocol.errors import ConfigError
 
-PORT = 29500  # torchrun's own default
-JOIN_S = 600  # how long a node waits for the others
-_FLAGS = ("--nodes", "--node-rank", "--rdzv")
-_USAGE = "on every node: penstock train run.toml --nodes 2 --node-rank N --rdzv HOST_OF_NODE_0:29500"
-LOCAL = "--local"
-JSON = "--json"
 _TORCHRUN_STOP_S = "900"  # as PyTorch's variable has it; long enough for a checkpoint of a large model
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {  # of the commands that train and are not the trainer's own
     "replay": ("penstock.forensics.replay",),
     **{name: ("penstock.fine_tuning", name) for name in ("sft", "dpo", "rm")},
 }
 REWARD_URL = "http://127.0.0.1:8700"  # where `penstock reward service` listens
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """This node's place among ``count`` nodes that meet at ``rdzv``, HOST:PORT of node 0."""
-
-    count: int
-    rank: int
-    rdzv: str
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this node has rank 0, and with it the panel, the report and the streams of the run."""
-        return self.rank == 0
-
-    def torchrun(self, num_ranks: int) -> list[str]:
-        """Return torchrun's options for this node's share of the ranks; raises ConfigError if there is none."""
-        if num_ranks % self.count or num_ranks < self.count:
-            raise ConfigError(
-                f"trainer.num_ranks = {num_ranks} cannot be divided among {self.count} nodes: it is the number of processes on "
-                f"all nodes together; set it to a multiple of {self.count}, such as {self.count} × the GPUs of a node"
-            )
-        place = (f"--nnodes={self.count}", f"--node-rank={self.rank}", f"--nproc-per-node={num_ranks // self.count}")
-        meeting = ("--rdzv-backend=static", f"--rdzv-endpoint={self.rdzv}", f"--rdzv-conf=timeout={JOIN_S}")
-        return [*place, *meeting]
-
-
-def split(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Nodes | None, list[str]]:
-    """Return the nodes, None for this machine alone, and the arguments without their flags.
-
-    Flags count before what a scheduler exports: a step of Slurm with several nodes, Kubeflow's trainer (``PET_*``), a
-    LeaderWorkerSet (``LWS_*``). Raises ConfigError for flags that are not complete or not possible.
-    """
-    given, rest = _flags(arguments)
-    if not given:
-        return _from_slurm(environ) or _from_kubeflow(environ) or _from_leader_worker_set(environ), rest
-    count = _whole("--nodes", given.get("--nodes", "1"), 1)
-    if count == 1:
-        if set(given) != {"--nodes"}:
-            raise ConfigError(f"--node-rank and --rdzv are for several nodes; say how many: {_USAGE}")
-        return None, rest
-    missing = [flag for flag in _FLAGS if flag not in given]
-    if missing:
-        raise ConfigError(f"{' and '.join(missing)} missing with --nodes {count}; {_USAGE}")
-    return _checked(
-        Nodes(count, _whole("--node-rank", given["--node-rank"], 0), _address(given["--rdzv"])), "--node-rank"
-    ), rest
-
-
-def _flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    given, rest, waiting = dict[str, str](), list[str](), list(arguments)
-    while waiting:
-        name, equals, value = (one := waiting.pop(0)).partition("=")
-        if name not in _FLAGS:
-            rest.append(one)
-        elif name in given:
-            raise ConfigError(f"{name} is given twice; {_USAGE}")
-        elif not equals and not waiting:
-            raise ConfigError(f"{name} needs a value; {_USAGE}")
-        else:
-            given[name] = value if equals else waiting.pop(0)
-    return given, rest
-
-
-def _from_slurm(environ: Mapping[str, str]) -> Nodes | None:
-    """In a step that ``srun`` started on several nodes; a batch script itself is not one."""
-    if (count := int(environ.get("SLURM_STEP_NUM_NODES", "1"))) < 2:
-        return None
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", count))
-    if tasks != count:
-        raise ConfigError(
-            f"srun started {tasks} tasks on {count} nodes; one per node starts all ranks of its node: "
-            "srun --ntasks-per-node=1 penstock train run.toml"
-        )
-    first = _first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
-    return Nodes(count, int(environ["SLURM_NODEID"]), f"{first}:{environ.get('MASTER_PORT', PORT)}")
-
-
-def _from_kubeflow(environ: Mapping[str, str]) -> Nodes | None:
-    """The variables that torchrun reads as the defaults of its options."""
-    if not environ.get("PET_NNODES", "1").isdigit() or (count := int(environ.get("PET_NNODES", "1"))) < 2:
-        return None
-    if missing := [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if name not in environ]:
-        raise ConfigError(f"PET_NNODES = {count} is exported, and {' and '.join(missing)} not; or give flags: {_USAGE}")
-    port = environ.get("PET_MASTER_PORT", PORT)
-    return _checked(
-        Nodes(count, int(environ["PET_NODE_RANK"]), f"{environ['PET_MASTER_ADDR']}:{port}"), "PET_NODE_RANK"
-    )
-
-
-def _from_leader_worker_set(environ: Mapping[str, str]) -> Nodes | None:
-    """In the pods of a LeaderWorkerSet; its leader has index 0."""
-    if (count := int(environ.get("LWS_GROUP_SIZE", "1"))) < 2:
-        return None
-    return Nodes(count, int(environ["LWS_WORKER_INDEX"]), f"{environ['LWS_LEADER_ADDRESS']}:{PORT}")
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of Slurm's list: ``gpu[03-05,9],cpu1`` starts with ``gpu03``."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)
-    if found is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST = {nodes!r} has no first host; give flags: {_USAGE}")
-    return found[1] + (found[2] or "")
-
-
-def _whole(name: str, text: str, least: int) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {text!r}; {_USAGE}")
-    return int(text)
-
-
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host:
-        host, port = text, str(PORT)
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--rdzv: expected HOST:PORT of node 0, got {text!r}; {_USAGE}")
-    return f"{host}:{port}"
-
-
-def _checked(nodes: Nodes, name: str) -> Nodes:
-    if nodes.rank >= nodes.count:
-        raise ConfigError(f"{name}: {nodes.rank} of {nodes.count} nodes; ranks of nodes go from 0 to {nodes.count - 1}")
-    return nodes
 
 
 def module(name: str, *arguments: str) -> list[str]:
@@ -167,32 +36,15 @@ def page_command(runs_dir: Path) -> str:
     return f"penstock console{given}"
 
 
-def train_command(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the command line of the process behind ``penstock train``: the one that starts the trainer, watches it and writes the report.
-
-    With ``--local`` it starts NATS, S3, the reward service and the workers too.
-    Raises ConfigError when the run file, num_ranks or the flags of several nodes cannot be read.
-    """
-    nodes, rest = split(arguments, environ)
-    if LOCAL in rest:
-        if nodes is not None:
-            raise ConfigError(
-                f"--local starts every service on this machine, and this is node {nodes.rank} of {nodes.count}; start NATS, S3, the "
-                "reward service and the workers separately (docs/guides/several_machines.md), and the trainer without --local"
-            )
-        return module("penstock.deploy.train_local", *(a for a in rest if a != LOCAL))
-    num_ranks([one for one in rest if one != JSON], environ)
-    return module("penstock.deploy.train_attached", *arguments)
-
-
-def trainer_command(arguments: Sequence[str], environ: Mapping[str, str], command: str = "train") -> list[str]:
+def trainer_command(
+    arguments: Sequence[str], environ: Mapping[str, str], command: str = "train", options: NodeOptions | None = None
+) -> list[str]:
     """Return the command line of a command of the trainer: one process, or several ranks under torchrun, on one node or several.
 
     The ``--`` keeps torchrun from reading the trainer's flags as its own.
-    Raises ConfigError when the run file, num_ranks or the flags of several nodes cannot be read.
+    Raises ConfigError when the run file, num_ranks or the options of several nodes cannot be read.
     """
-    nodes, rest = split(arguments, environ)
-    return trainer(num_ranks(rest, environ), command, *rest, nodes=nodes)
+    return trainer(num_ranks(arguments, environ), command, *arguments, nodes=find(options or NodeOptions(), environ))
 
 
 def trainer(ranks: int, command: str, *arguments: str, nodes: Nodes | None = None) -> list[str]:
@@ -226,12 +78,14 @@ def given(arguments: Sequence[str], environ: Mapping[str, str], *path: str) -> G
     return next((one for one in reversed(found) if tuple(part.replace("-", "_") for part in one.path) == path), None)
 
 
-def replace_process(command: Sequence[str]) -> None:
-    """Replace this process; does not return.
-
-    A torchrun below it gives its ranks time for a checkpoint: by itself it kills them 30 s after it was asked to stop.
-    """
+def give_ranks_time() -> None:
+    """Let a torchrun below this process give its ranks time for a checkpoint: by itself it kills them 30 s after it was asked to stop."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_STOP_S)
+
+
+def replace_process(command: Sequence[str]) -> None:
+    """Replace this process; does not return."""
+    give_ranks_time()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))  # noqa: S606 - no shell is the point

@@ -19,14 +19,15 @@ rights.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from penstock.protocol import streams, subjects
+from penstock.protocol.command_line import Help, program
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.rights import ANY_KEY, ANY_RUN, KeyRight, Rights, TailRight, rights
 from penstock.protocol.subjects import check_run_id
@@ -312,56 +313,35 @@ def _list(name: str, subjects: Sequence[str]) -> list[str]:
     return [f"            {name}: [", *quoted, "            ]"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the configuration, or compare it with a file; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND,
-        description="Print a NATS server's configuration with the rights of every role.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--run", action="append", default=[], help="id of a run that the rights are for; repeatable")
-    parser.add_argument(
-        "--passwords",
-        default=_PASSWORDS,
-        help="file of passwords that it includes, from the folder of the configuration (default: %(default)s)",
-    )
-    parser.add_argument("--store", default=_STORE, help="the server's folder of data (default: %(default)s)")
-    parser.add_argument(
-        "--tls",
-        metavar="FOLDER",
-        default="",
-        help="folder of penstock certs, from the folder of the configuration: take encrypted connections only",
-    )
-    parser.add_argument("--cluster", action="store_true", help="for the servers of a cluster")
-    parser.add_argument(
-        "--routes",
-        default=_ROUTES,
-        help="file of the cluster's routes that it includes, from the folder of the configuration (default: %(default)s)",
-    )
-    parser.add_argument("--check", type=Path, help="compare with this file and print nothing when it is the same")
-    options = parser.parse_args(arguments)
-    try:
-        text = nats_config(
-            options.run,
-            passwords=options.passwords,
-            store=options.store,
-            tls=options.tls,
-            is_cluster=options.cluster,
-            routes=options.routes,
-        )
-    except ConfigError as err:
-        print(f"nats_config: {err}", file=sys.stderr)
-        return 1
-    if options.check is None:
+def print_config(
+    *,
+    run: Annotated[tuple[str, ...], Help("Id of a run that the rights are for; repeatable.")] = (),
+    passwords: Annotated[
+        str, Help("File of passwords that it includes, from the folder of the configuration.")
+    ] = _PASSWORDS,
+    store: Annotated[str, Help("The server's folder of data.")] = _STORE,
+    tls: Annotated[
+        str, Help("Folder of penstock certs, from the folder of the configuration: take encrypted connections only.")
+    ] = "",
+    cluster: Annotated[bool, Help("For the servers of a cluster.")] = False,
+    routes: Annotated[
+        str, Help("File of the cluster's routes that it includes, from the folder of the configuration.")
+    ] = _ROUTES,
+    check: Annotated[Path | None, Help("Compare with this file and print nothing when it is the same.")] = None,
+) -> int:
+    """Print a NATS server's configuration with the rights of every role."""
+    text = nats_config(run, passwords=passwords, store=store, tls=tls, is_cluster=cluster, routes=routes)
+    if check is None:
         print(text, end="")
-    elif not options.check.is_file() or options.check.read_text() != text:
-        more = f" --tls {options.tls}" if options.tls else ""
-        more += " --cluster" if options.cluster else ""
-        print(
-            f"nats_config: {options.check} is not up to date; run: {_COMMAND}{more} > {options.check}", file=sys.stderr
-        )
+    elif not check.is_file() or check.read_text() != text:
+        more = f" --tls {tls}" if tls else ""
+        more += " --cluster" if cluster else ""
+        print(f"nats_config: {check} is not up to date; run: {_COMMAND}{more} > {check}", file=sys.stderr)
         return 1
     return 0
+
+
+main = program("nats_config", print_config)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ Without ``--run`` a policy holds for any run, as `deploy/nats.conf` does.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.command_line import Help, program
 from penstock.protocol.rights import ANY_RUN, ObjectRights, Role, object_rights
 from penstock.protocol.subjects import check_run_id
 
@@ -53,23 +52,18 @@ def _policy(bucket: str, of_runs: Sequence[ObjectRights]) -> Policy:
     return {"Version": "2012-10-17", "Statement": statements}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one role's policy; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -P -m penstock.deploy.s3_policies",
-        description="Print the policy of a role's S3 user as JSON.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("role", choices=[object_right.role for object_right in object_rights()], help="whose policy")
-    parser.add_argument("--run", action="append", default=[], help="id of a run that it is for; repeatable")
-    parser.add_argument("--bucket", default="penstock", help="the bucket (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    try:
-        print(json.dumps(policies(options.bucket, options.run)[options.role], indent=2))
-    except ConfigError as err:
-        print(f"s3_policies: {err}", file=sys.stderr)
-        return 1
+def print_policy(
+    role: Annotated[Literal["rollout", "reward", "trainer", "viewer"], Help("Whose policy.")],
+    *,
+    run: Annotated[tuple[str, ...], Help("Id of a run that it is for; repeatable.")] = (),
+    bucket: Annotated[str, Help("The bucket.")] = "penstock",
+) -> int:
+    """Print the policy of a role's S3 user as JSON."""
+    print(json.dumps(policies(bucket, run)[role], indent=2))
     return 0
+
+
+main = program("s3_policies", print_policy)
 
 
 if __name__ == "__main__":

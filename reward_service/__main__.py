@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,8 +70,12 @@ def _check_tests() -> int:
 
 
 def _serve(command: str, arguments: Sequence[str]) -> int:
-    module = f"penstock.reward_service.hosting.{command.replace('-', '_')}"
-    return importlib.import_module(module).main(arguments)  # imported here: the service itself never loads user code
+    from penstock.protocol.command_line import application, run  # noqa: PLC0415 the service itself has settings, and no options
+    from penstock.reward_service.hosting import commands  # noqa: PLC0415 see above
+
+    app = application(f"python -m penstock.reward_service {command}")
+    app.default(getattr(commands, command.replace("-", "_")))
+    return run(app, arguments)
 
 
 def _run_service(arguments: Sequence[str]) -> int:

@@ -58,7 +58,7 @@ def read(data: str, model: str | None) -> DataSample | None:
 
 
 def _read(options: Sequence[str], mapping: Mapping[str, str]) -> DataSample:
-    command = launch.module("penstock.trainer", "data-check", *options)
+    command = launch.module("penstock", "data", "check", *options)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     except subprocess.TimeoutExpired:

@@ -7,7 +7,6 @@ a stop or a kill, samples only the prompts that are missing or failed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -18,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import result_table, results
 from penstock.console.evaluation.results import Correctness, EvaluationResult, Outcome, summarise
 from penstock.console.terminal import console
@@ -48,14 +48,13 @@ class Stopped(Exception):
     """A signal asked for the end."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def evaluate(target: str, arguments: Sequence[str], options: EvalOptions) -> int:
     """Evaluate; returns 0, 3 if prompts failed or are missing, 1 for an error explained on stderr, 130 after a signal."""
-    options, rest = _parser().parse_known_args(arguments)
     logs.configure("evaluation", level="warning")
     stop = stop_on_signals()
     try:
         with contextlib.ExitStack() as cleaned:
-            evaluation = prepare(options, rest, cleaned)
+            evaluation = prepare(target, arguments, options, cleaned)
             result, problem = _evaluate(evaluation, options, stop)
     except Stopped:
         print("penstock eval: stopped; the same command continues with the missing prompts", file=sys.stderr)
@@ -69,25 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if result.is_complete else _INCOMPLETE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock eval", allow_abbrev=False)
-    parser.add_argument("target")
-    parser.add_argument("--data", type=Path, action="append", required=True)
-    parser.add_argument("-k", "--samples", type=int, default=1)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--num-prompts", type=int)
-    parser.add_argument("--reward")
-    parser.add_argument("--serve", type=Path, action="append", default=[])
-    parser.add_argument("--answer")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    return parser
-
-
-def _evaluate(
-    evaluation: Evaluation, options: argparse.Namespace, stop: threading.Event
-) -> tuple[EvaluationResult, str]:
+def _evaluate(evaluation: Evaluation, options: EvalOptions, stop: threading.Event) -> tuple[EvaluationResult, str]:
     """Sample what is missing and store the result; returns it, and why prompts are missing."""
     folder = evaluation.folder
     done = {number: one for number, one in results.read_outcomes(folder).items() if one.failed is None}
@@ -110,7 +91,7 @@ def _evaluate(
 
 
 def _sample(
-    evaluation: Evaluation, missing: Sequence[PlannedPrompt], options: argparse.Namespace, stop: threading.Event
+    evaluation: Evaluation, missing: Sequence[PlannedPrompt], options: EvalOptions, stop: threading.Event
 ) -> tuple[SuccessRules, str, str]:
     """Start the services, sample the missing prompts, and stop them; returns rules, state root, and why prompts are missing."""
     folder = evaluation.folder
@@ -255,7 +236,3 @@ def _show(result: EvaluationResult, folder: Path, *, as_json: bool) -> None:
     for note in result_table.notes(result):
         print(note)
     print(f"stored: {folder / results.RESULT}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

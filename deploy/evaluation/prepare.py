@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import results
 from penstock.console.evaluation.results import DataFile
 from penstock.deploy.evaluation import answers, target
@@ -60,14 +60,14 @@ class Evaluation:
         return dict(Counter(one.source for one in self.planned))
 
 
-def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextlib.ExitStack) -> Evaluation:
+def prepare(name: str, rest: Sequence[str], options: EvalOptions, cleaned: contextlib.ExitStack) -> Evaluation:
     """Find model and data and check everything that can be checked before a process starts; raises PenstockError."""
     answers.check_place(options.answer)
     if options.samples < 1:
         raise ConfigError(f"-k {options.samples}: expected 1 sample of each prompt or more")
     if options.num_prompts is not None and options.num_prompts < 1:
         raise ConfigError(f"--num-prompts {options.num_prompts}: expected 1 or more")
-    found = target.find(options.target, rest, os.environ)
+    found = target.find(name, rest, os.environ)
     reward = options.reward or (options.serve[0].stem if len(options.serve) == 1 else None)
     home = found.home.absolute()
     scratch = home / results.FOLDER / f".starting-{os.getpid()}"
@@ -104,8 +104,8 @@ def prepare(options: argparse.Namespace, rest: Sequence[str], cleaned: contextli
     sets = tuple(_opened(Path(file), settings, tokenizer) for file in files)
     planned, data = _plan(sets, [Path(file) for file in files], options.num_prompts)
     sampling = _sampling(options, settings, tokenizer)
-    name = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
-    folder = home / results.FOLDER / name
+    evaluation_id = _evaluation_id(found, data, sampling, options.samples, len(planned), settings)
+    folder = home / results.FOLDER / evaluation_id
     folder.mkdir(parents=True, exist_ok=True)
     cleaned.enter_context(alone(folder))
     kept = folder / "settings.toml"  # the services read it
@@ -164,7 +164,7 @@ def _plan(
     return tuple(planned), data
 
 
-def _sampling(options: argparse.Namespace, settings: TrainerSettings, tokenizer: ChatTokenizer) -> Sampling:
+def _sampling(options: EvalOptions, settings: TrainerSettings, tokenizer: ChatTokenizer) -> Sampling:
     temperature = options.temperature
     if temperature is None:
         several = settings.eval.temperature or settings.rollout.temperature

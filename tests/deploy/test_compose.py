@@ -21,8 +21,9 @@ from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.deploy.health import HealthSettings
 from penstock.deploy.make_secrets import make_secrets
 from penstock.deploy.s3_users import access_key
+from penstock.protocol.command_line import application
 from penstock.protocol.config.run_file import load
-from penstock.reward_model.__main__ import _parser as reward_model_options
+from penstock.reward_model.commands import serve_model
 from penstock.reward_service.endpoints.access import Access, Role, read_tokens
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
@@ -168,13 +169,16 @@ def test_every_base_image_is_pinned(path: Path) -> None:
 def test_the_reward_model_is_started_with_options_that_it_takes() -> None:
     """Its command line parses; it registers at the reward service, with the URL that service reaches it by."""
     module, *arguments = (filled_in(word) for word in SERVICES["reward-model"]["command"])
-    options = reward_model_options().parse_args(arguments)
+    app = application()
+    app.default(serve_model)
+    given = app.parse_args(arguments)[1].arguments
+    options = given["options"]
     assert module == "penstock.reward_model"
-    assert str(options.path) == SERVICES["reward-model"]["volumes"][0].split(":")[-2]
+    assert str(given["path"]) == SERVICES["reward-model"]["volumes"][0].split(":")[-2]
     assert urlsplit(options.register).netloc == "reward:" + SERVICES["reward"]["environment"][PORT]
     assert urlsplit(options.url).netloc == f"reward-model:{options.port}"
     assert f":{options.port}/" in SERVICES["reward-model"]["healthcheck"]["test"][-1]
-    assert Path(options.token_file).name in SERVICES["reward-model"]["secrets"]
+    assert options.token_file.name in SERVICES["reward-model"]["secrets"]
 
 
 def test_the_s3_image_is_one_variable() -> None:

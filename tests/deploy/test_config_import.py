@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.config_import.__main__ import main
+from penstock.console.cli.main import run
+from penstock.deploy.config_import.found import read_yaml
 from penstock.deploy.config_import.read_shell import read_shell
-from penstock.deploy.config_import.read_tree import read_yaml
 from penstock.deploy.config_show import load_all
 from penstock.protocol.errors import ConfigError
 
@@ -74,7 +74,8 @@ EXPECTED: dict[str, tuple[str, int, dict[str, Any], list[str]]] = {
 
 
 def imported(file: Path, to: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    code = main([str(file), "--to", str(to), "--json", *flags])
+    """Import a file; return the exit code and the report."""
+    code = run(["config", "import", str(file), "--to", str(to), "--json", *flags])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -207,12 +208,12 @@ def test_every_key_of_a_file_is_in_the_report(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_text_of_the_report_leads_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Decisions first, then the rest, then the next commands; passwords in URLs are masked."""
-    assert main([str(FILES / "agentrl.sh"), "--to", str(tmp_path / "a.toml")]) == 0
+    assert run(["config", "import", str(FILES / "agentrl.sh"), "--to", str(tmp_path / "a.toml")]) == 0
     text = capsys.readouterr().out
     assert "translated (" in text
     assert "pwd" not in text
     assert f"penstock train {tmp_path / 'a.toml'}" in text
-    assert main([str(FILES / "verl_sft.sh"), "--to", str(tmp_path / "b.toml")]) == 1
+    assert run(["config", "import", str(FILES / "verl_sft.sh"), "--to", str(tmp_path / "b.toml")]) == 1
     text = capsys.readouterr().out
     assert text.index("needs a decision (1)") < text.index("taken (")
     assert "sft.epochs = 3" in text
@@ -222,7 +223,8 @@ def test_the_text_of_the_report_leads_on(tmp_path: Path, capsys: pytest.CaptureF
 def test_variables_of_a_wrapper_are_keys_when_the_system_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(FILES / "wrapper.sh"), "--to", str(tmp_path / "a.toml")]) == 2
+    """A file of assignments alone names no system."""
+    assert run(["config", "import", str(FILES / "wrapper.sh"), "--to", str(tmp_path / "a.toml")]) == 2
     assert "name the system with --from" in capsys.readouterr().err
     assert not (tmp_path / "a.toml").exists()
     code, report = imported(FILES / "wrapper.sh", tmp_path / "b.toml", "--from", "verl", capsys=capsys)
@@ -290,7 +292,7 @@ def test_supervised_epochs_are_no_passes_over_a_batch(tmp_path: Path, capsys: py
 def test_an_existing_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to = tmp_path / "run.toml"
     to.write_text("mine")
-    assert main([str(FILES / "agentrl.sh"), "--to", str(to)]) == 2
+    assert run(["config", "import", str(FILES / "agentrl.sh"), "--to", str(to)]) == 2
     assert to.read_text() == "mine"
     assert "--to" in capsys.readouterr().err
 
@@ -327,7 +329,7 @@ def test_a_file_that_cannot_be_read_is_an_error(
     name: str, content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(content)
-    assert main([str(tmp_path / name), "--to", str(tmp_path / "run.toml")]) == 2
+    assert run(["config", "import", str(tmp_path / name), "--to", str(tmp_path / "run.toml")]) == 2
     assert words in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == [name]
 

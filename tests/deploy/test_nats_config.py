@@ -51,7 +51,6 @@ def test_help_is_no_folder_of_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="0"):
-        make_secrets.main(["--help"])
-    assert "Existing files are kept" in capsys.readouterr().out
+    assert make_secrets.main(["--help"]) == 0
+    assert "existing files are kept" in " ".join(capsys.readouterr().out.split())
     assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.servers import needs
 
+from penstock.console.cli.main import run
 from penstock.deploy import config_show
-from penstock.deploy.recipe import __main__ as recipe
 from penstock.deploy.recipe import reasoning_gym_tasks as tasks
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import ConfigError
@@ -144,12 +144,12 @@ def test_the_recipe_writes_a_run_file_of_a_task(tmp_path: Path, capsys: pytest.C
         "--steps",
         "10",
     ]
-    assert recipe.main([*shared, "--task", SUMS]) == 0
+    assert run(["recipe", *shared, "--task", SUMS]) == 0
     loaded = config_show.load_all([tmp_path / "smollm2" / "run.toml"], [], {})
     trainer = next(one.settings for one in loaded if isinstance(one.settings, TrainerSettings))
     assert (trainer.reward.name, trainer.reward.success) == (tasks.REWARD, {tasks.REWARD: 1.0})
     found = rows(tmp_path / "smollm2" / "data", "train")
     assert len(found) == 320
     assert max(len(question(row)) for row in found) < trainer.data.max_prompt_tokens
-    assert recipe.main([*shared, "--run", "none", "--task", "countdown"]) == 1
+    assert run(["recipe", *shared, "--run", "none", "--task", "countdown"]) == 1
     assert "evaluates answers as code" in capsys.readouterr().err

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.console.cli.main import run
+from penstock.console.cli.options import RecipeOptions
 from penstock.deploy import config_show
 from penstock.deploy.processes.child import DeployError
-from penstock.deploy.recipe import __main__ as recipe
-from penstock.deploy.recipe import task
+from penstock.deploy.recipe import recipe, task
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -31,7 +32,7 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
         "--seed",
         "3",
     ]
-    assert recipe.main(arguments) == 0
+    assert run(["recipe", *arguments]) == 0
     folder = tmp_path / "smollm2"
     loaded = config_show.load_all([folder / "run.toml"], [], {})
     trainer = next(one.settings for one in loaded if isinstance(one.settings, TrainerSettings))
@@ -46,11 +47,11 @@ def test_it_writes_data_and_a_run_file_that_every_service_takes(
     }
     asked = {name: {str(row.get("prompt") or row["messages"][:1]) for row in some} for name, some in rows.items()}
     assert len(asked["eval"]) == recipe.HELD_OUT
-    assert len(asked["train"]) == len(rows["train"]) > recipe.STEPS * trainer.rollout.groups_per_step
+    assert len(asked["train"]) == len(rows["train"]) > RecipeOptions().steps * trainer.rollout.groups_per_step
     assert not asked["eval"] & (asked["train"] | asked["sft"])
     assert all(len(row["messages"][0]["content"]) == len("3+4=") for row in rows["sft"])
     assert f"penstock train {folder / 'run.toml'} --local" in capsys.readouterr().err
-    assert recipe.main(arguments) == 1
+    assert run(["recipe", *arguments]) == 1
     assert "has a run already" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ import pytest
 from cryptography import x509
 from tests import servers
 
+from penstock.console.cli.main import run
 from penstock.deploy import certificates
 from penstock.deploy.local import LocalStack
 from penstock.deploy.processes.child import DeployError
@@ -122,15 +123,15 @@ def test_plain_and_encrypted_do_not_mix(
 def test_certificates_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second call is refused and changes nothing; ``--renew`` keeps the authority and the names."""
     folder = tmp_path / "tls"
-    assert certificates.main([str(folder), "--name", "nats=nats.example.com", "--name", "s3=10.0.0.5"]) == 0
+    assert run(["certs", str(folder), "--name", "nats=nats.example.com", "--name", "s3=10.0.0.5"]) == 0
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     pairs = ("ca", "nats", "s3", "signing")
     assert set(before) == {f"{name}.{kind}" for name in pairs for kind in ("pem", "key")}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.key")} == {0o600}
-    assert certificates.main([str(folder)]) == 1
+    assert run(["certs", str(folder)]) == 1
     assert "--renew" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert certificates.main([str(folder), "--renew", "--days", "30"]) == 0
+    assert run(["certs", str(folder), "--renew", "--days", "30"]) == 0
     assert all((folder / name).read_bytes() == before[name] for name in ("ca.pem", "signing.key", "signing.pem"))
     renewed = x509.load_pem_x509_certificate((folder / "nats.pem").read_bytes())
     names = renewed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -140,7 +141,8 @@ def test_certificates_are_not_overwritten(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", ["nats=two words", "nats=http://x", "redis=host", "nats="])
 def test_a_wrong_name_writes_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert certificates.main([str(tmp_path / "tls"), "--name", name]) == 1
+    """What is no host name, or of no service, is refused before a file is written."""
+    assert run(["certs", str(tmp_path / "tls"), "--name", name]) == 1
     assert name.partition("=")[0] in capsys.readouterr().err
     assert not (tmp_path / "tls").exists()
 

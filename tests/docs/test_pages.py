@@ -15,7 +15,6 @@ from docs import generate
 from docs.generate import commands, diagnoses, settings
 from docs.self_contained import loads
 
-from penstock.console.cli import verb_help
 from penstock.console.cli.main import app
 from penstock.console.report import diagnoses as rules
 from penstock.protocol.config.foreign_config import ABSENT, ALIASES, RENAMED
@@ -37,19 +36,17 @@ def test_every_block_of_commands_is_marked():
 
 
 def test_every_command_has_its_verb_and_flags():
-    """In shell blocks: the verb is one of the app's, each flag one of its own, of the process it starts, or a setting."""
+    """In shell blocks: the verb is one of the app's, each flag one of its own, or a setting."""
     wrong = []
-    for where, given in (one for page in (*PAGES, *READMES) for one in penstock_commands(page)):
-        verb, rest, words = app, list(given), list[str]()
+    for where, given in (command for page in (*PAGES, *READMES) for command in penstock_commands(page)):
+        verb, rest = app, list(given)
         while rest and rest[0] in verb:
-            words.append(rest[0])
             verb, rest = verb[rest[0]], rest[1:]
         if verb.default_command is None and not (verb is app and rest == ["--help"]):
             wrong.append(f"{where}: no such verb: {' '.join(given)}")
             continue
         own = {name for argument in verb.assemble_argument_collection() for name in argument.names}
-        of_process = {name for flag in verb_help.flags_of(" ".join(words)) for name in flag.names}
-        known = own | of_process | {"--help"}
+        known = own | {"--help"}
         flags = [word.partition("=")[0] for word in rest if word.startswith("-") and not word.startswith("- ")]
         wrong += [f"{where}: {flag}" for flag in flags if flag not in known and not _is_key(flag.removeprefix("--"))]
     assert wrong == []

@@ -48,7 +48,7 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
 
 
 STOPPED = 128 + 2  # exit code after Ctrl-C, as of a shell
-USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
+USAGE_ERROR = 2  # exit code of an error that is explained on stderr
 
 Commands = Mapping[str, tuple[str, str]]  # name -> arguments, description
 

@@ -108,10 +108,10 @@ def command(machine: Machine, folder: Path, job: Job) -> list[str]:
     if job.command != job_file.TRAIN:
         return command_line.trainer_command(words, machine.environ, job.command)
     if job.workers:
-        words += [command_line.LOCAL, "--workers", str(job.workers)]
+        words += ["--local", "--workers", str(job.workers)]
     for file in job.serve:
         words += ["--serve", file]
-    return command_line.train_command(words, machine.environ)
+    return command_line.module("penstock", "train", *words)
 
 
 def run_arguments(arguments: Sequence[str], run_file: Path, run: str, runs_dir: Path, command: str) -> list[str]:

@@ -17,7 +17,7 @@ from docs.generate import http_apis
 from pydantic import BaseModel
 from tests.servers import require_package
 
-from penstock.console import launch
+from penstock.console import nodes
 from penstock.console.cli.main import app as penstock
 from penstock.deploy import health, nats_config
 from penstock.deploy.bootstrap import ConnectionSettings
@@ -186,7 +186,7 @@ def test_every_command_is_one_that_there_is(objects: list[Object], role: str) ->
     dockerfile = (DEPLOY / "docker" / f"{'reward' if role == 'bootstrap' else role}.Dockerfile").read_text()
     assert 'ENTRYPOINT ["python", "-P", "-m"]' in dockerfile
     if module == "penstock":
-        _, rest = launch.split([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in rest], {})
+        rest = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in rest]
         command, bound, _ = penstock.parse_args(rest, exit_on_error=False, print_error=False)
         assert command.__name__ in ("train", "bootstrap")
         assert str(RUN_FILE.name) in str(bound)
@@ -231,13 +231,14 @@ def test_the_nodes_of_a_trainer_find_each_other(rendered: dict[str, list[Object]
     objects = rendered["gpu-nodes"]
     job = jobs_of_sets(objects)["trainer"]
     (container,) = containers(job["template"])
-    found = [
-        launch.split([word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["args"]], {})[0]
+    typed = [
+        [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["args"][1:]]
         for index in range(job["completions"])
     ]
+    found = [nodes.find(penstock.parse_args(words)[1].kwargs["nodes"], {}) for words in typed]
     one = of_kind(objects, "JobSet")["trainer"]["spec"]
     first = f"trainer-{one['replicatedJobs'][0]['name']}-0-0.{one['network']['subdomain']}"
-    assert found == [launch.Nodes(job["completions"], index, f"{first}:{launch.PORT}") for index in range(2)]
+    assert found == [nodes.Nodes(job["completions"], index, f"{first}:{nodes.PORT}") for index in range(2)]
     assert one["network"]["enableDNSHostnames"] is True
     assert one["suspend"] is True
     assert (job["completionMode"], job["parallelism"], job["backoffLimit"]) == ("Indexed", job["completions"], 0)

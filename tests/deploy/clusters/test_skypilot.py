@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.console import launch
+from penstock.console import nodes
+from penstock.console.cli.main import app
 from penstock.protocol.config.run_file import load
 from penstock.trainer.settings import TrainerSettings
 
@@ -49,9 +50,9 @@ def test_one_node_trains_with_its_checkpoints_in_the_object_store(tmp_path: Path
 def test_several_nodes_meet_at_the_first(tmp_path: Path) -> None:
     code, _, words = run(tmp_path, SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS=IPS, **SERVERS)
     assert code == 0
-    found, rest = launch.split(words[1:], {})
-    assert found == launch.Nodes(2, 1, f"10.0.0.1:{launch.PORT}")
-    assert rest == ["run.toml", "trainer.store_checkpoints=true"]
+    bound = app.parse_args(words)[1]
+    assert nodes.find(bound.kwargs["nodes"], {}) == nodes.Nodes(2, 1, f"10.0.0.1:{nodes.PORT}")
+    assert bound.args == ("run.toml", "trainer.store_checkpoints=true")
 
 
 def test_a_worker_is_the_same_task(tmp_path: Path) -> None:

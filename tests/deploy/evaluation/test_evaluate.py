@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.deadline import ends_within
 from tests.servers import require, wait_for
 
+from penstock.console.cli.options import EvalOptions
 from penstock.console.evaluation import results
 from penstock.console.evaluation.results import Outcome
 from penstock.console.registry import versions
@@ -97,24 +98,19 @@ def test_what_is_evaluated_is_named_by_folder_or_run(tmp_path: Path) -> None:
         target.find("two", runs, {})
 
 
-def _options(**given: object) -> argparse.Namespace:
-    known = {"answer": None, "samples": 1, "num_prompts": None, "target": "nowhere", "reward": None, "serve": []}
-    return argparse.Namespace(**{**known, "data": [Path("gone.jsonl")], "temperature": None, **given})
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"samples": 0}, "-k 0: expected 1 sample"),
         ({"num_prompts": 0}, "--num-prompts 0: expected 1 or more"),
-        ({"data": [Path("gone.jsonl")]}, r"--data: there is no file .*gone\.jsonl"),
+        ({}, r"--data: there is no file .*gone\.jsonl"),
     ],
 )
 def test_options_that_evaluate_nothing_are_refused(given: dict[str, object], message: str, tmp_path: Path) -> None:
     quickstart_task.write_model(tmp_path / "model", seed=0)
-    options = _options(target=str(tmp_path / "model"), **given)
+    options = replace(EvalOptions(data=(Path("gone.jsonl"),)), **given)
     with contextlib.ExitStack() as cleaned, pytest.raises(ConfigError, match=message):
-        prepare(options, [f"run.dir={tmp_path / 'runs'}"], cleaned)
+        prepare(str(tmp_path / "model"), [f"run.dir={tmp_path / 'runs'}"], options, cleaned)
     assert not list(tmp_path.glob("runs/*/*/*"))
 
 
@@ -125,7 +121,7 @@ def test_a_temperature_that_samples_nothing_new_is_refused(temperature: float, s
     overrides = ["data.train=t.jsonl", f"model.path={tmp_path}"]
     trainer = load(TrainerSettings, overrides=overrides).settings
     with pytest.raises(ConfigError, match="--temperature"):
-        _sampling(_options(temperature=temperature, samples=samples), trainer, ChatTokenizer.read(tmp_path))
+        _sampling(EvalOptions(data=(), temperature=temperature, samples=samples), trainer, ChatTokenizer.read(tmp_path))
 
 
 def test_a_version_that_is_not_stored_and_settings_that_are_damaged_are_refused(

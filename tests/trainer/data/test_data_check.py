@@ -82,8 +82,8 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(tmp_path: Path, c
 
 
 def test_a_run_file_is_not_taken_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["data-check", "x.jsonl", "run.toml"])
+    """The message has the command."""
+    assert main(["data-check", "x.jsonl", "run.toml"]) == 2
     assert (
         "run.toml is a run file, no data; type: penstock data check x.jsonl --run run.toml" in capsys.readouterr().err
     )
@@ -102,11 +102,8 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
         "sft reads              prompt from instruction (data.map.prompt); answer from output (data.map.response)"
         in (capsys.readouterr().out)
     )
-    for wrong in (["--map", "promt=x"], ["--map", "prompt"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(["data-check", str(path), *wrong])
-    assert main(["data-check", str(path), "--format", "xml"]) == 2
-    assert "unknown row format 'xml'" in capsys.readouterr().err
+    for wrong in (["--map", "promt=x"], ["--map", "prompt"], ["--format", "xml"]):
+        assert main(["data-check", str(path), *wrong]) == 2
 
 
 def test_a_likely_map_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,7 @@ import pytest
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.trainer.commands import data_rows
+from penstock.trainer.__main__ import main
 from penstock.trainer.commands.data_check import check_file
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.data.pairs import PairSet, pair_row
@@ -165,7 +165,7 @@ def test_rows_for_a_reward_are_taken_from_the_prompts(tmp_path: Path, capsys: py
         f'run.id = "r"\nmodel.path = "{tmp_path / "model"}"\ndata.train = "{tmp_path / "rows.jsonl"}"\n'
         "algorithm.dpo_coefficient = 1.0\n"
     )
-    assert data_rows.main(["--run-file", str(tmp_path / "run.toml"), "--number", "2"]) == 0
+    assert main(["data-rows", "--run-file", str(tmp_path / "run.toml"), "--number", "2"]) == 0
     printed = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["p1", "p5"]
 

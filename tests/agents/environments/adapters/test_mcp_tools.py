@@ -16,7 +16,8 @@ from tests.servers import needs
 from penstock.agents.environments.adapters.mcp_servers.sessions import McpOptions, ServerLimits
 from penstock.agents.environments.tools.options import ToolsOptions
 from penstock.agents.environments.tools.tools_environment import TOOLS_ENVIRONMENT
-from penstock.agents.hosting import try_environment
+from penstock.agents.hosting import commands
+from penstock.protocol.command_line import run
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import load_environments
@@ -133,7 +134,7 @@ def test_servers_are_tried_without_a_model(
             "--ground-truth",
             '"3"',
         ]
-        assert try_environment.main([*arguments, "--json"]) == 0
+        assert run(commands.app, ["test", *arguments, "--json"]) == 0
         scripted = json.loads(capsys.readouterr().out)["policies"][1]
         assert (scripted["ends"]["done"], scripted["reward"]["mean"]) == (1, reward)
 

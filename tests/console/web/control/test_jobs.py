@@ -204,8 +204,9 @@ def test_a_run_has_its_workers_here_or_elsewhere(api: Api, launcher: FakeLaunche
     create(api, "elsewhere", workers=0, start=True)
     here, elsewhere = (start.command for start in launcher.started)
     own = (str(api.folder / "here" / "run.toml"), "run.id=here", f"run.dir={api.folder}")
-    assert here[-8:] == ("penstock.deploy.train_local", *own, "--workers", "3", "--serve", str(Path.cwd() / "r.py"))
-    assert elsewhere[3] == "penstock.deploy.train_attached"
+    options = ("--local", "--workers", "3", "--serve", str(Path.cwd() / "r.py"))
+    assert here[3:] == ("penstock", "train", *own, *options)
+    assert elsewhere[3:5] == ("penstock", "train")
     assert "--workers" not in elsewhere
 
 

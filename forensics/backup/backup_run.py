@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.console import connections
@@ -14,7 +13,6 @@ from penstock.deploy.bootstrap import ConnectionSettings
 from penstock.forensics.backup.saved_run import SavedRun, checkpoint_elsewhere, inputs_of, restore, save
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
-from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
@@ -22,21 +20,20 @@ _CONNECT_S = 10.0
 _REPORT_EVERY_S = 5.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Save or restore a run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="penstock runs", allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    saving = verbs.add_parser("backup", allow_abbrev=False)
-    saving.add_argument("run")
-    saving.add_argument("--to", type=Path, required=True)
-    verbs.add_parser("restore", allow_abbrev=False).add_argument("folder", type=Path)
-    options, rest = parser.parse_known_args(arguments)
+def backup_run(run: str, arguments: Sequence[str], folder: Path) -> int:
+    """Save a run in a folder; returns the exit code. Raises PenstockError."""
+    return _explained(lambda: _save(run, arguments, folder))
+
+
+def restore_run(folder: Path, arguments: Sequence[str]) -> int:
+    """Restore a run from its folder; returns the exit code. Raises PenstockError."""
+    return _explained(lambda: _restore(folder, arguments))
+
+
+def _explained(work: Callable[[], int]) -> int:
     logs.configure("backup", level="error")
     try:
-        return _save(options.run, rest, options.to) if options.verb == "backup" else _restore(options.folder, rest)
-    except PenstockError as err:
-        print(f"penstock: {err}", file=sys.stderr)
-        return 1
+        return work()
     except OSError as err:
         print(f"penstock: {err}; nothing on the servers was changed", file=sys.stderr)
         return 1
@@ -92,7 +89,3 @@ class _Progress:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _REPORT_EVERY_S
             print(text, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
