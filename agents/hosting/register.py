@@ -6,12 +6,10 @@ import argparse
 import asyncio
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 
 from penstock.agents.environments.over_http import registry
-from penstock.agents.environments.over_http.http_environment import read_secrets
 from penstock.agents.environments.over_http.registration import NAME_PATTERN
 from penstock.agents.environments.server_urls import checked_url
 from penstock.agents.hosting import registrar
@@ -19,6 +17,8 @@ from penstock.agents.hosting.registrar import Offer, Registrar
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
 from penstock.protocol.transport.bus import Bus
+from penstock.serving import signature
+from penstock.serving.host import stopping_by_signal
 
 _EPILOG = """\
 The server is asked for its version and capacity before it is registered and before each renewal of its lease: one that does not
@@ -50,13 +50,11 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _register(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         offer = Offer(check_name(options.name), checked_url(options.url), options.lease_s, options.replace)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-    secrets = read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
+    secrets = signature.read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
     settings = registrar.read_settings(options.settings, dict(os.environ))
     client = await registrar.client_of(
         settings, secrets=secrets, ca_file=options.ca_file, allowed=options.allowed_target
@@ -64,9 +62,10 @@ async def _register(options: argparse.Namespace) -> None:
     try:
         with Bus.connect(settings.nats, name=f"environment-{offer.name or 'server'}") as bus:
             keeper = Registrar(await registrar.open_registry(bus), client, offer)
-            async with keeper.registered() as server:
-                say_registered(keeper.name, server.version, server.url, server.capacity)
-                await stop.wait()
+            with stopping_by_signal(stop):
+                async with keeper.registered() as server:
+                    say_registered(keeper.name, server.version, server.url, server.capacity)
+                    await stop.wait()
     finally:
         await client.close()
 

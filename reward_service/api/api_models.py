@@ -9,12 +9,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from penstock.protocol.endpoints import signature
 from penstock.reward_service.endpoints.endpoint import Endpoint, EndpointSpec
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
 from penstock.reward_service.endpoints.secret_store import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.scores import GroupScores, Outcome
+from penstock.serving import signature
 
 _SPEC_FIELDS = frozenset(EndpointSpec.model_fields)
 

@@ -20,15 +20,14 @@ from penstock.protocol.metrics.samples import Samples
 from penstock.reward_service.api import endpoint_routes, metrics_samples, scoring_routes
 from penstock.reward_service.api.access_gate import CALLER, AccessGate
 from penstock.reward_service.api.api_models import Refusal
-from penstock.reward_service.api.body_limit import BodyLimit
 from penstock.reward_service.api.metrics_samples import EndpointState
-from penstock.reward_service.api.strict_route import StrictRoute
 from penstock.reward_service.endpoints.access import Access, Caller, Role
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.errors import EndpointRefused, NameTaken, NotAllowed
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.registry.reward_registry import RewardRegistry
+from penstock.serving.request_checks import BodyLimit, StrictRoute
 
 _SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -70,7 +69,9 @@ def build(
     """Return the app. Without tokens the Host header must name this machine or one of ``hosts``."""
     app = FastAPI(title="Penstock reward service", version="1", responses=_REFUSALS)
     app.router.route_class = StrictRoute
-    app.add_middleware(BodyLimit, max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes)
+    app.add_middleware(
+        BodyLimit, max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes, section="reward_service"
+    )
     app.add_middleware(AccessGate, access=access, hosts=hosts)  # the last one is the first that sees a request
     _answer_errors(app)
     _health(app, context)

@@ -16,7 +16,6 @@ from penstock.reward_service.api.api_models import (
     ScoreAnswer,
     TestRequest,
 )
-from penstock.reward_service.api.strict_route import StrictRoute
 from penstock.reward_service.endpoints.access import Caller, Role
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
@@ -24,6 +23,7 @@ from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import example_groups
 from penstock.reward_service.errors import EndpointRefused, NotAllowed
 from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE
+from penstock.serving.request_checks import StrictRoute
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 

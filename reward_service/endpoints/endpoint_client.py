@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics, EndpointQueue
 from penstock.reward_service.endpoints.secret_store import SecretStore
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import RewardUnavailable
 from penstock.reward_service.metrics import Timings
 from penstock.reward_service.scores import Outcome
+from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import TargetPolicy
+
+_KEEP_S = 5.0  # an idle connection
 
 
 class EndpointClient:
@@ -23,7 +25,12 @@ class EndpointClient:
         self._secrets = secrets
         self._queues: dict[str, EndpointQueue] = {}
         self._finishing: list[EndpointQueue] = []  # earlier versions with calls in progress
-        self.http = EndpointHttp(policy, max_response_bytes=max_response_bytes)
+        self.http = HttpConnections(
+            keep_s=_KEEP_S,
+            policy=policy,
+            max_answer_bytes=max_response_bytes,
+            max_answer_key="reward_service.max_response_bytes",
+        )
 
     async def __aenter__(self) -> EndpointClient:
         return self

@@ -8,11 +8,11 @@ from collections import Counter
 
 import structlog
 
+from penstock.protocol.errors import PenstockError
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_http import NoAnswer
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
-from penstock.reward_service.errors import RewardError
+from penstock.reward_service.endpoints.wire import CALL_HEADER
 
 log = structlog.get_logger("reward_service.health")
 
@@ -53,9 +53,9 @@ class HealthChecks:
     async def _problem(self, endpoint: Endpoint) -> str:
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                answer = await self._client.http.send("GET", endpoint.health_url or "")
+                answer = await self._client.http.send("GET", endpoint.health_url or "", headers={CALL_HEADER: "1"})
         except TimeoutError:
             return f"{endpoint.health_url} did not answer within {_DEADLINE_S:g} s"
-        except (NoAnswer, RewardError) as err:
+        except PenstockError as err:
             return f"{endpoint.health_url}: {err}"
         return "" if 200 <= answer.status < 300 else f"{endpoint.health_url}: HTTP {answer.status}"

@@ -26,7 +26,6 @@ from penstock.reward_service.endpoints import group_pieces
 from penstock.reward_service.endpoints.breaker import Breaker, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_call import CallCounts, EndpointCaller
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
 from penstock.reward_service.endpoints.secret_store import NOTHING, EndpointSecrets
 from penstock.reward_service.endpoints.token_bucket import TokenBucket
 from penstock.reward_service.endpoints.wire import GroupToScore
@@ -42,6 +41,7 @@ from penstock.reward_service.errors import (
 from penstock.reward_service.metrics import Timings
 from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.scores import Outcome
+from penstock.serving.http_connections import HttpConnections
 
 log = structlog.get_logger("reward_service.endpoint_queue")
 
@@ -87,7 +87,7 @@ class EndpointQueue:
 
     slow = True
 
-    def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: EndpointHttp) -> None:
+    def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: HttpConnections) -> None:
         """Start empty, with no call made."""
         self.endpoint = endpoint
         self.counts = CallCounts()

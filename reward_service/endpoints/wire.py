@@ -16,6 +16,8 @@ from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.scores import extra_info, ground_truth
 
 MAX_PARTS = 32
+CALL_HEADER = "penstock-endpoint-call"  # of every request sent here; an API that gets one refuses it: a loop
+ERROR_HEADER = "penstock-error"  # of an answer: why, for the people who read the errors of this endpoint
 
 
 class _Answer(BaseModel):

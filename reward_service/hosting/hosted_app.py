@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from penstock.protocol.endpoints import signature
-from penstock.reward_service.api.body_limit import BodyLimit
-from penstock.reward_service.api.strict_route import checked_route
-from penstock.reward_service.endpoints.endpoint_http import ERROR_HEADER
-from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
+from penstock.reward_service.endpoints.wire import (
+    ERROR_HEADER,
+    GroupScore,
+    GroupToScore,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+)
+from penstock.serving.request_checks import StrictRequest, check_signature, guard
 
 if TYPE_CHECKING:
     from penstock.reward_service.hosting.served_reward import Hosted
 
 _MAX_REQUEST_BYTES = 256 * 1024 * 1024
-_MAX_REQUESTS_BYTES = 8 * _MAX_REQUEST_BYTES  # of all that are in progress; further ones get 503 and come again
 
 
 class Calls:
@@ -57,19 +59,19 @@ class Calls:
             self._none.set()
 
 
-def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
-    """Return the endpoint's app; with ``secrets``, a request without a valid signature is refused with 401."""
+def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Sequence[str] | None = None) -> FastAPI:
+    """Return the endpoint's app.
+
+    With ``secrets``, a request without a valid signature is refused with 401. A Host header must be one of ``hosts`` or of the
+    loopback, unless it is None.
+    """
     app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
-    app.add_middleware(BodyLimit, max_bytes=_MAX_REQUEST_BYTES, max_total_bytes=_MAX_REQUESTS_BYTES)
 
-    async def signed(request: Request) -> None:
+    async def signed(request: StrictRequest) -> None:
         if secrets and request.method == "POST":
-            try:
-                signature.verify(secrets, request.headers, await request.body(), now_s=time.time())
-            except signature.BadSignature as err:
-                raise HTTPException(401, str(err)) from None
+            await check_signature(secrets, request)
 
-    app.router.route_class = checked_route(signed)  # before the body is parsed
+    guard(app, signed, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, err: HTTPException) -> JSONResponse:

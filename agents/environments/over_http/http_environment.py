@@ -31,13 +31,13 @@ from penstock.agents.environments.play import Row
 from penstock.agents.environments.play_episode import Played, play_episode
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.agents.proxy.session import EpisodeSession
-from penstock.protocol.endpoints import signature
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import Sampler, ServerRegistry
-from penstock.rollout_service.http_connections import HttpConnections
+from penstock.serving import signature
+from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 _KEEP_S = 60.0  # an idle connection; a server that closes it earlier costs a repeated call, and no episode
 
@@ -100,23 +100,7 @@ class HttpOptions(PlayOptions):
 
     def secrets(self) -> tuple[str, ...]:
         """Return the signing keys; raises ConfigError for a file that holds none."""
-        return () if self.secret_file is None else read_secrets(self.secret_file, "options.secret_file")
-
-
-def read_secrets(file: Path, key: str) -> tuple[str, ...]:
-    """Return the signing keys of a file; raises ConfigError that names the setting ``key``, and never shows a key."""
-    try:
-        secrets = tuple(file.read_text(encoding="utf-8").split())
-        for secret in secrets:
-            signature.key_bytes(secret)
-    except OSError as err:
-        raise ConfigError(f"{key} {file}: not readable ({err.strerror})") from None
-    except ValueError as err:  # UnicodeDecodeError is one, and shows bytes
-        reason = "not UTF-8" if isinstance(err, UnicodeDecodeError) else err
-        raise ConfigError(f"{key} {file}: {reason}") from None
-    if not 1 <= len(secrets) <= 2:
-        raise ConfigError(f"{key} {file}: expected one or two keys, got {len(secrets)}")
-    return secrets
+        return () if self.secret_file is None else signature.read_secrets(self.secret_file, "options.secret_file")
 
 
 class Http(EpisodeEnvironment):

@@ -20,8 +20,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.agents.environments.server_urls import checked_url
-from penstock.protocol.endpoints import strict_json
 from penstock.protocol.errors import PenstockError
+from penstock.serving import strict_json
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separate the parts of a key
 MAX_SERVERS = 256

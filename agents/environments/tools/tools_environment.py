@@ -32,8 +32,8 @@ from penstock.agents.environments.tools.toolbox import BAD_CALLS, CallLimits, To
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall, canonical_arguments
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.errors import ConfigError
+from penstock.serving.target_policy import OwnServer
 
 
 class ToolsPlay(Play):

@@ -25,9 +25,9 @@ from penstock.agents.hosting import list_environments, serve, try_environment
 from penstock.agents.hosting.policies import RandomPolicy, ScriptedPolicy
 from penstock.agents.proxy.messages import Message
 from penstock.protocol.config.run_file import load
-from penstock.protocol.endpoints import signature
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
+from penstock.serving import signature
 
 ROOT = Path(__file__).parents[3]
 ID = "0123456789abcdef" * 2

@@ -23,7 +23,6 @@ from penstock.agents.environments.play import done
 from penstock.agents.hosting import app, list_environments, register, registrar, serve
 from penstock.agents.hosting.episodes import Episodes
 from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
-from penstock.agents.proxy.server import serving_app
 from penstock.deploy.certificates import main as make_certificates
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -33,6 +32,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
+from penstock.serving.web_server import serving_app
 
 
 async def test_an_https_server_is_known_by_its_authority(

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.endpoints import signature
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints.access import ANONYMOUS, Access, Role, hashed, read_tokens
 from penstock.reward_service.endpoints.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALLS, Breaker, BreakerState
@@ -18,6 +17,7 @@ from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_lease import Leases, key
 from penstock.reward_service.endpoints.token_bucket import TokenBucket
 from penstock.reward_service.errors import NotAllowed
+from penstock.serving import signature
 
 
 def tripped(now: float = 0.0) -> Breaker:

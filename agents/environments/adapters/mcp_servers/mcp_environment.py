@@ -28,9 +28,9 @@ from penstock.agents.environments.tools.output_limit import shortened
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import Sampler
+from penstock.serving.target_policy import OwnServer
 
 
 class McpPlay(Play):

@@ -12,7 +12,7 @@ from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.server_urls import AllowedTargets, called_url
 from penstock.agents.environments.tools.output_limit import Cut
 from penstock.protocol.config.connection import Section
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
+from penstock.serving.target_policy import PRIVATE_TARGETS
 
 
 class McpServer(Section):

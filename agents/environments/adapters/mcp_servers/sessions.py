@@ -20,8 +20,8 @@ from penstock.agents.environments.adapters.mcp_servers import transports
 from penstock.agents.environments.adapters.mcp_servers.connection import McpConnection
 from penstock.agents.environments.adapters.mcp_servers.options import McpServer
 from penstock.agents.environments.server_token import read_token
-from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
 from penstock.protocol.transport import http_tls
+from penstock.serving.target_policy import OwnServer, TargetPolicy
 
 log = structlog.get_logger("rollout.mcp")
 

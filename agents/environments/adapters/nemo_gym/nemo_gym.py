@@ -25,9 +25,9 @@ from penstock.agents.environments.tools.output_limit import shortened
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.endpoints import strict_json
-from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.errors import ConfigError
+from penstock.serving import strict_json
+from penstock.serving.target_policy import OwnServer
 
 
 class NemoGymPlay(Play):

@@ -9,7 +9,7 @@ from pydantic import Field
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.agents.environments.tools.output_limit import Cut
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
+from penstock.serving.target_policy import PRIVATE_TARGETS
 
 
 class NemoGymOptions(PlayOptions):

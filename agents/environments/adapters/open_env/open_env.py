@@ -24,7 +24,7 @@ from penstock.agents.environments.games.actions import find_action, malformed, o
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.protocol.endpoints.target_policy import OwnServer
+from penstock.serving.target_policy import OwnServer
 
 
 class OpenEnvPlay(Play):

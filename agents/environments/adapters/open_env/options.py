@@ -6,7 +6,7 @@ from pydantic import Field, JsonValue
 
 from penstock.agents.environments.games.actions import ActionOptions
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
+from penstock.serving.target_policy import PRIVATE_TARGETS
 
 
 class OpenEnvOptions(ActionOptions):

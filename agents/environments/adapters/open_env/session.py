@@ -17,10 +17,10 @@ import aiohttp
 from penstock.agents.environments.adapters.open_env.options import OpenEnvOptions
 from penstock.agents.environments.over_http.places import take_place
 from penstock.agents.environments.over_http.servers import Server, Servers
-from penstock.protocol.endpoints import strict_json
-from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
 from penstock.protocol.errors import PenstockError
-from penstock.rollout_service.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving import strict_json
+from penstock.serving.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving.target_policy import OwnServer, TargetPolicy
 
 _KEEP_S = 60.0
 _OPEN_S = 15.0  # to accept a session; its reset takes as long as a reply may
