@@ -21,15 +21,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.serving import signature, strict_json
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "1"}}
 _MAX_HEAD_BYTES = 32 * 1024
 _DISCARD_BYTES = 64 * 1024 * 1024  # read beyond the limit; the client of a longer body may see a reset connection
 
-Refuse = Callable[[int, str], JSONResponse]  # makes the answer to a request that is refused, of a status and a reason
+Refuse = Callable[[int, str], JSONResponse]  # makes the answer of a status and a reason; of 503 with Retry-After
 
 
 def refuse(status: int, detail: str) -> JSONResponse:
     """Return the answer to a request that is refused."""
-    return JSONResponse({"detail": detail}, status, headers={"WWW-Authenticate": "Bearer"} if status == 401 else None)
+    return JSONResponse({"detail": detail}, status, headers=_HEADERS.get(status))
 
 
 def head_problem(scope: Scope) -> tuple[int, str] | None:
@@ -176,7 +177,6 @@ class BodyLimit:
         if body.is_crowded and not body.is_too_long:
             text, key = f"the bodies of all requests exceed {self.max_total_bytes} bytes", "max_requests_bytes"
             answer = self._answer(503, f"{text}{self._of(key)}; try again")
-            answer.headers["retry-after"] = "1"
         else:
             answer = self._answer(413, f"the body is longer than {self.max_bytes} bytes{self._of('max_request_bytes')}")
         answer.headers["connection"] = "close"
