@@ -23,7 +23,7 @@ from penstock.client.registered_reward import RegisteredReward
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.loop_thread import LoopThread
 from penstock.reward_service.hosting import hosted_app
-from penstock.reward_service.hosting.hosted_function import HostedFunction
+from penstock.reward_service.hosting.hosted_app import HostedFunction
 from penstock.reward_service.user_code import user_file
 from penstock.serving import web_server
 

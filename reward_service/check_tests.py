@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed, SandboxUnavailable
 from penstock.reward_service.program_tests import answers, tests_of_row
-from penstock.reward_service.program_tests.pool import SandboxPool
+from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry.built_in import BY_SOURCE
 from penstock.reward_service.rewards import code
 from penstock.sandbox import canary

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from penstock.protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.errors import RewardError
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,6 @@ class GroupScores:
         )
 
     def announce(self, generated: GeneratedGroup) -> ScoredGroup:
-        """Return the scored group that is announced."""
         return ScoredGroup(generated=generated, rewards=self.rewards, parts=self.parts, scorer=self.scorer)
 
 

@@ -23,8 +23,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.api import app
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_health import HealthChecks
+from penstock.reward_service.endpoints.endpoint_client import EndpointClient, HealthChecks
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.secret_store import SecretStore
 from penstock.reward_service.graders.grader_pool import GraderPool
@@ -32,7 +31,7 @@ from penstock.reward_service.heartbeat import HeartbeatWriter
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.pack_progress import ProgressStore
 from penstock.reward_service.pack_scoring import ScoringContext
-from penstock.reward_service.program_tests.pool import SandboxPool
+from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.registry.user_rewards import UserRewards
@@ -177,7 +176,6 @@ def _sandboxes(
 
 
 def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> int:
-    """Report the port in the log and the file, and return it."""
     port = bound.getsockname()[1]
     log.info("listening", url=f"{http_tls.scheme(host)}://{host}:{port}")
     if port_file is not None:

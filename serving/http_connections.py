@@ -6,15 +6,20 @@ variables are not used, and a compressed answer, which nothing asks for, is refu
 for each connection, every address that it has is checked, and a checked one is connected to, so that the name cannot resolve
 differently in between. Nothing that a server sends is quoted in an error: whoever may name a server could otherwise read from any
 that this process reaches.
+
+Read the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3); pure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +31,28 @@ from penstock.protocol.errors import PenstockError, TargetRefused
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.tls import client_context, handshake_problem
 from penstock.serving.target_policy import TargetPolicy, resolve
+
+_LONGEST_S = 3600.0
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
+    """Return the seconds to wait, at most an hour; 0.0 without the header, for a time in the past and for anything else.
+
+    Args:
+        headers: Of an answer, by any case of their names or by lower-case names.
+        now: The time to which a date is compared, with a time zone; None: the present time.
+    """
+    text = (headers.get("retry-after") or headers.get("Retry-After") or "").strip()
+    if _SECONDS.fullmatch(text):
+        return min(float(text), _LONGEST_S)
+    try:
+        at = parsedate_to_datetime(text)
+    except ValueError:
+        return 0.0
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return min(max((at - (now or datetime.now(UTC))).total_seconds(), 0.0), _LONGEST_S)
+
 
 _CONNECT_S = 5.0
 

@@ -70,7 +70,6 @@ class HeadCheck:
         self._hosts = None if hosts is None else LOOPBACK_NAMES | {*hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand the request on."""
         problem = None
         if scope["type"] == "http":
             fix = "without --secret-file the Host header must be localhost, 127.0.0.1 or that of --url"
@@ -108,12 +107,10 @@ class _Body:
         return message
 
     def release(self) -> None:
-        """Count this body as no longer held."""
         self._limit.num_held -= self._num_held
         self._num_held = 0
 
     async def discard(self) -> None:
-        """Read the rest, up to a bound."""
         while self._more and self._num_read <= self._limit.max_bytes + _DISCARD_BYTES:
             await self._next()
 
@@ -216,7 +213,6 @@ class StrictRoute(APIRoute):
     """Use it as ``route_class`` of a router; it needs no change to the routes."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler, which reads the body by `strict_json`."""
         return _strict(super().get_route_handler())
 
 

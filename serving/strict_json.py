@@ -52,7 +52,6 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Return True if a JSON value is nested more than ``depth`` times."""
     level = [value]
     for _ in range(depth):
         level = [

@@ -89,7 +89,7 @@ def _places() -> Mapping[str, set[str]]:
         ),
         ("parent death", {"protocol/parent_death.py", "sandbox/inside/confine.py"}),  # the second can import nothing
         ("loopback", {"protocol/transport/http_tls.py"}),
-        ("Retry-After", {"serving/retry_after.py"}),
+        ("Retry-After", {"serving/http_connections.py"}),
         ("loop of a thread", {"protocol/loop_thread.py"}),
     ],
 )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock.agents.environments.over_http import registry
-from penstock.agents.environments.over_http.registration import NAME_PATTERN
+from penstock.agents.environments.over_http.registry import NAME_PATTERN
 from penstock.agents.environments.server_urls import checked_url
 from penstock.agents.hosting import registrar
 from penstock.agents.hosting.registrar import Offer, Registrar
@@ -78,7 +78,6 @@ def check_name(name: str) -> str:
 
 
 def say_registered(name: str, version: str, url: str, capacity: int) -> None:
-    """Print what to write into a run file."""
     sys.stdout.write(
         f"environment {name}, version {version}, {capacity} episodes at once, is registered at {url}. Next: "
         f'[environment.define.{name}] type = "http", options = {{ registered = "{name}" }}\n'
@@ -87,14 +86,12 @@ def say_registered(name: str, version: str, url: str, capacity: int) -> None:
 
 
 def drain(arguments: Sequence[str]) -> int:
-    """Take servers out of service."""
     return _drain(
         arguments, "drain", "Take the servers of a registered environment out of service: no new episodes start there."
     )
 
 
 def resume(arguments: Sequence[str]) -> int:
-    """Put drained servers back into service."""
     return _drain(arguments, "resume", "Put drained servers of a registered environment back into service.")
 
 

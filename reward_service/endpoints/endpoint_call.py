@@ -3,6 +3,8 @@
 No connection, 429 and 5xx are tried again. The pause before a try is random between zero and a bound that doubles
 (full jitter), or ``Retry-After`` if that is longer. A time-out is not tried again here, because the group is delivered
 again anyway. All tries of a call carry the same idempotency key.
+
+A group is cut into what one request of the endpoint's dialect carries, and its scores are joined again.
 """
 
 from __future__ import annotations
@@ -20,12 +22,11 @@ from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, 
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.secret_store import EndpointSecrets
 from penstock.reward_service.endpoints.wire import CALL_HEADER, ERROR_HEADER, GroupToScore, Score
-from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, ScoreRefused
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, RewardError, ScoreRefused
+from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome
 from penstock.serving import signature
-from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections
-from penstock.serving.retry_after import retry_after_s
+from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
 _PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time
 _LONGEST_PAUSE_S = 10.0
@@ -46,8 +47,6 @@ class CallCounts:
 
 @dataclass(frozen=True, slots=True)
 class EndpointCaller:
-    """Calls one version of one endpoint."""
-
     endpoint: Endpoint
     secrets: EndpointSecrets
     http: HttpConnections
@@ -187,3 +186,29 @@ def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) ->
             f"it was registered to return the parts {', '.join(endpoint.returns_parts)}; missing: {', '.join(missing)}"
         )
     return ""
+
+
+def cut_group(endpoint: Endpoint, group: GroupToScore) -> list[GroupToScore]:
+    """Return the pieces of a group, each of which fits into one request."""
+    if endpoint.speaker.carries == "completion":
+        return [
+            group.model_copy(update={"group_id": f"{group.group_id}#{number}", "completions": [text]})
+            for number, text in enumerate(group.completions)
+        ]
+    return [group]
+
+
+def join_pieces(pieces: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a group from those of its pieces, in order; the first error is the group's."""
+    if len(pieces) == 1:
+        return pieces[0]
+    error = next((piece for piece in pieces if isinstance(piece, RewardError)), None)
+    if error is not None:
+        return error
+    scored = [piece for piece in pieces if isinstance(piece, GroupScores)]
+    names = sorted({name for piece in scored for name in piece.parts})
+    return GroupScores(
+        rewards=tuple(reward for piece in scored for reward in piece.rewards),
+        scorer=scored[0].scorer,
+        parts={name: tuple(value for piece in scored for value in piece.parts.get(name, (0.0,))) for name in names},
+    )

@@ -4,6 +4,10 @@ All of them are one value, changed by compare-and-swap: a replica learns of a ch
 and two registrations at the same moment cannot overwrite each other. Leases have keys of their own, which only their
 endpoint renews. Unregistered names are kept for a while, so that groups which still request them wait instead of being
 dead-lettered at once.
+
+A renewal rewrites the lease's key in the registry bucket, which gives it a new revision. A reader
+counts a lease as valid for `lease_s` seconds of its own monotonic clock after it saw the revision change, so
+that no two machines need to agree on the time. A lease that it sees for the first time is valid for the full `lease_s`.
 """
 
 from __future__ import annotations
@@ -18,11 +22,42 @@ import structlog
 from pydantic import ValidationError
 
 from penstock.protocol.transport.key_value import KeyValue, change_value
-from penstock.reward_service.endpoints import endpoint_lease
 from penstock.reward_service.endpoints.access import Caller
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.secret_store import NOTHING, EndpointSecrets, SecretStore
 from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotCalled
+
+
+class Leases:
+    """When each lease was last seen to be renewed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float]] = {}  # lease_key: revision, when it was first seen
+
+    def saw(self, revisions: Mapping[str, int], now: float) -> None:
+        self._seen = {
+            lease_key: self._seen[lease_key] if self._seen.get(lease_key, (None,))[0] == revision else (revision, now)
+            for lease_key, revision in revisions.items()
+        }
+
+    def renewed(self, endpoint: Endpoint, revision: int, now: float) -> None:
+        self._seen[lease_key(endpoint)] = (revision, now)
+
+    def expired_for_s(self, endpoint: Endpoint, now: float) -> float:
+        """Return the seconds since the endpoint's lease expired; 0.0 while it is valid, or when it has none."""
+        if endpoint.lease_s is None:
+            return 0.0
+        seen = self._seen.get(lease_key(endpoint))
+        return max(0.0, now - seen[1] - endpoint.lease_s) if seen is not None else now
+
+
+LEASE_PREFIX = "lease."
+
+
+def lease_key(endpoint: Endpoint) -> str:
+    """Return the lease_key of an endpoint's lease in the registry bucket; another version or URL has another one."""
+    return f"{LEASE_PREFIX}{endpoint.name}.{endpoint.address_id}"
+
 
 log = structlog.get_logger("reward_service.registry")
 
@@ -42,7 +77,6 @@ class Directory:
     draining: frozenset[str] = frozenset()
 
     def to_json(self) -> bytes:
-        """Return what is stored."""
         document = {
             "endpoints": [endpoint.model_dump(mode="json") for endpoint in self.endpoints.values()],
             "retired": list(self.retired),
@@ -70,7 +104,6 @@ class Directory:
         )
 
     def without(self, name: str) -> Directory:
-        """Return the directory without a name."""
         return Directory(
             endpoints={other: endpoint for other, endpoint in self.endpoints.items() if other != name},
             retired=(*(n for n in self.retired if n != name), name)[-MAX_RETIRED:],
@@ -90,7 +123,7 @@ class EndpointRegistry:
         self._on_change = on_change
         self._revision: int | None = None
         self._directory = Directory()
-        self._leases = endpoint_lease.Leases()
+        self._leases = Leases()
 
     @property
     def endpoints(self) -> Mapping[str, Endpoint]:
@@ -139,7 +172,7 @@ class EndpointRegistry:
                 await self._secrets.fetch(endpoint)
             self._take(directory, entry.revision)
         if any(endpoint.lease_s is not None for endpoint in self.endpoints.values()):
-            found = await self._store.entries(endpoint_lease.PREFIX)
+            found = await self._store.entries(LEASE_PREFIX)
             self._leases.saw({entry.key: entry.revision for entry in found}, time.monotonic())
 
     async def add(
@@ -198,7 +231,7 @@ class EndpointRegistry:
         return known
 
     async def _renew(self, endpoint: Endpoint) -> None:
-        revision = await self._store.put(endpoint_lease.key(endpoint), b"")
+        revision = await self._store.put(lease_key(endpoint), b"")
         self._leases.renewed(endpoint, revision, time.monotonic())
 
     async def remove(self, name: str, *, caller: Caller, url: str | None = None) -> bool:
@@ -239,7 +272,7 @@ class EndpointRegistry:
 
     async def _forget_lease(self, endpoint: Endpoint) -> None:
         if endpoint.lease_s is not None:
-            await self._store.delete(endpoint_lease.key(endpoint))
+            await self._store.delete(lease_key(endpoint))
 
     async def _change(self, change: Callable[[Directory], Directory]) -> None:
         async def read() -> tuple[Directory, int | None]:

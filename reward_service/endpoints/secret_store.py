@@ -32,10 +32,7 @@ NOTHING = EndpointSecrets()
 
 
 class SecretStore:
-    """Secrets by endpoint, as read so far."""
-
     def __init__(self, store: KeyValue) -> None:
-        """Start empty."""
         self._store = store
         self._known: dict[tuple[str, str, str], EndpointSecrets] = {}
 
@@ -66,7 +63,6 @@ class SecretStore:
         return True
 
     async def forget(self, endpoint: Endpoint) -> None:
-        """Delete an endpoint's secrets."""
         self._known.pop(_identity(endpoint), None)
         if endpoint.has_secrets:
             await self._store.delete(_key(endpoint))

@@ -69,7 +69,6 @@ class GraderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the graders that run."""
         return [grader.pid for grader in self._all if grader.pid]
 
     async def equal(self, gold: str, answer: str) -> Graded:
@@ -121,7 +120,6 @@ class GraderPool:
         return Graded.EXHAUSTED, _TRIES * cpu_s
 
     async def close(self) -> None:
-        """End all graders."""
         for grader in self._all:
             await grader.kill()
 

@@ -29,7 +29,6 @@ class JsonProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it runs."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 

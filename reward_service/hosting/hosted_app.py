@@ -1,9 +1,13 @@
-"""The HTTP app of a served reward: requests arrive in the server's thread and are scored on the main thread."""
+"""The HTTP app of a served reward: requests arrive in the server's thread and are scored on the main thread.
+
+`HostedFunction` is user code as `reward serve FILE.py` and the Python client serve it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -17,10 +21,44 @@ from penstock.reward_service.endpoints.wire import (
     ScoreRequest,
     ScoreResponse,
 )
+from penstock.reward_service.user_code.user_function import UserReward
 from penstock.serving.request_checks import StrictRequest, check_signature, guard
 
 if TYPE_CHECKING:
     from penstock.reward_service.hosting.served_reward import Hosted
+
+
+@dataclass(frozen=True, slots=True)
+class HostedFunction:
+    """A loaded function, its version and the terms of its registration; see `served_reward.Hosted`."""
+
+    reward: UserReward
+    version: str  # a hash of the source that was loaded, whatever its file holds later
+    terms: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"{self.reward.file.name}: {self.reward.name}"
+
+    @property
+    def batched(self) -> bool:
+        return self.reward.batched
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    async def open(self) -> None:
+        """Call the reward's ``setup``; raises UserFileError."""
+        await self.reward.open()
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Call the function; what it raises is the error of the score."""
+        return await self.reward.score_all(groups)
+
+    async def close(self) -> None:
+        await self.reward.close()
+
 
 _MAX_REQUEST_BYTES = 256 * 1024 * 1024
 
@@ -29,14 +67,12 @@ class Calls:
     """Count the calls in progress, on the event loop where the reward runs."""
 
     def __init__(self, home: asyncio.AbstractEventLoop) -> None:
-        """``home`` is the main thread's event loop."""
         self.home = home
         self.num_in_progress = 0
         self._none = asyncio.Event()
         self._none.set()
 
     async def wait_for_none(self) -> None:
-        """Wait until no call is in progress."""
         await self._none.wait()
 
     async def score(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from penstock.protocol.errors import PenstockError
-from penstock.serving import registration
+from penstock.serving import host
+from penstock.serving.host import say
 from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections
-from penstock.serving.registration import say
 
 _TRY_S = 5.0
 _KEEP_S = 1.0  # an idle connection
@@ -42,7 +42,6 @@ class ServiceAddress:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URL of each replica."""
         return tuple(one.strip().rstrip("/") for one in self.url.split(",") if one.strip())
 
 
@@ -82,15 +81,15 @@ async def register(service: ServiceAddress, offer: Offer) -> None:
     def waiting(err: PenstockError) -> str:
         return (
             f"waiting for the reward service at {service.url}: {str(err)[:200]}; start it in another terminal with: "
-            f"penstock reward service run.toml (gives up after {registration.WAIT_S:.0f} s)"
+            f"penstock reward service run.toml (gives up after {host.WAIT_S:.0f} s)"
         )
 
     async with _asking(service) as ask:
         try:
-            await registration.until_there(attempt, _NotYet, waiting)
+            await host.until_there(attempt, _NotYet, waiting)
         except _NotYet as err:
             raise NotRegistered(
-                f"reward {offer.name!r} could not be registered at {service.url} within {registration.WAIT_S:.0f} s: {err}; "
+                f"reward {offer.name!r} could not be registered at {service.url} within {host.WAIT_S:.0f} s: {err}; "
                 "is the reward service running there? (penstock reward service)"
             ) from None
 
@@ -102,7 +101,7 @@ async def keep(service: ServiceAddress, offer: Offer) -> None:
     renewal, or a new registration if the service no longer knows the endpoint, puts it back into service.
     """
     assert offer.lease_s is not None
-    renewals = registration.Renewals()
+    renewals = host.Renewals()
     hint = (
         f"Its groups wait once the lease has expired, {offer.lease_s:g} s after the last renewal; it is tried again. Where the "
         "reward service runs elsewhere now, start this with all its URLs: --register URL,URL"
@@ -124,7 +123,7 @@ async def keep(service: ServiceAddress, offer: Offer) -> None:
         return True
 
     async with _asking(service) as ask:
-        await registration.keep(offer.lease_s, renew)
+        await host.keep(offer.lease_s, renew)
 
 
 async def unregister(service: ServiceAddress, offer: Offer) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.reward_service.hosting import served_reward
-from penstock.reward_service.hosting.hosted_function import HostedFunction
+from penstock.reward_service.hosting.hosted_app import HostedFunction
 from penstock.reward_service.user_code import user_file
 
 _EPILOG = """\

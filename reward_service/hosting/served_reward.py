@@ -76,8 +76,6 @@ class Hosted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address, registration and secrets of a served reward."""
-
     name: str
     host: str
     port: int
@@ -88,7 +86,6 @@ class Address:
 
 
 def add_options(parser: argparse.ArgumentParser, *, default_name: str) -> None:
-    """Add the options that `address` reads."""
     parser.add_argument("--name", help=f"reward name that rows request (default: {default_name})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")

@@ -7,6 +7,8 @@
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
 After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds; so do
 those that are left when a program has used up its part of its group's time.
+
+`SandboxPool` runs a bounded number of programs at a time, each killable.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.program_tests import answers, test_code
-from penstock.reward_service.program_tests.graded import Graded
-from penstock.reward_service.program_tests.test_code import Proofs
+from penstock.reward_service.program_tests.test_code import Graded, Proofs
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
 from penstock.sandbox.errors import SandboxError
 from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure
 from penstock.sandbox.run_program import run_program
+from penstock.sandbox.slots import Slots
+from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits, Run, Watch, Zygote
 
 
@@ -50,7 +54,6 @@ class Slot:
         self.stopped.clear()
 
     def kill(self) -> None:
-        """Kill both zygotes and their programs."""
         self.programs.kill()
         self.tests.kill()
 
@@ -115,3 +118,42 @@ def _right(run: Run, tests: StdinTests | FunctionTests, place: int) -> bool:
         return answers.same_result(json.loads(run.answer), tests.results[place])
     except (ValueError, RecursionError):  # it wrote something else, or nothing
         return False
+
+
+class SandboxPool:
+    """Grade ``num_slots`` programs at a time. A slot's zygote starts with its first program. Call `close` at the end."""
+
+    def __init__(
+        self, launch: Launch, num_slots: int, limits: Limits, *, stop_early: bool = False, group_cpu_s: float = math.inf
+    ) -> None:
+        """``stop_early`` ends a program's tests with the first failure, where only a full pass counts.
+
+        ``group_cpu_s`` is the time for all programs of a group.
+        """
+        self._limits = limits
+        self._group_cpu_s = group_cpu_s
+        self._stop_early = stop_early
+        proofs = Proofs()
+        self._slots = Slots([Slot(Zygote(launch, 2 * n), Zygote(launch, 2 * n + 1), proofs) for n in range(num_slots)])
+
+    @property
+    def pids(self) -> list[int]:
+        zygotes = [zygote for slot in self._slots.all for zygote in (slot.programs, slot.tests)]
+        return [zygote.pid for zygote in zygotes if zygote.pid]
+
+    async def grade(self, program: str, tests: Tests, num_programs: int = 1) -> Graded:
+        """Run one of a group's ``num_programs`` against its tests; raises SandboxFailed (after a second try) or BadGroundTruth.
+
+        Each has an equal part of the group's time, and the limit of one test at least: what one program uses up is not
+        missing for another.
+        """
+        budget_s = max(self._limits.cpu_s, self._group_cpu_s / num_programs)
+        try:
+            return await self._slots.run(
+                lambda slot: grade(slot, program, tests, self._limits, stop_early=self._stop_early, budget_s=budget_s)
+            )
+        except SandboxError as err:
+            raise SandboxFailed(str(err)) from None
+
+    async def close(self) -> None:
+        await self._slots.close()

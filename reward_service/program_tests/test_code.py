@@ -20,12 +20,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.program_tests.graded import Graded
 from penstock.reward_service.program_tests.tests_of_row import Assertions
 from penstock.sandbox.errors import SandboxError
 from penstock.sandbox.inside.program_proxy import STUBS
 from penstock.sandbox.outcome import Reason, describe, failure
 from penstock.sandbox.zygote_process import Killed, Limits, Run, Watch, Zygote
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """The number of passed tests, and the reason and detail of the first failure."""
+
+    passed: int
+    total: int
+    reason: Reason | None = None
+    detail: str = ""
+
 
 _KNOWN_PROOFS = 4096
 _EMPTY, _ANY_RESULT = set(STUBS), {"opaque", "none"}

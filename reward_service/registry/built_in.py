@@ -10,7 +10,7 @@ from typing import Any
 from penstock.protocol.config.connection import Section
 from penstock.protocol.extensions import Registry
 from penstock.reward_service.graders.grader_pool import GraderPool
-from penstock.reward_service.program_tests.pool import SandboxPool
+from penstock.reward_service.program_tests.grade import SandboxPool
 from penstock.reward_service.registry.scorers import GivenScorer, GradedScorer, LengthScorer, PureScorer, SandboxScorer
 from penstock.reward_service.rewards.reward import GivenReward, GradedReward, LengthReward, Reward, SandboxedReward
 from penstock.reward_service.scores import Scorer

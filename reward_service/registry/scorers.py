@@ -13,7 +13,7 @@ from penstock.protocol.packs.group_pack import EpisodeTexts, GroupTexts
 from penstock.reward_service.errors import LengthsUnknown, RewardCrashed, RewardError, RewardNotGiven
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import length
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome, extra_info, ground_truth
 
 log = structlog.get_logger("reward_service.scorers")

@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.reward_service.program_tests import answers, tests_of_row
-from penstock.reward_service.program_tests.graded import Graded
+from penstock.reward_service.program_tests.test_code import Graded
 from penstock.reward_service.program_tests.tests_of_row import Tests
-from penstock.reward_service.rewards.reward import SandboxedReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import SandboxedReward, Verdict
 from penstock.sandbox.outcome import Reason
 
 NAME = "code"

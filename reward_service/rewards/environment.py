@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from penstock.protocol.packs.group_pack import EpisodeTexts
-from penstock.reward_service.rewards.reward import GivenReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import GivenReward, Verdict
 
 NAME = "environment"
 

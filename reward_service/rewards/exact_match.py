@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict, truth_text
+from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
 NAME = "exact_match"
 _RIGHT, _WRONG = Verdict(1.0), Verdict(0.0)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import PureReward, Verdict
 
 NAME = "format"
 THINK = "think_format"

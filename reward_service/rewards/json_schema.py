@@ -26,8 +26,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.math_answer import Grade, Graded
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.pattern import MAX_CHARS
-from penstock.reward_service.rewards.reward import GradedReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import GradedReward, Verdict
 
 NAME = "json_schema"
 _FENCE = "```"
@@ -97,7 +96,6 @@ def find(text: str, where: str) -> str | None:
 
 
 def parses(text: str) -> bool:
-    """Return True if a text is strict JSON."""
     try:
         _loads(text)
     except ValueError:

@@ -23,8 +23,7 @@ from typing import Any
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards import gsm8k
 from penstock.reward_service.rewards.parsing import equation, final_answer, latex
-from penstock.reward_service.rewards.reward import GradedReward
-from penstock.reward_service.rewards.verdict import Verdict, truth_text
+from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_text
 
 NAME, FLEXIBLE = "math", "math_flexible"
 MAX_ANSWER_CHARS = 2048  # bounds the input of a grader

@@ -17,8 +17,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, quantity, units
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.parsing.quantity import Quantity
-from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict, truth_text
+from penstock.reward_service.rewards.reward import PureReward, Verdict, truth_text
 
 NAME = "numeric"
 
@@ -61,7 +60,6 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
 
 
 def is_equal(parameters: Parameters, gold: Quantity, answer: Quantity) -> bool:
-    """Return True if two quantities are equal within the tolerance."""
     factor = _factor(parameters.units, gold.unit, answer.unit)
     if factor is None:
         return False

@@ -19,8 +19,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.math_answer import Grade, Graded
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.parsing.final_answer import Where
-from penstock.reward_service.rewards.reward import GradedReward
-from penstock.reward_service.rewards.verdict import Verdict, truth_text
+from penstock.reward_service.rewards.reward import GradedReward, Verdict, truth_text
 
 NAME = "regex"
 MAX_CHARS = 200_000

@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import Field
 
 from penstock.protocol.config.connection import Section
-from penstock.reward_service.rewards.parsing.words import words
-from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.parsing.number import words
+from penstock.reward_service.rewards.reward import PureReward, Verdict
 
 NAME = "repetition"
 

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.protocol.config.connection import Section
-from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import PureReward, Verdict
 
 NAME = "tags"
 

@@ -31,8 +31,7 @@ from penstock.protocol.extensions import Registry
 from penstock.protocol.parent_death import end_with_parent
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.rewards.reward import PureReward, Reward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import PureReward, Reward, Verdict
 from penstock.reward_service.user_code import user_file
 
 
@@ -54,8 +53,6 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JudgeReward:
-    """A user's `PureReward`, with its parameters."""
-
     judge: Callable[[tuple[str, ...], Any], list[Verdict]]
 
     async def open(self) -> None:

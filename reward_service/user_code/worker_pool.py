@@ -48,7 +48,6 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
         return [worker.pid for worker in self._all if worker.pid]
 
     async def check(self) -> str:
@@ -70,7 +69,6 @@ class WorkerPool:
             self._idle.put_nowait(worker)
 
     async def close(self) -> None:
-        """End all workers."""
         await asyncio.gather(*(worker.close() for worker in self._all))
 
 

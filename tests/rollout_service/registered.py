@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agents.environments.over_http.http_environment import Http
-from penstock.agents.environments.over_http.registration import Lease
+from penstock.agents.environments.over_http.registry import Lease
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import app, registrar
 from penstock.agents.hosting.episodes import Episodes

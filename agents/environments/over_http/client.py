@@ -13,8 +13,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.agents.environments.over_http.wire import Problem
 from penstock.protocol.errors import PenstockError
 from penstock.serving import signature, strict_json
-from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections
-from penstock.serving.retry_after import retry_after_s
+from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections, retry_after_s
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -53,7 +52,6 @@ class EnvironmentClient:
         self._secrets = tuple(secrets)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._connections.close()
 
     async def call(self, method: str, url: str, call_id: str, body: BaseModel | None, expected: type[Body]) -> Body:

@@ -24,8 +24,7 @@ from penstock.agents.environments.over_http.http_play import (
     Wanted,
     start_episode,
 )
-from penstock.agents.environments.over_http.registration import NAME_PATTERN
-from penstock.agents.environments.over_http.registry import RegistryFollower
+from penstock.agents.environments.over_http.registry import NAME_PATTERN, RegistryFollower
 from penstock.agents.environments.over_http.servers import Servers
 from penstock.agents.environments.play import Row
 from penstock.agents.environments.play_episode import Played, play_episode
@@ -89,7 +88,6 @@ class HttpOptions(PlayOptions):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs, without a slash at the end."""
         return urls_of(self.url)
 
     @model_validator(mode="after")
@@ -104,13 +102,10 @@ class HttpOptions(PlayOptions):
 
 
 class Http(EpisodeEnvironment):
-    """The environment ``http``."""
-
     name = "http"
     options = HttpOptions
 
     def __init__(self) -> None:
-        """Start without servers."""
         super().__init__()
         self._own: tuple[OwnServer, ...] = ()
         self._registry: ServerRegistry | None = None
@@ -127,11 +122,9 @@ class Http(EpisodeEnvironment):
         return "" if self.chosen is None else self.chosen.registered
 
     def new_registry(self, store: KeyValue) -> RegistryFollower:
-        """Return the registry of servers in a bucket."""
         return RegistryFollower(store)
 
     def use_registry(self, registry: ServerRegistry) -> None:
-        """Note where the servers of `registered` are found."""
         self._registry = registry
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
@@ -197,7 +190,6 @@ class Http(EpisodeEnvironment):
         return await start_episode(self._client, self._servers, wanted, limits)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._client is not None:
             await self._client.close()
 

@@ -62,7 +62,6 @@ class WireRow(_Body):
 
     @classmethod
     def of(cls, row: Row) -> WireRow:
-        """Return a row as the protocol writes it."""
         return cls(
             messages=[written(one) for one in row.messages],
             ground_truth=row.ground_truth,
@@ -141,7 +140,6 @@ class Problem(_Body):
 
 
 def written(message: Message) -> Object:
-    """Return a message as the protocol writes it."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.parts:
         made["content"] = [_written_part(part) for part in message.parts]

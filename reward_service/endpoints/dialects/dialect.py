@@ -33,8 +33,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The body of a POST and its content type."""
-
     body: bytes
     content_type: str = "application/json"
 

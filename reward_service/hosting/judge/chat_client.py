@@ -16,8 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
-from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections
-from penstock.serving.retry_after import retry_after_s
+from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
 _PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 20.0
@@ -75,7 +74,6 @@ class Chat:
     """Send questions to one model, at most ``concurrency`` at once. Call `close` at the end."""
 
     def __init__(self, settings: JudgeSettings, api_key: str) -> None:
-        """``api_key`` may be empty."""
         self._settings = settings
         self._places = asyncio.Semaphore(settings.concurrency)
         self.cost = Cost()
@@ -83,7 +81,6 @@ class Chat:
         self._http = HttpConnections(keep_s=_KEEP_S, headers=headers)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.close()
 
     async def ask(self, question: str) -> Said:

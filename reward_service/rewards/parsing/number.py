@@ -1,4 +1,4 @@
-"""Parse a number as people write it, exactly; answers are never compared as floats."""
+"""Parse a number as people write it, exactly (answers are never compared as floats); and split a text into words."""
 
 from __future__ import annotations
 
@@ -40,3 +40,11 @@ def read_number(text: str) -> Fraction | None:
 
 def _fraction(digits: str) -> Fraction:
     return Fraction(digits.replace("−", "-").replace(",", "").replace(" ", "").rstrip("."))
+
+
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
+
+
+def words(text: str) -> list[str]:
+    """Split a text, in order, at white space and around every character that is a word by itself."""
+    return _WORD.findall(text)

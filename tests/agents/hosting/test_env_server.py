@@ -22,7 +22,7 @@ from tests.agents.environments.test_turn_environment import Scored, Script
 from penstock.agents.environments.games.calculator import CALCULATOR
 from penstock.agents.environments.play import Reply, done, say
 from penstock.agents.hosting import list_environments, serve, try_environment
-from penstock.agents.hosting.policies import RandomPolicy, ScriptedPolicy
+from penstock.agents.hosting.trial import RandomPolicy, ScriptedPolicy
 from penstock.agents.proxy.messages import Message
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError

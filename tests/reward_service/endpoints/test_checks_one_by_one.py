@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.api import app as api
-from penstock.reward_service.api.access_gate import AccessGate
+from penstock.reward_service.api.app import AccessGate
 from penstock.reward_service.endpoints.access import Access, Role
 from penstock.serving import strict_json
 from penstock.serving.http_connections import HttpConnections

@@ -12,8 +12,7 @@ import pytest
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.program_tests import test_code, tests_of_row
 from penstock.reward_service.program_tests.grade import Slot, grade
-from penstock.reward_service.program_tests.graded import Graded
-from penstock.reward_service.program_tests.test_code import Proof
+from penstock.reward_service.program_tests.test_code import Graded, Proof
 from penstock.sandbox import canary
 from penstock.sandbox.outcome import Reason
 from penstock.sandbox.zygote_command import Launch

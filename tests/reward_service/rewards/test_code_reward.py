@@ -20,9 +20,9 @@ from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
 from penstock.reward_service.program_tests import answers, grade, tests_of_row
-from penstock.reward_service.program_tests import pool as sandbox_pool
-from penstock.reward_service.program_tests.graded import Graded
-from penstock.reward_service.program_tests.pool import SandboxPool
+from penstock.reward_service.program_tests import grade as sandbox_pool
+from penstock.reward_service.program_tests.grade import SandboxPool
+from penstock.reward_service.program_tests.test_code import Graded
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.reward_service.rewards import code
 from penstock.sandbox import canary
@@ -292,7 +292,7 @@ def test_zygotes_and_programs_exit_with_a_killed_service(kind: Kind) -> None:
     if problem := canary.attack(kind):
         pytest.skip(f"{kind} does not hold on this machine: {problem}")
     script = (
-        "import asyncio\nfrom penstock.reward_service.program_tests.pool import *\n"
+        "import asyncio\nfrom penstock.reward_service.program_tests.grade import *\n"
         "from penstock.reward_service.program_tests.tests_of_row import *\n"
         "from penstock.sandbox.zygote_command import Kind\n"
         f"pool = SandboxPool(Launch(Kind({str(kind)!r})), 1, Limits(cpu_s=60.0))\n"

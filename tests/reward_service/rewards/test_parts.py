@@ -19,7 +19,7 @@ from penstock.reward_service.errors import BreakerOpen, EndpointBusy
 from penstock.reward_service.metrics import WINDOW, Timings
 from penstock.reward_service.pack_progress import PackProgress, ProgressStore
 from penstock.reward_service.retry_policy import RetryPolicy
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores
 from penstock.reward_service.settings import RewardSettings
 

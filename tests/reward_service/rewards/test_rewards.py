@@ -15,7 +15,7 @@ from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import exact_match, format, gsm8k, math_answer
 from penstock.reward_service.rewards.parsing import latex
 from penstock.reward_service.rewards.parsing.number import read_number
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 
 # completion, ground truth, reward, has an answer, why
 GSM8K: list[tuple[str, Any, float, float, str]] = [

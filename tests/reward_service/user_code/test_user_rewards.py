@@ -36,7 +36,7 @@ from pydantic import Field
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.reward import PureReward
-from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.reward import Verdict
 
 print("printed while it is imported")
 

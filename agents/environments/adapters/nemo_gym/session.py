@@ -24,8 +24,7 @@ from typing import Any
 
 from penstock.agents.environments.adapters.nemo_gym.options import NemoGymOptions
 from penstock.agents.environments.over_http.client import PASSING
-from penstock.agents.environments.over_http.places import take_place
-from penstock.agents.environments.over_http.servers import Server, Servers
+from penstock.agents.environments.over_http.servers import Server, Servers, take_place
 from penstock.agents.environments.server_token import read_token
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json

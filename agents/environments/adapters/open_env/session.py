@@ -15,8 +15,7 @@ from typing import Any
 import aiohttp
 
 from penstock.agents.environments.adapters.open_env.options import OpenEnvOptions
-from penstock.agents.environments.over_http.places import take_place
-from penstock.agents.environments.over_http.servers import Server, Servers
+from penstock.agents.environments.over_http.servers import Server, Servers, take_place
 from penstock.protocol.errors import PenstockError
 from penstock.serving import strict_json
 from penstock.serving.http_connections import ConnectionFailed, HttpConnections
