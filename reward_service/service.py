@@ -24,8 +24,7 @@ from penstock.reward_service import loop
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.api import app
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient, HealthChecks
-from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
-from penstock.reward_service.endpoints.secret_store import SecretStore
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter
 from penstock.reward_service.metrics import ServiceMetrics

@@ -28,7 +28,7 @@ from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
-from penstock.serving import host, target_policy
+from penstock.serving import lease, target_policy
 from penstock.serving.http_connections import HttpConnections
 from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
@@ -114,7 +114,7 @@ async def client_of(
 
 async def open_registry(bus: Bus) -> KeyValue:
     """Return the bucket, once it has been created; stderr says what is waited for. Raises PenstockError."""
-    return await host.until_there(
+    return await lease.until_there(
         lambda: bus.key_value(streams.environments_bucket().bucket),
         MissingStream,
         lambda err: f"waiting for the first run on {bus.url}, which creates the bucket: {err}",
@@ -130,14 +130,14 @@ class Registrar:
             raise ConfigError(f"--lease-s {offer.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
         self._store, self._client, self._offer = store, client, offer
         self._server: RegisteredServer | None = None
-        self._renewals, self._said = host.Renewals(), ""
+        self._renewals, self._said = lease.Renewals(), ""
         self.name = offer.name
 
     @contextlib.asynccontextmanager
     async def registered(self) -> AsyncIterator[RegisteredServer]:
         """Keep the server registered inside the block; raises PenstockError if it cannot be registered."""
         server = await self._register(await self._ask())
-        renewing = asyncio.create_task(host.keep(self._offer.lease_s, self.renew))
+        renewing = asyncio.create_task(lease.keep(self._offer.lease_s, self.renew))
         try:
             yield server
         finally:
@@ -177,7 +177,7 @@ class Registrar:
         state = listed.state(own)
         if state in ("replaced", "drained") and state != self._said:
             by = f" by version {listed.registered.version}" if state == "replaced" and listed.registered else ""
-            host.say(
+            lease.say(
                 f"environment {self.name} at {self._offer.url} is {state}{by}: no new episodes come; {about.running} in progress"
             )
         self._said = state
@@ -185,7 +185,7 @@ class Registrar:
     async def _ask(self) -> About:
         url, deadline_s = (
             f"{self._offer.url}/environment",
-            min(_ASK_S, self._offer.lease_s / host.RENEWALS_PER_LEASE),
+            min(_ASK_S, self._offer.lease_s / lease.RENEWALS_PER_LEASE),
         )
         try:
             async with asyncio.timeout(deadline_s):
@@ -213,7 +213,7 @@ class Registrar:
         try:
             await registry.unregister(self._store, self.name, self._server)
         except PenstockError as err:
-            host.say(f"environment {self.name} was not unregistered: {err}; its lease will expire")
+            lease.say(f"environment {self.name} was not unregistered: {err}; its lease will expire")
 
     def _lease(self, about: About) -> Lease:
         return Lease(at=time.time(), lease_s=self._offer.lease_s, running=about.running, draining=about.draining)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from penstock.reward_service.endpoints.endpoint import Endpoint, EndpointSpec
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
-from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.scores import GroupScores, Outcome
 from penstock.serving import signature

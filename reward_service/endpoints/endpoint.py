@@ -5,7 +5,6 @@ Of dialects only the files of `dialects` are searched: a registration arrives ov
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated
@@ -15,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 from penstock.protocol.extensions import Registry
 from penstock.protocol.facts import Finite
 from penstock.reward_service.endpoints.dialects.dialect import Dialect, DialectKind
+from penstock.serving.lease import lease_key, server_id
 
 DIALECTS = Registry(
     "dialect", DialectKind, package="penstock.reward_service.endpoints.dialects", group="penstock.dialects"
@@ -118,7 +118,12 @@ class Endpoint(EndpointSpec):
     @property
     def address_id(self) -> str:
         """A short id of this version at this URL."""
-        return hashlib.sha256(f"{self.version}\n{self.url}".encode()).hexdigest()[:16]
+        return server_id(self.version, self.url)
+
+    @property
+    def lease_key(self) -> str:
+        """The key of its lease in the registry's bucket; another version or URL has another one."""
+        return lease_key(self.name, self.address_id)
 
     def __hash__(self) -> int:
         return hash((self.name, self.version, self.url))

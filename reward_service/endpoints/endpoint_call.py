@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Payload
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import CALL_HEADER, ERROR_HEADER, GroupToScore, Score
 from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, RewardError, ScoreRefused
 from penstock.reward_service.rewards.reward import Verdict

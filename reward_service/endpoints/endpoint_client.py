@@ -12,8 +12,7 @@ import structlog
 from penstock.protocol.errors import PenstockError
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics, EndpointQueue
-from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
-from penstock.reward_service.endpoints.secret_store import SecretStore
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
 from penstock.reward_service.endpoints.wire import CALL_HEADER, GroupToScore
 from penstock.reward_service.errors import RewardUnavailable
 from penstock.reward_service.metrics import Timings

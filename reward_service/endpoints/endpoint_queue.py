@@ -26,7 +26,7 @@ from penstock.reward_service.endpoints import endpoint_call
 from penstock.reward_service.endpoints.breaker import Breaker, BreakerState, TokenBucket
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_call import CallCounts, EndpointCaller
-from penstock.reward_service.endpoints.secret_store import NOTHING, EndpointSecrets
+from penstock.reward_service.endpoints.endpoint_registry import NOTHING, EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
     BadGroundTruth,

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from penstock.protocol.errors import PenstockError
-from penstock.serving import host
-from penstock.serving.host import say
+from penstock.serving import lease
 from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections
+from penstock.serving.lease import say
 
 _TRY_S = 5.0
 _KEEP_S = 1.0  # an idle connection
@@ -81,15 +81,15 @@ async def register(service: ServiceAddress, offer: Offer) -> None:
     def waiting(err: PenstockError) -> str:
         return (
             f"waiting for the reward service at {service.url}: {str(err)[:200]}; start it in another terminal with: "
-            f"penstock reward service run.toml (gives up after {host.WAIT_S:.0f} s)"
+            f"penstock reward service run.toml (gives up after {lease.WAIT_S:.0f} s)"
         )
 
     async with _asking(service) as ask:
         try:
-            await host.until_there(attempt, _NotYet, waiting)
+            await lease.until_there(attempt, _NotYet, waiting)
         except _NotYet as err:
             raise NotRegistered(
-                f"reward {offer.name!r} could not be registered at {service.url} within {host.WAIT_S:.0f} s: {err}; "
+                f"reward {offer.name!r} could not be registered at {service.url} within {lease.WAIT_S:.0f} s: {err}; "
                 "is the reward service running there? (penstock reward service)"
             ) from None
 
@@ -101,7 +101,7 @@ async def keep(service: ServiceAddress, offer: Offer) -> None:
     renewal, or a new registration if the service no longer knows the endpoint, puts it back into service.
     """
     assert offer.lease_s is not None
-    renewals = host.Renewals()
+    renewals = lease.Renewals()
     hint = (
         f"Its groups wait once the lease has expired, {offer.lease_s:g} s after the last renewal; it is tried again. Where the "
         "reward service runs elsewhere now, start this with all its URLs: --register URL,URL"
@@ -123,7 +123,7 @@ async def keep(service: ServiceAddress, offer: Offer) -> None:
         return True
 
     async with _asking(service) as ask:
-        await host.keep(offer.lease_s, renew)
+        await lease.keep(offer.lease_s, renew)
 
 
 async def unregister(service: ServiceAddress, offer: Offer) -> None:

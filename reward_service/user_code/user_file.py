@@ -14,8 +14,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.reward_service.errors import UserFileError
-from penstock.reward_service.user_code.message_style import takes_messages
-from penstock.reward_service.user_code.user_function import Style, UserReward
+from penstock.reward_service.user_code.user_function import Style, UserReward, takes_messages
 
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
 _STANDARD = {sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"}  # Python's own modules
@@ -30,7 +29,7 @@ _GIVEN: dict[Style, tuple[str, ...]] = {
 def load(file: Path, function: str | None = None, *, conversational: bool | None = None) -> UserReward:
     """Load a file and find its reward function (``function``, when it has several).
 
-    ``conversational``: texts as lists of messages; None: as the function was written (`message_style`).
+    ``conversational``: texts as lists of messages; None: as the function was written (`takes_messages`).
     Raises UserFileError saying what is wrong with the file, and where.
     """
     if not os.path.isfile(file):  # noqa: PTH113  False, not an error, for a name that no file can have

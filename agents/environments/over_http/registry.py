@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -26,11 +25,12 @@ from penstock.agents.environments.server_urls import checked_url
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.key_value import KeyValue, change_value
 from penstock.serving import strict_json
+from penstock.serving.lease import PREFIX, lease_key, server_id
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separate the parts of a key
 MAX_SERVERS = 256
 MAX_NAMES = 256
-ENVIRONMENT, LEASE = "environment.", "lease."
+ENVIRONMENT = "environment."
 
 
 class RegistrationRefused(PenstockError):
@@ -57,7 +57,7 @@ class RegisteredServer(_Stored):
 
     @property
     def id(self) -> str:
-        return hashlib.sha256(f"{self.version}\n{self.url}".encode()).hexdigest()[:16]
+        return server_id(self.version, self.url)
 
 
 class Registered(_Stored):
@@ -106,10 +106,6 @@ class Listed:
 
 def key(name: str) -> str:
     return f"{ENVIRONMENT}{name}"
-
-
-def lease_key(name: str, server: RegisteredServer) -> str:
-    return f"{LEASE}{name}.{server.id}"
 
 
 def read_registered(value: bytes) -> Registered:
@@ -182,9 +178,9 @@ async def list_environments(store: KeyValue) -> dict[str, Listed]:
                 found[entry.key.removeprefix(ENVIRONMENT)] = (None, "")
                 value = read_registered(entry.value)
                 found[entry.key.removeprefix(ENVIRONMENT)] = (value, "")
-            elif entry.key.startswith(LEASE):
-                name, _, server_id = entry.key.removeprefix(LEASE).rpartition(".")
-                leases.setdefault(name, {})[server_id] = read_lease(entry.value)
+            elif entry.key.startswith(PREFIX):
+                name, _, of_server = entry.key.removeprefix(PREFIX).rpartition(".")
+                leases.setdefault(name, {})[of_server] = read_lease(entry.value)
         except ValueError as err:
             problem = f"{store.bucket}/{entry.key} is unreadable: {err}"
             if entry.key.startswith(ENVIRONMENT):
@@ -213,7 +209,7 @@ async def register(store: KeyValue, name: str, server: RegisteredServer, lease: 
     try:
         await change_value(store, key(name), read, admitted, Registered.to_json)
     except PenstockError:
-        await store.delete(lease_key(name, server))
+        await store.delete(lease_key(name, server.id))
         raise
 
 
@@ -226,7 +222,7 @@ async def renew(store: KeyValue, name: str, server: RegisteredServer, lease: Lea
 
 async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> None:
     """Remove a server; the name goes with its last one."""
-    await store.delete(lease_key(name, server))
+    await store.delete(lease_key(name, server.id))
     leased: set[str] = set()
 
     async def read() -> tuple[Registered, int | None]:
@@ -253,12 +249,12 @@ async def drain(store: KeyValue, name: str, url: str | None, *, on: bool) -> lis
 
 
 async def _leased(store: KeyValue, name: str) -> set[str]:
-    return {entry.key.rpartition(".")[2] for entry in await store.entries(f"{LEASE}{name}.")}
+    return {entry.key.rpartition(".")[2] for entry in await store.entries(f"{PREFIX}{name}.")}
 
 
 async def _put_lease(store: KeyValue, name: str, server: RegisteredServer, lease: Lease) -> None:
     value = lease.model_dump_json().encode()
-    await store.put(lease_key(name, server), value, ttl_s=lease.lease_s)
+    await store.put(lease_key(name, server.id), value, ttl_s=lease.lease_s)
 
 
 async def _read(store: KeyValue, name: str) -> tuple[Registered, int | None]:

@@ -156,7 +156,7 @@ async def test_a_step_is_repeated_only_while_the_lease_is_valid(
             playing = asyncio.create_task(play(model, own, ["a", "b"]))
             await losing.wait()
             async with registered(store, name, Script(lambda: done(0.75))):
-                await store.delete(registry.lease_key(name, lost))
+                await store.delete(registry.lease_key(name, lost.id))
                 async with asyncio.timeout(50.0):  # of reply_deadline_s, which is 60
                     (episode,) = await playing
     assert (episode.status, episode.reward, episode.attempt) == ("done", 0.75, 1)
@@ -185,7 +185,7 @@ async def test_a_registration_that_is_not_followed_by_its_server_costs_no_attemp
 async def test_values_that_others_wrote_are_not_believed(bus: Bus, store: KeyValue, model: Path, name: str) -> None:
     """The name counts as one without servers, with the reason; another name is not affected."""
     await store.put(registry.key(name), b'{"version": "1", "servers": [], "secret": 1}')
-    await store.put(f"{registry.LEASE}{name}.x", b"{}")
+    await store.put(f"{registry.PREFIX}{name}.x", b"{}")
     listed = await registry.list_environments(store)
     assert "unreadable: no Registered: secret: Extra inputs are not permitted" in listed[name].problem
     async with worker(bus, model, name, attempts=1, options={"place_deadline_s": 0.2}) as own:
@@ -196,4 +196,4 @@ async def test_values_that_others_wrote_are_not_believed(bus: Bus, store: KeyVal
         await registry.register(
             store, name, RegisteredServer(url="http://127.0.0.1:1", version="1", capacity=1), LEASE, replace=True
         )
-    assert [entry.value for entry in await store.entries(f"{registry.LEASE}{name}.")] == [b"{}"]
+    assert [entry.value for entry in await store.entries(f"{registry.PREFIX}{name}.")] == [b"{}"]

@@ -99,7 +99,7 @@ async def test_a_server_that_was_forgotten_registers_again(
         other = RegisteredServer(url="http://127.0.0.1:2", version="1", capacity=1)
         own = (await registry.list_environments(store))[name].registered
         assert own is not None
-        await store.delete(registry.lease_key(name, own.servers[0]))
+        await store.delete(registry.lease_key(name, own.servers[0].id))
         await registry.register(store, name, other, LEASE, replace=False)
         assert (await registry.list_environments(store))[name].registered == own.model_copy(
             update={"servers": (other,)}

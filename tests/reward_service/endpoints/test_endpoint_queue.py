@@ -21,7 +21,7 @@ from penstock.reward_service.endpoints.breaker import MIN_CALLS, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
-from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
     BadGroundTruth,
