@@ -67,7 +67,7 @@ class ServedFunction:
             self._bound.close()
             self._end_threads()
             raise
-        app = hosted_app.build(reward, hosted_app.Calls(self._calls_thread.loop), secrets=())
+        app = hosted_app.build(reward, hosted_app.Calls(self._calls_thread.loop), secrets=(), hosts=())
         self._serving = self._http_thread.start(web_server.serve(app, self._bound, self._done))
 
     @property

@@ -35,6 +35,7 @@ def environment(secrets: Sequence[str], hosts: Sequence[str] | None) -> FastAPI:
     return environment_app.build(episodes, secrets=secrets, hosts=hosts)
 
 
+JSON = {"content-type": "application/json"}
 LONG = {"content-length": str(10**9)}
 REQUESTS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"headers": {"host": "evil.example"}}, 403, 403, "the Host header must be localhost"),
@@ -56,7 +57,7 @@ async def test_a_request_that_cannot_be_is_refused_with_the_reason(build: Build,
         for request, of_reward, of_environment, reason in REQUESTS:
             more = {"headers": {}, **request}
             more["headers"] = [*dict(more["headers"]).items()] if isinstance(more["headers"], dict) else more["headers"]
-            more["headers"] += [("content-type", "application/json")]
+            more["headers"] += JSON.items()
             answer = await client.post(path, **more)
             expected = of_reward if build is reward else of_environment
             said = answer.json()["detail" if build is reward else "message"]
@@ -64,7 +65,7 @@ async def test_a_request_that_cannot_be_is_refused_with_the_reason(build: Build,
     for secrets, hosts, status in (((), ("gpu.example",), 400), ((SECRET,), None, 401)):
         transport = httpx.ASGITransport(build(secrets, hosts))
         async with httpx.AsyncClient(transport=transport, base_url="http://gpu.example:1") as client:
-            assert (await client.post(path, content=b"{")).status_code == status
+            assert (await client.post(path, content=b"{", headers=JSON)).status_code == status
 
 
 def test_who_trusts_its_machine_answers_its_names_only() -> None:
