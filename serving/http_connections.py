@@ -168,10 +168,8 @@ class HttpConnections:
             _ = parsed.host  # decodes a name of another script
         except ValueError as err:  # UnicodeError is one
             raise TargetRefused(f"{url!a} is not a URL ({err})") from None
-        if (_plain(parsed.raw_host or ""), parsed.port) != (
-            _plain(host),
-            port,
-        ):  # two readings of one text: one would be checked, the other called
+        called = (_plain(parsed.raw_host or ""), parsed.port)
+        if called != (_plain(host), port):  # two readings of one text: one would be checked, the other called
             raise TargetRefused(f"{url!a} is read as host {parsed.raw_host!a} or {host!r}; write it plainly")
         with contextlib.suppress(ValueError):
             self._policy.check_address(host, str(ipaddress.ip_address(host)), port)

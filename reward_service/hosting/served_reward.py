@@ -154,12 +154,13 @@ async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
     with stopping_by_signal(stop):
         await reward.open()
         try:
-            with _http_thread(app, bound, service, offer):
+            with _http_thread(app, bound, service, offer) as renewing:
                 if service is not None:
                     await registration.register(service, offer)
                 _print_next_step(reward.title, where.name, url, service)
                 await stop.wait()
                 if service is not None:
+                    renewing.cancel()  # a renewal that finds the name gone would register it again
                     await registration.unregister(service, offer)
                 await _drain(calls, where.drain_s)
         finally:
@@ -180,14 +181,15 @@ async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
 
 
 @contextmanager
-def _http_thread(app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
-    """Run the HTTP server, and the renewal of the lease, in a thread with its own event loop."""
+def _http_thread(
+    app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer
+) -> Iterator[concurrent.futures.Future[None]]:
+    """Run the HTTP server, and the renewal of the lease, in a thread with its own event loop; yields the renewal."""
     thread, done = LoopThread("http"), asyncio.Event()
     serving = thread.start(web_server.serve(app, bound, done))
-    if service is not None:
-        thread.start(registration.keep(service, offer))
+    renewing = serving if service is None else thread.start(registration.keep(service, offer))
     try:
-        yield
+        yield renewing
     finally:
         thread.loop.call_soon_threadsafe(done.set)
         concurrent.futures.wait([serving], timeout=5.0)
