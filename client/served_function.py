@@ -22,10 +22,10 @@ from typing import Any
 from penstock.client.registered_reward import RegisteredReward
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.loop_thread import LoopThread
-from penstock.reward_service.api import web_server
 from penstock.reward_service.hosting import hosted_app
-from penstock.reward_service.hosting.hosted_function import HostedFunction
+from penstock.reward_service.hosting.hosted_app import HostedFunction
 from penstock.reward_service.user_code import user_file
+from penstock.serving import web_server
 
 _TIMEOUT_S = 300.0  # of one call of the reward service
 _DEADLINE_S = 90.0  # of the function's setup, and of a stop
@@ -67,7 +67,7 @@ class ServedFunction:
             self._bound.close()
             self._end_threads()
             raise
-        app = hosted_app.build(reward, hosted_app.Calls(self._calls_thread.loop), secrets=())
+        app = hosted_app.build(reward, hosted_app.Calls(self._calls_thread.loop), secrets=(), hosts=())
         self._serving = self._http_thread.start(web_server.serve(app, self._bound, self._done))
 
     @property

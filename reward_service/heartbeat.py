@@ -28,8 +28,6 @@ ROLE = "reward"
 
 @dataclass(slots=True)
 class HeartbeatWriter:
-    """Writes heartbeats and offers to their buckets."""
-
     bus: Bus
     live: KeyValue
     offers: KeyValue

@@ -16,7 +16,6 @@ class Timings:
     """Counts of calls and failures since the start, and quantiles of the most recent durations."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.num_calls = 0
         self.num_failed = 0
         self.total_s = 0.0
@@ -24,7 +23,6 @@ class Timings:
         self._recent_s: deque[float] = deque(maxlen=WINDOW)
 
     def record(self, seconds: float, *, failed: bool) -> None:
-        """Count one call that took ``seconds``."""
         self.num_calls += 1
         self.num_failed += failed
         self.total_s += seconds
@@ -41,7 +39,6 @@ class ServiceMetrics:
     """The counters of one replica, all since its start."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         self.packs = Timings()
         self.scored: Counter[str] = Counter()  # groups by scorer
         self.completions = 0
@@ -51,17 +48,14 @@ class ServiceMetrics:
         self.queue = 0  # packs waiting at the broker, as of the last heartbeat
 
     def groups_scored(self, groups: Iterable[ScoredGroup]) -> None:
-        """Count groups that were announced."""
         for group in groups:
             self.scored[group.scorer] += 1
             self.completions += len(group.rewards)
 
     def groups_waited(self, reasons: Iterable[str]) -> None:
-        """Count groups that were requeued."""
         self.waited.update(reasons)
 
     def groups_dead(self, reason: str, num_groups: int) -> None:
-        """Count groups that were dead-lettered."""
         self.dead[reason] += num_groups
 
     def as_dict(self) -> dict[str, float]:

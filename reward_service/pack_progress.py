@@ -56,7 +56,6 @@ class PackProgress:
         return replace(self, refused_since={k: v for k, v in self.refused_since.items() if k not in ids})
 
     def to_json(self) -> bytes:
-        """Return what is stored."""
         document = {
             "settled": sorted(self.settled),
             "excused": dict(self.excused),

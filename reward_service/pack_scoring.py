@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, PenstockError
-from penstock.protocol.facts import GeneratedGroup, GroupGenerated
+from penstock.protocol.facts import BlobRef, GeneratedGroup, GroupGenerated
 from penstock.protocol.heartbeats import Activity
+from penstock.protocol.packs import group_pack, pack_bounds
+from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import NO_TRACES, Traces, Value
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
-from penstock.reward_service import pack_progress, pack_texts, pack_trace
+from penstock.reward_service import pack_progress, pack_trace
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.errors import NotCalled, RewardCrashed
 from penstock.reward_service.metrics import ServiceMetrics
@@ -30,13 +33,29 @@ from penstock.reward_service.retry_policy import RetryPolicy, is_permanent
 from penstock.reward_service.scores import Outcome
 from penstock.reward_service.scoring import as_scored
 
+
+def fetch_texts(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list[GroupTexts]:
+    """Return the texts of the groups, in order; token columns are never read.
+
+    Raises BlobMissing, BlobCorrupt or BlobStoreUnreachable for the object, and PackError when it
+    differs from the message.
+    """
+    pack_bounds.check_message(pack, groups)
+    try:
+        texts = group_pack.decode_texts(blobs.get(pack), [group.row_group for group in groups], described=groups)
+    except PackError as err:
+        raise PackError(f"{pack.key}: {err}") from None
+    return [
+        dataclasses.replace(text, completion_tokens=group.completion_tokens)
+        for group, text in zip(groups, texts, strict=True)
+    ]
+
+
 log = structlog.get_logger("reward_service.pack_scoring")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringContext:
-    """What the scoring of every pack works with."""
-
     blobs: Blobs
     reward_registry: RewardRegistry
     announcer: Announcer
@@ -49,8 +68,6 @@ class ScoringContext:
 
 @dataclass(slots=True)
 class Pack:
-    """A message in progress and the state of its groups."""
-
     delivery: Delivery[GroupGenerated]
     progress: PackProgress
 
@@ -180,7 +197,7 @@ async def _outcomes(
 ) -> AsyncIterator[list[tuple[GeneratedGroup, Outcome | PackError | BlobMissing | BlobCorrupt]]]:
     """Yield groups with their outcomes; a pack that cannot be read is the same error for all of them."""
     try:
-        texts = await asyncio.to_thread(pack_texts.fetch, context.blobs, pack.delivery.fact.pack, groups)
+        texts = await asyncio.to_thread(fetch_texts, context.blobs, pack.delivery.fact.pack, groups)
     except (PackError, BlobMissing, BlobCorrupt) as err:
         yield [(group, err) for group in groups]
         return

@@ -32,7 +32,6 @@ class GroupScores:
         )
 
     def announce(self, generated: GeneratedGroup) -> ScoredGroup:
-        """Return the scored group that is announced."""
         return ScoredGroup(generated=generated, rewards=self.rewards, parts=self.parts, scorer=self.scorer)
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import structlog
 
 from penstock.protocol import streams
-from penstock.protocol.endpoints import own_servers
-from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.files import atomic_write
 from penstock.protocol.heartbeats import Activity
@@ -24,11 +22,9 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import loop
 from penstock.reward_service.announce import Announcer
-from penstock.reward_service.api import app, web_server
-from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_health import HealthChecks
-from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
-from penstock.reward_service.endpoints.secret_store import SecretStore
+from penstock.reward_service.api import app
+from penstock.reward_service.endpoints.endpoint_client import EndpointClient, HealthChecks
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry, SecretStore
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter
 from penstock.reward_service.metrics import ServiceMetrics
@@ -45,6 +41,8 @@ from penstock.reward_service.work_slots import WorkSlots
 from penstock.sandbox import canary
 from penstock.sandbox.zygote_command import Launch
 from penstock.sandbox.zygote_process import Limits
+from penstock.serving import target_policy, web_server
+from penstock.serving.target_policy import TargetPolicy
 
 log = structlog.get_logger("reward_service")
 
@@ -70,7 +68,10 @@ async def run(settings: RewardSettings, traces: Traces) -> None:
         inbox = await bus.inbox(consumer, GroupGenerated)
 
         bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
-        own = [*await own_servers.find(settings.nats, settings.s3), await own_servers.find_own_api(bound)]
+        own = [
+            *await target_policy.find_own_servers(settings.nats, settings.s3),
+            await target_policy.find_own_api(bound),
+        ]
         policy = TargetPolicy(section.allowed_targets, own, key="reward_service.allowed_targets")
         client = await connections.enter_async_context(
             EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
@@ -174,7 +175,6 @@ def _sandboxes(
 
 
 def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> int:
-    """Report the port in the log and the file, and return it."""
     port = bound.getsockname()[1]
     log.info("listening", url=f"{http_tls.scheme(host)}://{host}:{port}")
     if port_file is not None:

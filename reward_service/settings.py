@@ -12,10 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import http_tls
 from penstock.reward_service.endpoints.access import Access, Role, read_tokens
+from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 ADMIN = "admin"  # the name of the holder of token and token_file
 

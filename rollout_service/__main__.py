@@ -14,7 +14,6 @@ import structlog
 
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
-from penstock.protocol.endpoints import own_servers
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.facts import Split, TaskIssued
 from penstock.protocol.heartbeats import Activity
@@ -46,6 +45,7 @@ from penstock.rollout_service.weights.version_gate import VersionGate
 from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 from penstock.rollout_service.weights.weight_swap import WeightSwap
+from penstock.serving import target_policy
 
 _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 
@@ -163,7 +163,7 @@ async def _wire(
     tasks = TaskSource(inboxes, engine, stop, period_s=lambda: heartbeat.period_s)
     environments = load_environments(settings.worker.environments, settings.environment.define)
     if settings.environment.define:
-        own = await own_servers.find(settings.nats, settings.s3)
+        own = await target_policy.find_own_servers(settings.nats, settings.s3)
         for environment in environments.values():
             environment.never_call(own)
     images = RunImages(blobs, run_id)

@@ -12,7 +12,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = (
-    "agents", "client", "console", "deploy", "fine_tuning", "forensics", "protocol", "reward_model", "reward_service", "rollout_service", "sandbox", "trainer",
+    "agents", "client", "console", "deploy", "fine_tuning", "forensics", "protocol", "reward_model", "reward_service", "rollout_service", "sandbox", "serving", "trainer",
 )  # fmt: skip
 _WORDS = (
     "replace",
@@ -87,7 +87,7 @@ def _places() -> Mapping[str, set[str]]:
         ),
         ("parent death", {"protocol/parent_death.py", "sandbox/inside/confine.py"}),  # the second can import nothing
         ("loopback", {"protocol/transport/http_tls.py"}),
-        ("Retry-After", {"protocol/retry_after.py"}),
+        ("Retry-After", {"serving/http_connections.py"}),
         ("loop of a thread", {"protocol/loop_thread.py"}),
     ],
 )

@@ -31,7 +31,6 @@ from penstock.agents.proxy.settings import EpisodeLimits
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.environment_settings import EnvironmentDefinition, EpisodeSettings
-from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.episode import Episode, EpisodeRow
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.facts import Task
@@ -39,6 +38,7 @@ from penstock.protocol.seeds import derived_seed
 from penstock.rollout_service.environments.environment import Environment, EpisodeStore, Sampler, in_episode
 from penstock.rollout_service.errors import EngineError, TaskRefused
 from penstock.rollout_service.run_images import RunImages
+from penstock.serving.target_policy import OwnServer
 
 log = structlog.get_logger("rollout.environment")
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.errors import ConfigError, TargetRefused
+from penstock.serving.target_policy import TargetPolicy
 
 _MAX_URLS = 256
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Path, Request, Response
+from fastapi import FastAPI, HTTPException, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 
 from penstock.agents.environments.over_http.wire import (
-    MAX_DEPTH,
     About,
     EpisodeId,
     Problem,
@@ -23,10 +20,10 @@ from penstock.agents.environments.over_http.wire import (
     Started,
     Step,
     Stepped,
-    is_deeper,
 )
 from penstock.agents.hosting.episodes import Episodes, Refused
-from penstock.protocol.endpoints import signature, strict_json
+from penstock.serving import strict_json
+from penstock.serving.request_checks import StrictRequest, check_signature, guard
 
 _MAX_REQUEST_BYTES = 16 * 1024 * 1024
 _RETRY_AFTER_S = 1
@@ -48,10 +45,21 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 PathId = Annotated[EpisodeId, Path()]
 
 
-def build(episodes: Episodes, *, secrets: Sequence[str] = ()) -> FastAPI:
-    """Return the app; with ``secrets`` (``whsec_...``) a call without a valid signature is refused with 401."""
+def build(episodes: Episodes, *, secrets: Sequence[str] = (), hosts: Sequence[str] | None = None) -> FastAPI:
+    """Return the app.
+
+    With ``secrets`` (``whsec_...``) a call without a valid signature is refused with 401. A Host header must be one of ``hosts`` or
+    of the loopback, unless it is None.
+    """
     app = FastAPI(title=f"Penstock environment: {episodes.environment.name}", version=episodes.version or "0")
-    app.router.route_class = _checked_route(secrets)
+
+    async def check(request: StrictRequest) -> None:
+        if secrets:
+            await _check_call_id(await check_signature(secrets, request), request)
+        if request.method == "POST":
+            await request.json()  # here, because FastAPI would replace the reason of a refusal
+
+    guard(app, check, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts, max_depth=strict_json.MAX_DEPTH, answer=_refusal)
     _answer_problems(app)
 
     @app.get("/environment")
@@ -96,10 +104,20 @@ def _answer_problems(app: FastAPI) -> None:
     async def refused(_: Request, err: Refused) -> JSONResponse:
         return _problem(err.status, err.code, str(err))
 
+    @app.exception_handler(HTTPException)
+    async def unfit(_: Request, err: HTTPException) -> JSONResponse:
+        return _refusal(err.status_code, str(err.detail))
+
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, err: RequestValidationError) -> JSONResponse:
         wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
         return _problem(400, "bad_request", "; ".join(wrong[:5])[:1000])
+
+
+def _refusal(status: int, text: str) -> JSONResponse:
+    """Return the problem of a request that was refused before the episodes saw it; of a body that is too long with 400."""
+    codes: dict[int, ProblemCode] = {401: "unauthorized", 403: "unauthorized", 503: "full"}
+    return _problem(400 if status == 413 else status, codes.get(status, "bad_request"), text)
 
 
 def _problem(status: int, code: ProblemCode, text: str) -> JSONResponse:
@@ -107,31 +125,7 @@ def _problem(status: int, code: ProblemCode, text: str) -> JSONResponse:
     return JSONResponse(Problem(code=code, message=text).model_dump(), status, headers=headers)
 
 
-def _checked_route(secrets: Sequence[str]) -> type[APIRoute]:
-    """Return a route class that bounds a body, checks its signature, and reads JSON that has one reading."""
-
-    class CheckedRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handler = super().get_route_handler()
-
-            async def checked(request: Request) -> Response:
-                bounded = _BoundedRequest(request.scope, request.receive)
-                if secrets:
-                    try:
-                        given = signature.verify(secrets, request.headers, await bounded.body(), now_s=time.time())
-                    except signature.BadSignature as err:
-                        raise Refused(401, "unauthorized", str(err)) from None
-                    await _check_call_id(given, bounded)
-                if request.method == "POST":
-                    await bounded.json()  # here, because FastAPI would replace the reason of a refusal
-                return await handler(bounded)
-
-            return checked
-
-    return CheckedRoute
-
-
-async def _check_call_id(given: str, request: _BoundedRequest) -> None:
+async def _check_call_id(given: str, request: StrictRequest) -> None:
     """Raise Refused unless the signed id is that of this call: the signature of one call opens no other."""
     path_id = request.path_params.get("id")
     if request.method == "GET":
@@ -145,32 +139,4 @@ async def _check_call_id(given: str, request: _BoundedRequest) -> None:
         if request.url.path.endswith("/score"):
             expected = f"{path_id}.score"
     if given != expected:
-        raise Refused(
-            401, "unauthorized", f"the signature is of the call {given[:80]!r}, and this is {expected[:80]!r}"
-        )
-
-
-class _BoundedRequest(Request):
-    """A request whose body is read up to a limit, and whose JSON has one reading."""
-
-    async def body(self) -> bytes:
-        if not hasattr(self, "_body"):
-            content = bytearray()
-            async for chunk in self.stream():
-                content += chunk
-                if len(content) > _MAX_REQUEST_BYTES:
-                    raise Refused(400, "bad_request", f"the body is longer than {_MAX_REQUEST_BYTES} bytes")
-            self._body = bytes(content)
-        return self._body
-
-    async def json(self) -> Any:
-        if hasattr(self, "_json"):
-            return self._json
-        try:
-            value = strict_json.loads(await self.body())
-        except strict_json.AmbiguousJson as err:
-            raise Refused(400, "bad_request", f"the body is refused: {err}") from None
-        if is_deeper(value, MAX_DEPTH):
-            raise Refused(400, "bad_request", f"the body is nested more than {MAX_DEPTH} times")
-        self._json = value
-        return value
+        raise HTTPException(401, f"the signature is of the call {given[:80]!r}, and this is {expected[:80]!r}")

@@ -50,7 +50,6 @@ class Refused(Exception):
     """A call that is answered with a problem."""
 
     def __init__(self, status: int, code: ProblemCode, text: str) -> None:
-        """``text`` says what to do."""
         super().__init__(text[:1000])
         self.status = status
         self.code: ProblemCode = code
@@ -58,8 +57,6 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class _Held:
-    """One episode."""
-
     digest: bytes  # of the body that started it
     starting: asyncio.Task[Started]
     ends: float  # then no worker plays it any more
@@ -101,7 +98,6 @@ class Episodes:
 
     @property
     def running(self) -> int:
-        """How many episodes are held."""
         return len(self._held)
 
     async def start(self, body: Start) -> Started:
@@ -254,7 +250,6 @@ class Episodes:
                     await self._empty.wait()
 
     async def close(self) -> None:
-        """Close all episodes."""
         for episode_id in list(self._held):
             await self.end(episode_id)
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.agents.environments.episode_environment import EpisodeEnvironment
 from penstock.agents.environments.over_http import registry
-from penstock.agents.environments.over_http.registration import Listed
+from penstock.agents.environments.over_http.registry import Listed
 from penstock.agents.hosting import registrar
 from penstock.protocol import streams
 from penstock.protocol.config.run_file import load

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 
 from penstock.agents.environments.over_http import registry
-from penstock.agents.environments.over_http.http_environment import read_secrets
-from penstock.agents.environments.over_http.registration import NAME_PATTERN
+from penstock.agents.environments.over_http.registry import NAME_PATTERN
 from penstock.agents.environments.server_urls import checked_url
 from penstock.agents.hosting import registrar
 from penstock.agents.hosting.commands import LeaseOptions, TargetOptions
@@ -19,6 +17,8 @@ from penstock.agents.hosting.registrar import Offer, Registrar
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
 from penstock.protocol.transport.bus import Bus
+from penstock.serving import signature
+from penstock.serving.host import stopping_by_signal
 
 
 def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> int:
@@ -30,13 +30,11 @@ def register_server(url: str, settings: Sequence[str], name: str, lease: LeaseOp
 
 async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptions, targets: TargetOptions) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         offer = Offer(check_name(name), checked_url(url), lease.lease_s, lease.replace)
     except ValueError as err:
         raise ConfigError(str(err)) from None
-    secrets = read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
+    secrets = signature.read_secrets(targets.secret_file, "--secret-file") if targets.secret_file is not None else ()
     settings = registrar.read_settings(given, dict(os.environ))
     client = await registrar.client_of(
         settings, secrets=secrets, ca_file=targets.ca_file, allowed=targets.allowed_target
@@ -44,9 +42,10 @@ async def _register(url: str, given: Sequence[str], name: str, lease: LeaseOptio
     try:
         with Bus.connect(settings.nats, name=f"environment-{offer.name or 'server'}") as bus:
             keeper = Registrar(await registrar.open_registry(bus), client, offer)
-            async with keeper.registered() as server:
-                say_registered(keeper.name, server.version, server.url, server.capacity)
-                await stop.wait()
+            with stopping_by_signal(stop):
+                async with keeper.registered() as server:
+                    say_registered(keeper.name, server.version, server.url, server.capacity)
+                    await stop.wait()
     finally:
         await client.close()
 
@@ -59,7 +58,6 @@ def check_name(name: str) -> str:
 
 
 def say_registered(name: str, version: str, url: str, capacity: int) -> None:
-    """Print what to write into a run file."""
     sys.stdout.write(
         f"environment {name}, version {version}, {capacity} episodes at once, is registered at {url}. Next: "
         f'[environment.define.{name}] type = "http", options = {{ registered = "{name}" }}\n'

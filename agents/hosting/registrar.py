@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.client import EnvironmentClient, ServerUnreachable
-from penstock.agents.environments.over_http.registration import (
+from penstock.agents.environments.over_http.registry import (
     Lease,
     Listed,
     RegisteredServer,
@@ -25,19 +24,16 @@ from penstock.agents.hosting.commands import LEASE_S
 from penstock.protocol import streams
 from penstock.protocol.config import run_file
 from penstock.protocol.config.connection import NatsSettings, S3Settings, Section
-from penstock.protocol.endpoints import own_servers
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
-from penstock.rollout_service.http_connections import HttpConnections
+from penstock.serving import lease, target_policy
+from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 LEAST_LEASE_S, LONGEST_LEASE_S = 3.0, 3600.0  # NATS counts expiry in whole seconds
-_RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
 _ASK_S = 5.0
-_BUCKET_S = 60.0  # the first run may be starting at the same time
-_PAUSE_S = 0.5
 _MAX_ANSWER_BYTES = 1024 * 1024
 
 
@@ -68,7 +64,7 @@ async def client_of(
     settings: RegistrySettings, *, secrets: Sequence[str], ca_file: Path | None, allowed: Sequence[str]
 ) -> EnvironmentClient:
     """Return a client that calls what workers would call; raises ConfigError."""
-    own = await own_servers.find(settings.nats, settings.s3)
+    own = await target_policy.find_own_servers(settings.nats, settings.s3)
     try:
         policy = TargetPolicy(allowed or PRIVATE_TARGETS, own, key="--allowed-target")
     except ValueError as err:
@@ -85,17 +81,11 @@ async def client_of(
 
 async def open_registry(bus: Bus) -> KeyValue:
     """Return the bucket, once it has been created; stderr says what is waited for. Raises PenstockError."""
-    bucket, deadline, has_said = streams.environments_bucket().bucket, time.monotonic() + _BUCKET_S, False
-    while True:
-        try:
-            return await bus.key_value(bucket)
-        except MissingStream as err:
-            if time.monotonic() > deadline:
-                raise
-            if not has_said:
-                _say(f"waiting for the first run on {bus.url}, which creates the bucket: {err}")
-                has_said = True
-            await asyncio.sleep(_PAUSE_S)
+    return await lease.until_there(
+        lambda: bus.key_value(streams.environments_bucket().bucket),
+        MissingStream,
+        lambda err: f"waiting for the first run on {bus.url}, which creates the bucket: {err}",
+    )
 
 
 class Registrar:
@@ -107,14 +97,14 @@ class Registrar:
             raise ConfigError(f"--lease-s {offer.lease_s:g}: expected {LEAST_LEASE_S:g} to {LONGEST_LEASE_S:g}")
         self._store, self._client, self._offer = store, client, offer
         self._server: RegisteredServer | None = None
-        self._is_failing, self._said = False, ""
+        self._renewals, self._said = lease.Renewals(), ""
         self.name = offer.name
 
     @contextlib.asynccontextmanager
     async def registered(self) -> AsyncIterator[RegisteredServer]:
         """Keep the server registered inside the block; raises PenstockError if it cannot be registered."""
         server = await self._register(await self._ask())
-        renewing = asyncio.create_task(self._keep())
+        renewing = asyncio.create_task(lease.keep(self._offer.lease_s, self.renew))
         try:
             yield server
         finally:
@@ -122,8 +112,8 @@ class Registrar:
             await asyncio.gather(renewing, return_exceptions=True)
             await self._unregister()
 
-    async def renew(self) -> None:
-        """Renew the lease with what the server says of itself now; says on stderr what is wrong."""
+    async def renew(self) -> bool:
+        """Renew the lease with what the server says of itself now; says on stderr what is wrong. Returns True."""
         problem = ""
         try:
             about, before = await self._ask(), self._server
@@ -137,14 +127,12 @@ class Registrar:
                     await registry.unregister(self._store, self.name, before)
         except PenstockError as err:
             problem = str(err)
-        if problem and not self._is_failing:
-            _say(
-                f"the lease of environment {self.name} ({self._offer.url}) is not renewed: {problem}. It is out of service "
-                f"{self._offer.lease_s:g} s after the last renewal; it is tried again"
-            )
-        elif self._is_failing and not problem:
-            _say(f"the lease of environment {self.name} is renewed again")
-        self._is_failing = bool(problem)
+        self._renewals.tried(
+            f"environment {self.name} ({self._offer.url})",
+            problem,
+            f"It is out of service {self._offer.lease_s:g} s after the last renewal; it is tried again",
+        )
+        return True
 
     def _check_standing(self, listed: Listed, about: About) -> None:
         """Say on stderr when the server gets no new episodes; forget a registration that is not there any more."""
@@ -156,18 +144,16 @@ class Registrar:
         state = listed.state(own)
         if state in ("replaced", "drained") and state != self._said:
             by = f" by version {listed.registered.version}" if state == "replaced" and listed.registered else ""
-            _say(
+            lease.say(
                 f"environment {self.name} at {self._offer.url} is {state}{by}: no new episodes come; {about.running} in progress"
             )
         self._said = state
 
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(self._offer.lease_s / _RENEWALS_PER_LEASE)
-            await self.renew()
-
     async def _ask(self) -> About:
-        url, deadline_s = f"{self._offer.url}/environment", min(_ASK_S, self._offer.lease_s / _RENEWALS_PER_LEASE)
+        url, deadline_s = (
+            f"{self._offer.url}/environment",
+            min(_ASK_S, self._offer.lease_s / lease.RENEWALS_PER_LEASE),
+        )
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._client.call("GET", url, "environment", None, About)
@@ -194,12 +180,7 @@ class Registrar:
         try:
             await registry.unregister(self._store, self.name, self._server)
         except PenstockError as err:
-            _say(f"environment {self.name} was not unregistered: {err}; its lease will expire")
+            lease.say(f"environment {self.name} was not unregistered: {err}; its lease will expire")
 
     def _lease(self, about: About) -> Lease:
         return Lease(at=time.time(), lease_s=self._offer.lease_s, running=about.running, draining=about.draining)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

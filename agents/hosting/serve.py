@@ -7,13 +7,11 @@ import contextlib
 import hashlib
 import inspect
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from penstock.agents.environments.over_http.http_environment import read_secrets
 from penstock.agents.environments.server_urls import checked_url
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import app, registrar
@@ -21,19 +19,21 @@ from penstock.agents.hosting.commands import LeaseOptions, ServeOptions
 from penstock.agents.hosting.episodes import Episodes
 from penstock.agents.hosting.register import check_name, say_registered
 from penstock.agents.hosting.registrar import Offer, Registrar
-from penstock.agents.proxy.server import serving_app
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.logs import configure
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
+from penstock.serving import signature
+from penstock.serving.host import allowed_hosts, stopping_by_signal
+from penstock.serving.target_policy import PRIVATE_TARGETS
+from penstock.serving.web_server import serving_app
 
 
 def serve_environment(reference: str, settings: Sequence[str], options: ServeOptions, lease: LeaseOptions) -> int:
     """Serve until SIGTERM or Ctrl-C; raises ConfigError when the environment or an option is wrong."""
     environment = served_environment(reference)
-    secrets = read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
+    secrets = signature.read_secrets(options.secret_file, "--secret-file") if options.secret_file is not None else ()
     if not secrets and not http_tls.is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} can be reached from other machines: give --secret-file, or listen on 127.0.0.1"
@@ -70,29 +70,23 @@ async def _serve(
     secrets: Sequence[str],
     registration: tuple[Sequence[str], LeaseOptions],
 ) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def handle(number: int) -> None:
-        if stop.is_set():
-            os._exit(128 + number)  # an author's code may be in an endless loop
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, handle, number)
+    stop = asyncio.Event()
     version = version_of(environment)
     episodes = Episodes(
         environment, version, capacity=options.capacity, reply_deadline_s=options.reply_s, idle_s=options.idle_s
     )
     sweeping = asyncio.create_task(episodes.sweep())
     try:
-        async with serving_app(app.build(episodes, secrets=secrets), options.host, options.port, key="--port") as url:
+        api = app.build(episodes, secrets=secrets, hosts=allowed_hosts(options.host, options.url, secrets))
+        async with serving_app(api, options.host, options.port, key="--port") as url:
             sys.stdout.write(
                 f"{environment.name}, version {version or 'none'}, at {url}. Next: penstock env test {url}\n"
             )
             sys.stdout.flush()
-            async with _registered(options, registration, secrets, options.url or url) as keeper:
-                await stop.wait()
-                await _drain(episodes, options.drain_s, keeper)
+            with stopping_by_signal(stop):
+                async with _registered(options, registration, secrets, options.url or url) as keeper:
+                    await stop.wait()
+                    await _drain(episodes, options.drain_s, keeper)
     finally:
         sweeping.cancel()
         await episodes.close()

@@ -13,8 +13,7 @@ from penstock.agents.environments.episode_environment import EpisodeEnvironment
 from penstock.agents.environments.over_http.http_environment import Http
 from penstock.agents.environments.play import Row
 from penstock.agents.hosting.commands import TrialOptions
-from penstock.agents.hosting.policies import Policy, RandomPolicy, ScriptedPolicy
-from penstock.agents.hosting.trial import Trial, play_trial, summary
+from penstock.agents.hosting.trial import Policy, RandomPolicy, ScriptedPolicy, Trial, play_trial, summary
 from penstock.agents.proxy.messages import Message
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.config.run_file import load

@@ -6,6 +6,7 @@ WORKDIR /app
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY protocol protocol
 COPY sandbox sandbox
+COPY serving serving
 COPY reward_service reward_service
 COPY reward_model reward_model
 COPY rollout_service rollout_service

@@ -16,7 +16,7 @@ from penstock.reward_service.api import app as api
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints import wire
 from penstock.reward_service.endpoints.access import Access
-from penstock.reward_service.endpoints.dialect_registry import DIALECTS
+from penstock.reward_service.endpoints.endpoint import DIALECTS
 
 _METHODS = ("get", "post", "put", "patch", "delete")
 

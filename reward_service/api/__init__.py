@@ -1,1 +1,1 @@
-"""The HTTP API: routes, models, metrics page, and the web server; may import registry and endpoints."""
+"""The HTTP API: routes, models, metrics page; may import registry and endpoints."""

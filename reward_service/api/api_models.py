@@ -9,12 +9,12 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from penstock.protocol.endpoints import signature
 from penstock.reward_service.endpoints.endpoint import Endpoint, EndpointSpec
 from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
-from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.scores import GroupScores, Outcome
+from penstock.serving import signature
 
 _SPEC_FIELDS = frozenset(EndpointSpec.model_fields)
 
@@ -49,12 +49,10 @@ class Registration(EndpointSpec):
         return value
 
     def endpoint(self, *, owner: str) -> Endpoint:
-        """Return the endpoint that is stored and listed."""
         given = {name: getattr(self, name) for name in _SPEC_FIELDS}
         return Endpoint(**{**given, "owner": owner}, secret_id=token_hex(8) if self.endpoint_secrets() else "")
 
     def endpoint_secrets(self) -> EndpointSecrets:
-        """Return the secrets, which are stored separately."""
         return EndpointSecrets(
             tuple(secret.get_secret_value() for secret in self.secrets), self.api_key.get_secret_value()
         )
@@ -135,7 +133,6 @@ class Spread(BaseModel):
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Spread:
-        """Return the distribution of all scores of all groups."""
         scored = [outcome for outcome in outcomes if isinstance(outcome, GroupScores)]
         values = [reward for outcome in scored for reward in outcome.rewards]
         num_errors = len(outcomes) - len(scored)
@@ -188,7 +185,6 @@ class ScoreAnswer(BaseModel):
 
     @classmethod
     def of(cls, group_ids: Sequence[str], outcomes: Sequence[Outcome]) -> ScoreAnswer:
-        """Return outcomes as a response."""
         results = [_by_hand(group_id, outcome) for group_id, outcome in zip(group_ids, outcomes, strict=True)]
         return cls(ok=all(result.error is None for result in results), results=results, spread=Spread.of(outcomes))
 

@@ -1,9 +1,12 @@
-"""The HTTP API of the reward service: access, error responses, health, metrics, and the routes of the other files."""
+"""The HTTP API of the reward service: access, error responses, health, metrics, and the routes of the other files.
+
+Who may talk to the API is decided from the headers alone: nothing of a body is read before its sender is known.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,24 +14,68 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.errors import BusError, TargetRefused
 from penstock.protocol.facts import Heartbeat
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.metrics.exporter import Exporter
 from penstock.protocol.metrics.samples import Samples
-from penstock.reward_service.api import endpoint_routes, metrics_samples, scoring_routes
-from penstock.reward_service.api.access_gate import CALLER, AccessGate
+from penstock.reward_service.api import metrics_samples, routes
 from penstock.reward_service.api.api_models import Refusal
-from penstock.reward_service.api.body_limit import BodyLimit
 from penstock.reward_service.api.metrics_samples import EndpointState
-from penstock.reward_service.api.strict_route import StrictRoute
 from penstock.reward_service.endpoints.access import Access, Caller, Role
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
+from penstock.reward_service.endpoints.wire import CALL_HEADER
 from penstock.reward_service.errors import EndpointRefused, NameTaken, NotAllowed
 from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.registry.reward_registry import RewardRegistry
+from penstock.serving.request_checks import LOOPBACK_NAMES, BodyLimit, StrictRoute, head_problem, name_problem, refuse
+
+CALLER = "penstock.caller"  # key of the scope: the Caller of the request, for the routes' check of its role
+_OPEN = (
+    "without tokens the Host header must be localhost or 127.0.0.1; set reward_service.tokens_file to allow other names"
+)
+_PUBLIC = frozenset({"/healthz", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+
+
+class AccessGate:
+    """ASGI middleware: 401 without a known token, 403 for a foreign Host without tokens, 508 for calls of a service."""
+
+    def __init__(self, app: ASGIApp, access: Access, hosts: Iterable[str]) -> None:
+        """``hosts``: names of this machine besides those of loopback, used when there are no tokens."""
+        self._app = app
+        self._access = access
+        self._hosts = LOOPBACK_NAMES | {*hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope, HTTPConnection(scope)) if scope["type"] == "http" else None
+        await (self._app if refusal is None else refuse(*refusal))(scope, receive, send)
+
+    def _refusal(self, scope: Scope, request: HTTPConnection) -> tuple[int, str] | None:
+        """Return status and reason for a request that is refused; else store its caller and return None."""
+        if CALL_HEADER in request.headers:
+            text = "a reward service calls its own API, or another one's, as an endpoint; register another URL"
+            return 508, text
+        problem = head_problem(scope)
+        if problem is not None or scope["path"] in _PUBLIC:
+            return problem
+        if problem := name_problem(request, self._hosts if self._access.is_open else None, _OPEN):
+            return problem
+        caller = self._access.caller(bearer(request.headers.getlist("authorization")))
+        if caller is None:
+            return 401, "a bearer token is needed: Authorization: Bearer ..."
+        scope[CALLER] = caller
+        return None
+
+
+def bearer(values: Sequence[str]) -> str | None:
+    """Return the token of the Authorization header, None for another scheme or none."""
+    scheme, _, token = values[0].partition(" ") if values else ("", "", "")
+    return token.strip() if scheme.lower() == "bearer" else None
+
 
 _SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -48,8 +95,6 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """What the API reads and calls."""
-
     registry: EndpointRegistry
     reward_registry: RewardRegistry
     client: EndpointClient
@@ -70,13 +115,15 @@ def build(
     """Return the app. Without tokens the Host header must name this machine or one of ``hosts``."""
     app = FastAPI(title="Penstock reward service", version="1", responses=_REFUSALS)
     app.router.route_class = StrictRoute
-    app.add_middleware(BodyLimit, max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes)
+    app.add_middleware(
+        BodyLimit, max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes, section="reward_service"
+    )
     app.add_middleware(AccessGate, access=access, hosts=hosts)  # the last one is the first that sees a request
     _answer_errors(app)
     _health(app, context)
     _metrics(app, context, needs(Role.READ))
-    endpoint_routes.add(app, context.registry, context.client, needs)
-    scoring_routes.add(app, context.registry, context.reward_registry, needs)
+    routes.add_endpoints(app, context.registry, context.client, needs)
+    routes.add_scoring(app, context.registry, context.reward_registry, needs)
     return app
 
 

@@ -40,8 +40,6 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request."""
-
     name: str
     role: Role
     has_token: bool = True
@@ -72,7 +70,6 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """True when no token is needed."""
         return not self._tokens
 
     def caller(self, token: str | None) -> Caller | None:

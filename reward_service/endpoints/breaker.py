@@ -5,6 +5,8 @@ open ──(its pause is over)──▶ half-open: one call at a time goes throu
 half-open ──(it succeeds)──▶ closed            half-open ──(it fails)──▶ open, for twice as long
 
 Clock readings are seconds of one monotonic clock.
+
+`TokenBucket` is a rate of calls per second, with a burst of at most one second.
 """
 
 from __future__ import annotations
@@ -28,8 +30,6 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """The breaker of one endpoint in one replica."""
-
     def __init__(self) -> None:
         """Start closed, with no call seen."""
         self._recent: deque[bool] = deque(maxlen=WINDOW)
@@ -95,3 +95,25 @@ class Breaker:
         self._pause_s, self._open_until, self._probing = pause_s, now + pause_s, False
         self._recent.clear()
         self.num_opened += 1
+
+
+class TokenBucket:
+    """Tokens that are refilled at ``rate_per_s``; None means no limit. Clock readings are monotonic seconds."""
+
+    def __init__(self, rate_per_s: float | None, now: float) -> None:
+        """Start full: a second's worth of tokens, at least one."""
+        self._rate = rate_per_s
+        self._size = max(1.0, rate_per_s or 0.0)
+        self._tokens = self._size
+        self._at = now
+
+    def take(self, now: float) -> float:
+        """Take a token and return 0.0, or take none and return the seconds until there is one."""
+        if self._rate is None:
+            return 0.0
+        self._tokens = min(self._size, self._tokens + max(now - self._at, 0.0) * self._rate)
+        self._at = now
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
+            return 0.0
+        return (1.0 - self._tokens) / self._rate

@@ -1,16 +1,37 @@
-"""A registered endpoint: its address, its dialect and its limits."""
+"""A registered endpoint: its address, its dialect and its limits.
+
+Of dialects only the files of `dialects` are searched: a registration arrives over HTTP and must not name code to import.
+"""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
+from penstock.protocol.extensions import Registry
 from penstock.protocol.facts import Finite
-from penstock.reward_service.endpoints.dialect_registry import DIALECTS, create_dialect, known_dialect
-from penstock.reward_service.endpoints.dialects.dialect import Dialect
+from penstock.reward_service.endpoints.dialects.dialect import Dialect, DialectKind
+from penstock.serving.lease import lease_key, server_id
+
+DIALECTS = Registry(
+    "dialect", DialectKind, package="penstock.reward_service.endpoints.dialects", group="penstock.dialects"
+)
+
+
+def known_dialect(name: str) -> str:
+    """Return the name; raises ValueError when no dialect has it."""
+    if name not in DIALECTS.built_in:
+        raise ValueError(f"unknown dialect {name!r}; known are {', '.join(DIALECTS.built_in)}")
+    return name
+
+
+def create_dialect(name: str, options: Mapping[str, JsonValue]) -> Dialect:
+    """Return a dialect with its options; raises pydantic's ValidationError for options it does not know."""
+    return DIALECTS.built_in[name].options.model_validate(dict(options))
+
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 
@@ -97,7 +118,12 @@ class Endpoint(EndpointSpec):
     @property
     def address_id(self) -> str:
         """A short id of this version at this URL."""
-        return hashlib.sha256(f"{self.version}\n{self.url}".encode()).hexdigest()[:16]
+        return server_id(self.version, self.url)
+
+    @property
+    def lease_key(self) -> str:
+        """The key of its lease in the registry's bucket; another version or URL has another one."""
+        return lease_key(self.name, self.address_id)
 
     def __hash__(self) -> int:
         return hash((self.name, self.version, self.url))

@@ -3,6 +3,8 @@
 No connection, 429 and 5xx are tried again. The pause before a try is random between zero and a bound that doubles
 (full jitter), or ``Retry-After`` if that is longer. A time-out is not tried again here, because the group is delivered
 again anyway. All tries of a call carry the same idempotency key.
+
+A group is cut into what one request of the endpoint's dialect carries, and its scores are joined again.
 """
 
 from __future__ import annotations
@@ -10,25 +12,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.protocol.endpoints import signature
-from penstock.protocol.retry_after import retry_after_s
+from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Payload
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_http import Answer, EndpointHttp, NoAnswer
-from penstock.reward_service.endpoints.secret_store import EndpointSecrets
-from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, ScoreRefused
+from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
+from penstock.reward_service.endpoints.wire import CALL_HEADER, ERROR_HEADER, GroupToScore, Score
+from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, RewardError, ScoreRefused
 from penstock.reward_service.rewards.reward import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome
+from penstock.serving import signature
+from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
 _PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time
 _LONGEST_PAUSE_S = 10.0
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_TEXT = 1200  # of a score's own error: a reason, and a traceback of some frames
+_MAX_REASON = 300  # characters of `ERROR_HEADER`
+_MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9.+-]{1,40}")
 
 
 @dataclass(slots=True)
@@ -42,11 +47,9 @@ class CallCounts:
 
 @dataclass(frozen=True, slots=True)
 class EndpointCaller:
-    """Calls one version of one endpoint."""
-
     endpoint: Endpoint
     secrets: EndpointSecrets
-    http: EndpointHttp
+    http: HttpConnections
     counts: CallCounts
 
     async def call(self, groups: Sequence[GroupToScore], *, attempt: int) -> list[Outcome]:
@@ -83,13 +86,13 @@ class EndpointCaller:
                 self.counts.retries += 1
             try:
                 answer = await self._maybe_hedged(call, payload)
-            except NoAnswer as err:
-                problems.append(f"no answer ({err})")
+            except ConnectionFailed as err:
+                problems.append(f"no answer ({err.reason})")
                 pause_s = 0.0
             else:
                 if answer.status == 200:
                     return answer.body
-                problems.append(answer.describe())
+                problems.append(describe(answer))
                 if answer.status not in _RETRY_STATUS:
                     raise EndpointFailed(f"{self._who}: {problems[-1]}", refused=400 <= answer.status < 500)
                 pause_s = retry_after_s(answer.headers)
@@ -127,6 +130,7 @@ class EndpointCaller:
             "content-type": payload.content_type,
             "accept": "application/json",
             "idempotency-key": call.request_id,
+            CALL_HEADER: "1",
         }
         if self.secrets.api_key:
             headers["authorization"] = f"Bearer {self.secrets.api_key}"
@@ -134,7 +138,20 @@ class EndpointCaller:
             headers |= signature.headers(
                 self.secrets.signing, message_id=call.request_id, timestamp=int(time.time()), body=payload.body
             )
-        return await self.http.send("POST", self.endpoint.url, body=payload.body, headers=headers)
+        try:
+            return await self.http.send("POST", self.endpoint.url, payload.body, headers)
+        except TargetRefused as err:
+            raise EndpointFailed(f"{self.endpoint.url} may not be called: {err}") from None
+        except AnswerRefused as err:
+            raise EndpointNonsense(str(err)) from None
+
+
+def describe(answer: Answer) -> str:
+    """Return its status, size and type, and the reason that an endpoint gives in `ERROR_HEADER`; never its body."""
+    media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = f" of {media_type}" if _MEDIA_TYPE.fullmatch(media_type) else ""
+    reason = "".join(c if c.isprintable() else "?" for c in answer.headers.get(ERROR_HEADER, "")[:_MAX_REASON])
+    return f"HTTP {answer.status}, {len(answer.body)} bytes{kind}" + (f": {reason}" if reason else "")
 
 
 def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> str:
@@ -169,3 +186,29 @@ def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) ->
             f"it was registered to return the parts {', '.join(endpoint.returns_parts)}; missing: {', '.join(missing)}"
         )
     return ""
+
+
+def cut_group(endpoint: Endpoint, group: GroupToScore) -> list[GroupToScore]:
+    """Return the pieces of a group, each of which fits into one request."""
+    if endpoint.speaker.carries == "completion":
+        return [
+            group.model_copy(update={"group_id": f"{group.group_id}#{number}", "completions": [text]})
+            for number, text in enumerate(group.completions)
+        ]
+    return [group]
+
+
+def join_pieces(pieces: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of a group from those of its pieces, in order; the first error is the group's."""
+    if len(pieces) == 1:
+        return pieces[0]
+    error = next((piece for piece in pieces if isinstance(piece, RewardError)), None)
+    if error is not None:
+        return error
+    scored = [piece for piece in pieces if isinstance(piece, GroupScores)]
+    names = sorted({name for piece in scored for name in piece.parts})
+    return GroupScores(
+        rewards=tuple(reward for piece in scored for reward in piece.rewards),
+        scorer=scored[0].scorer,
+        parts={name: tuple(value for piece in scored for value in piece.parts.get(name, (0.0,))) for name in names},
+    )

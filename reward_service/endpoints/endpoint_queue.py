@@ -22,13 +22,11 @@ from pydantic import BaseModel
 from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.protocol.traces.traces import Value
 from penstock.reward_service import pack_trace
-from penstock.reward_service.endpoints import group_pieces
-from penstock.reward_service.endpoints.breaker import Breaker, BreakerState
+from penstock.reward_service.endpoints import endpoint_call
+from penstock.reward_service.endpoints.breaker import Breaker, BreakerState, TokenBucket
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_call import CallCounts, EndpointCaller
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
-from penstock.reward_service.endpoints.secret_store import NOTHING, EndpointSecrets
-from penstock.reward_service.endpoints.token_bucket import TokenBucket
+from penstock.reward_service.endpoints.endpoint_registry import NOTHING, EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
     BadGroundTruth,
@@ -42,6 +40,7 @@ from penstock.reward_service.errors import (
 from penstock.reward_service.metrics import Timings
 from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.scores import Outcome
+from penstock.serving.http_connections import HttpConnections
 
 log = structlog.get_logger("reward_service.endpoint_queue")
 
@@ -87,8 +86,7 @@ class EndpointQueue:
 
     slow = True
 
-    def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: EndpointHttp) -> None:
-        """Start empty, with no call made."""
+    def __init__(self, endpoint: Endpoint, secrets: EndpointSecrets | None, http: HttpConnections) -> None:
         self.endpoint = endpoint
         self.counts = CallCounts()
         self.breaker = Breaker()
@@ -110,11 +108,10 @@ class EndpointQueue:
         return await self.score_groups([GroupToScore.of(group) for group in groups], attempt=attempt)
 
     async def score_groups(self, groups: Sequence[GroupToScore], *, attempt: int) -> list[Outcome]:
-        """Queue groups in wire form and return their outcomes."""
         entered = [self._enqueue(group, attempt) for group in groups]
         self._start_calls()
         try:
-            return [group_pieces.joined([await waiting.outcome for waiting in pieces]) for pieces in entered]
+            return [endpoint_call.join_pieces([await waiting.outcome for waiting in pieces]) for pieces in entered]
         finally:
             for pieces in entered:  # cancelled: what is still queued is skipped
                 for waiting in pieces:
@@ -124,16 +121,15 @@ class EndpointQueue:
         """Call the endpoint at once, past queue, breaker and rate limit, as a manual test does."""
         outcomes: list[Outcome] = []
         size = self.endpoint.batch_size if self.endpoint.speaker.carries == "groups" else 1
-        pieces = [group_pieces.cut(self.endpoint, group) for group in groups]
+        pieces = [endpoint_call.cut_group(self.endpoint, group) for group in groups]
         flat = [piece for of_group in pieces for piece in of_group]
         for start in range(0, len(flat), size):
             outcomes += await self._timed(flat[start : start + size], 1)
         found = iter(outcomes)
-        return [group_pieces.joined([next(found) for _ in of_group]) for of_group in pieces]
+        return [endpoint_call.join_pieces([next(found) for _ in of_group]) for of_group in pieces]
 
     @property
     def idle(self) -> bool:
-        """True while nothing is queued and no call is in progress."""
         return not self._waiting and not self._calls
 
     @property
@@ -142,7 +138,6 @@ class EndpointQueue:
         return self._num_in_progress
 
     def metrics(self) -> EndpointMetrics:
-        """Return the counters and latencies so far."""
         now = time.monotonic()
         return EndpointMetrics(
             calls=self.timings.num_calls,
@@ -189,7 +184,6 @@ class EndpointQueue:
         self.reject_waiting(self._breaker_open(time.monotonic()))
 
     async def close(self) -> None:
-        """Cancel the calls in progress."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._calls:
@@ -204,7 +198,7 @@ class EndpointQueue:
             refused.outcome.set_result(refusal)
             return [refused]
         trace = pack_trace.CURRENT.get()
-        pieces = group_pieces.cut(self.endpoint, group)
+        pieces = endpoint_call.cut_group(self.endpoint, group)
         entered = [QueuedGroup(piece, attempt, new_future(), trace, group.group_id) for piece in pieces]
         self._waiting.extend(entered)
         return entered
@@ -225,7 +219,6 @@ class EndpointQueue:
         return None
 
     def _start_calls(self) -> None:
-        """Start as many calls as are allowed now."""
         while self._waiting and len(self._calls) < self.endpoint.concurrency:
             now = time.monotonic()
             state = self.breaker.state(now)

@@ -4,6 +4,9 @@ All of them are one value, changed by compare-and-swap: a replica learns of a ch
 and two registrations at the same moment cannot overwrite each other. Leases have keys of their own, which only their
 endpoint renews. Unregistered names are kept for a while, so that groups which still request them wait instead of being
 dead-lettered at once.
+
+Signing keys and API keys are in a bucket that only this service may read: written by a registration, never returned by the API. One
+key per endpoint name, bound to the URL it was registered for: registering the name at another URL needs the secrets again.
 """
 
 from __future__ import annotations
@@ -18,11 +21,74 @@ import structlog
 from pydantic import ValidationError
 
 from penstock.protocol.transport.key_value import KeyValue, change_value
-from penstock.reward_service.endpoints import endpoint_lease
 from penstock.reward_service.endpoints.access import Caller
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.secret_store import NOTHING, EndpointSecrets, SecretStore
 from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotCalled
+from penstock.serving import lease
+
+secrets_log = structlog.get_logger("reward_service.secret_store")
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSecrets:
+    """Signing keys (``whsec_...``; two while one replaces the other) and the bearer token for the endpoint."""
+
+    signing: tuple[str, ...] = field(default=(), repr=False)
+    api_key: str = field(default="", repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.signing or self.api_key)
+
+
+NOTHING = EndpointSecrets()
+
+
+class SecretStore:
+    def __init__(self, store: KeyValue) -> None:
+        self._store = store
+        self._known: dict[tuple[str, str, str], EndpointSecrets] = {}
+
+    def of(self, endpoint: Endpoint) -> EndpointSecrets:
+        """Return the secrets of an endpoint that `fetch` has read."""
+        return self._known.get(_identity(endpoint), NOTHING)
+
+    async def keep(self, endpoint: Endpoint, secrets: EndpointSecrets) -> None:
+        """Store the secrets of an endpoint before it is registered."""
+        document = {"signing": list(secrets.signing), "api_key": secrets.api_key, "for": list(_identity(endpoint))}
+        await self._store.put(_secrets_key(endpoint), json.dumps(document).encode())
+        self._known[_identity(endpoint)] = secrets
+
+    async def fetch(self, endpoint: Endpoint) -> bool:
+        """Read the secrets of an endpoint that has some; False when they are missing or for another URL."""
+        if not endpoint.has_secrets or _identity(endpoint) in self._known:
+            return True
+        entry = await self._store.get(_secrets_key(endpoint))
+        try:
+            document = json.loads(entry.value if entry is not None else b"{}")
+            if document["for"] != list(_identity(endpoint)):
+                return False
+            found = EndpointSecrets(tuple(document["signing"]), document["api_key"])
+        except (ValueError, KeyError, TypeError):
+            secrets_log.error(
+                "the secrets of an endpoint are missing or unreadable", endpoint=endpoint.name
+            )  # the error shows them
+            return False
+        self._known[_identity(endpoint)] = found
+        return True
+
+    async def forget(self, endpoint: Endpoint) -> None:
+        self._known.pop(_identity(endpoint), None)
+        if endpoint.has_secrets:
+            await self._store.delete(_secrets_key(endpoint))
+
+
+def _secrets_key(endpoint: Endpoint) -> str:
+    return f"endpoint.{endpoint.name}"
+
+
+def _identity(endpoint: Endpoint) -> tuple[str, str, str]:
+    return (endpoint.name, endpoint.url, endpoint.secret_id)
+
 
 log = structlog.get_logger("reward_service.registry")
 
@@ -42,7 +108,6 @@ class Directory:
     draining: frozenset[str] = frozenset()
 
     def to_json(self) -> bytes:
-        """Return what is stored."""
         document = {
             "endpoints": [endpoint.model_dump(mode="json") for endpoint in self.endpoints.values()],
             "retired": list(self.retired),
@@ -70,7 +135,6 @@ class Directory:
         )
 
     def without(self, name: str) -> Directory:
-        """Return the directory without a name."""
         return Directory(
             endpoints={other: endpoint for other, endpoint in self.endpoints.items() if other != name},
             retired=(*(n for n in self.retired if n != name), name)[-MAX_RETIRED:],
@@ -90,7 +154,7 @@ class EndpointRegistry:
         self._on_change = on_change
         self._revision: int | None = None
         self._directory = Directory()
-        self._leases = endpoint_lease.Leases()
+        self._leases = lease.Leases()
 
     @property
     def endpoints(self) -> Mapping[str, Endpoint]:
@@ -114,7 +178,7 @@ class EndpointRegistry:
                 f"penstock reward resume {endpoint.name}",
                 retry_in_s=_RETRY_S,
             )
-        over_s = self._leases.expired_for_s(endpoint, time.monotonic())
+        over_s = self._leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, time.monotonic())
         if over_s > 0:
             return LeaseExpired(
                 f"endpoint {endpoint.name} ({endpoint.url}) did not renew its lease within "
@@ -139,7 +203,7 @@ class EndpointRegistry:
                 await self._secrets.fetch(endpoint)
             self._take(directory, entry.revision)
         if any(endpoint.lease_s is not None for endpoint in self.endpoints.values()):
-            found = await self._store.entries(endpoint_lease.PREFIX)
+            found = await self._store.entries(lease.PREFIX)
             self._leases.saw({entry.key: entry.revision for entry in found}, time.monotonic())
 
     async def add(
@@ -182,7 +246,7 @@ class EndpointRegistry:
         return found
 
     def _is_valid(self, endpoint: Endpoint) -> bool:
-        return self._leases.expired_for_s(endpoint, time.monotonic()) == 0.0
+        return self._leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, time.monotonic()) == 0.0
 
     async def renew(self, name: str, *, version: str, url: str, caller: Caller) -> Endpoint | None:
         """Renew a lease and return its endpoint; None when the name is registered for another version or URL, or not at all."""
@@ -198,8 +262,8 @@ class EndpointRegistry:
         return known
 
     async def _renew(self, endpoint: Endpoint) -> None:
-        revision = await self._store.put(endpoint_lease.key(endpoint), b"")
-        self._leases.renewed(endpoint, revision, time.monotonic())
+        revision = await self._store.put(endpoint.lease_key, b"")
+        self._leases.renewed(endpoint.lease_key, revision, time.monotonic())
 
     async def remove(self, name: str, *, caller: Caller, url: str | None = None) -> bool:
         """Unregister a name (only if it is at ``url``, when one is given); False when it was not there."""
@@ -239,7 +303,7 @@ class EndpointRegistry:
 
     async def _forget_lease(self, endpoint: Endpoint) -> None:
         if endpoint.lease_s is not None:
-            await self._store.delete(endpoint_lease.key(endpoint))
+            await self._store.delete(endpoint.lease_key)
 
     async def _change(self, change: Callable[[Directory], Directory]) -> None:
         async def read() -> tuple[Directory, int | None]:

@@ -16,6 +16,8 @@ from penstock.protocol.packs.group_pack import GroupTexts
 from penstock.reward_service.scores import extra_info, ground_truth
 
 MAX_PARTS = 32
+CALL_HEADER = "penstock-endpoint-call"  # of every request sent here; an API that gets one refuses it: a loop
+ERROR_HEADER = "penstock-error"  # of an answer: why, for the people who read the errors of this endpoint
 
 
 class _Answer(BaseModel):
@@ -38,7 +40,6 @@ class GroupToScore(BaseModel):
 
     @classmethod
     def of(cls, group: GroupTexts) -> GroupToScore:
-        """Return a group of a pack in wire form."""
         return cls(
             group_id=group.group_id,
             prompt=group.prompt_text,
@@ -81,7 +82,6 @@ class ScoreResponse(_Answer):
 
 
 def example_groups() -> list[GroupToScore]:
-    """Return the rows that a test sends when its caller names none."""
     row: dict[str, Any] = {"data_source": "example", "ground_truth": "4", "extra_info": {}}
     return [
         GroupToScore(group_id="example-1", prompt="What is 2 + 2?", completions=["4", "#### 4", "\\boxed{5}"], **row)

@@ -35,7 +35,6 @@ def read_gold(text: str) -> Fits | None:
 
 
 def is_equal(gold: Fits, answer: str) -> bool:
-    """Return True if an answer fits."""
     return gold(answer)
 
 

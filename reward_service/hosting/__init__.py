@@ -1,1 +1,1 @@
-"""A user's reward served as an HTTP endpoint: files, judges, OpenAI graders; may import api and endpoints."""
+"""A user's reward served as an HTTP endpoint: files, judges, OpenAI graders; may import endpoints."""

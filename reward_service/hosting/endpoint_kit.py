@@ -24,12 +24,12 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
-from penstock.protocol.endpoints import signature, strict_json
-from penstock.protocol.endpoints.signature import BadSignature
 from penstock.protocol.loop_thread import LoopThread
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 from penstock.reward_service.hosting import registration
 from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress
+from penstock.serving import signature, strict_json
+from penstock.serving.signature import BadSignature
 
 __all__ = [
     "BadRequest",

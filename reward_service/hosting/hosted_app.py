@@ -1,40 +1,78 @@
-"""The HTTP app of a served reward: requests arrive in the server's thread and are scored on the main thread."""
+"""The HTTP app of a served reward: requests arrive in the server's thread and are scored on the main thread.
+
+`HostedFunction` is user code as `reward serve FILE.py` and the Python client serve it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from penstock.protocol.endpoints import signature
-from penstock.reward_service.api.body_limit import BodyLimit
-from penstock.reward_service.api.strict_route import checked_route
-from penstock.reward_service.endpoints.endpoint_http import ERROR_HEADER
-from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
+from penstock.reward_service.endpoints.wire import (
+    ERROR_HEADER,
+    GroupScore,
+    GroupToScore,
+    Score,
+    ScoreRequest,
+    ScoreResponse,
+)
+from penstock.reward_service.user_code.user_function import UserReward
+from penstock.serving.request_checks import StrictRequest, check_signature, guard
 
 if TYPE_CHECKING:
     from penstock.reward_service.hosting.served_reward import Hosted
 
+
+@dataclass(frozen=True, slots=True)
+class HostedFunction:
+    """A loaded function, its version and the terms of its registration; see `served_reward.Hosted`."""
+
+    reward: UserReward
+    version: str  # a hash of the source that was loaded, whatever its file holds later
+    terms: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"{self.reward.file.name}: {self.reward.name}"
+
+    @property
+    def batched(self) -> bool:
+        return self.reward.batched
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    async def open(self) -> None:
+        """Call the reward's ``setup``; raises UserFileError."""
+        await self.reward.open()
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Call the function; what it raises is the error of the score."""
+        return await self.reward.score_all(groups)
+
+    async def close(self) -> None:
+        await self.reward.close()
+
+
 _MAX_REQUEST_BYTES = 256 * 1024 * 1024
-_MAX_REQUESTS_BYTES = 8 * _MAX_REQUEST_BYTES  # of all that are in progress; further ones get 503 and come again
 
 
 class Calls:
     """Count the calls in progress, on the event loop where the reward runs."""
 
     def __init__(self, home: asyncio.AbstractEventLoop) -> None:
-        """``home`` is the main thread's event loop."""
         self.home = home
         self.num_in_progress = 0
         self._none = asyncio.Event()
         self._none.set()
 
     async def wait_for_none(self) -> None:
-        """Wait until no call is in progress."""
         await self._none.wait()
 
     async def score(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
@@ -57,19 +95,19 @@ class Calls:
             self._none.set()
 
 
-def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
-    """Return the endpoint's app; with ``secrets``, a request without a valid signature is refused with 401."""
+def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str], hosts: Sequence[str] | None = None) -> FastAPI:
+    """Return the endpoint's app.
+
+    With ``secrets``, a request without a valid signature is refused with 401. A Host header must be one of ``hosts`` or of the
+    loopback, unless it is None.
+    """
     app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
-    app.add_middleware(BodyLimit, max_bytes=_MAX_REQUEST_BYTES, max_total_bytes=_MAX_REQUESTS_BYTES)
 
-    async def signed(request: Request) -> None:
+    async def signed(request: StrictRequest) -> None:
         if secrets and request.method == "POST":
-            try:
-                signature.verify(secrets, request.headers, await request.body(), now_s=time.time())
-            except signature.BadSignature as err:
-                raise HTTPException(401, str(err)) from None
+            await check_signature(secrets, request)
 
-    app.router.route_class = checked_route(signed)  # before the body is parsed
+    guard(app, signed, max_bytes=_MAX_REQUEST_BYTES, hosts=hosts)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, err: HTTPException) -> JSONResponse:

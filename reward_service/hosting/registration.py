@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import time
-from collections.abc import Mapping
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import httpx
+from http import HTTPStatus
+from typing import Any, Protocol
+from urllib.parse import quote
 
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.transport import http_tls
+from penstock.serving import lease
+from penstock.serving.http_connections import Answer, AnswerRefused, ConnectionFailed, HttpConnections
+from penstock.serving.lease import say
 
-_DEADLINE_S = 60.0  # the service may be starting at the same time
 _TRY_S = 5.0
-_PAUSE_S = 0.5
-_RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
+_KEEP_S = 1.0  # an idle connection
 _PASSES = frozenset({429, 502, 503, 504})
 
 
 class NotRegistered(PenstockError):
     """The reward service refused the endpoint or could not be reached."""
+
+
+class _NotYet(PenstockError):
+    """No replica answers, or those that do are busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,6 @@ class ServiceAddress:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URL of each replica."""
         return tuple(one.strip().rstrip("/") for one in self.url.split(",") if one.strip())
 
 
@@ -64,32 +67,31 @@ class Offer:
 
 async def register(service: ServiceAddress, offer: Offer) -> None:
     """Register an endpoint, once the service answers; says on stderr what it waits for. Raises NotRegistered."""
-    deadline, has_said = time.monotonic() + _DEADLINE_S, False
-    async with _client(service) as client:
-        while True:
-            problem = ""
-            try:
-                answer = await _ask(client, service, "POST", "/v1/endpoints", json=offer.to_json())
-            except httpx.TransportError as err:
-                problem = f"no answer ({type(err).__name__}: {err})"
-            else:
-                if answer.is_success:
-                    return
-                problem = f"HTTP {answer.status_code}: {answer.text[:300]}"
-                if answer.status_code not in _PASSES:
-                    raise NotRegistered(f"the reward service at {service.url} refused reward {offer.name!r}: {problem}")
-            if time.monotonic() > deadline:
-                raise NotRegistered(
-                    f"reward {offer.name!r} could not be registered at {service.url} within {_DEADLINE_S:.0f} s: {problem}; "
-                    "is the reward service running there? (penstock reward service)"
-                )
-            if not has_said:
-                has_said = True
-                _say(
-                    f"waiting for the reward service at {service.url}: {problem[:200]}; start it in another terminal with: "
-                    f"penstock reward service run.toml (gives up after {_DEADLINE_S:.0f} s)"
-                )
-            await asyncio.sleep(_PAUSE_S)
+
+    async def attempt() -> None:
+        try:
+            answer = await ask("POST", "/v1/endpoints", offer.to_json())
+        except ConnectionFailed as err:
+            raise _NotYet(f"no answer ({err.reason})") from None
+        if problem := _problem(answer, 300):
+            if answer.status in _PASSES:
+                raise _NotYet(problem)
+            raise NotRegistered(f"the reward service at {service.url} refused reward {offer.name!r}: {problem}")
+
+    def waiting(err: PenstockError) -> str:
+        return (
+            f"waiting for the reward service at {service.url}: {str(err)[:200]}; start it in another terminal with: "
+            f"penstock reward service run.toml (gives up after {lease.WAIT_S:.0f} s)"
+        )
+
+    async with _asking(service) as ask:
+        try:
+            await lease.until_there(attempt, _NotYet, waiting)
+        except _NotYet as err:
+            raise NotRegistered(
+                f"reward {offer.name!r} could not be registered at {service.url} within {lease.WAIT_S:.0f} s: {err}; "
+                "is the reward service running there? (penstock reward service)"
+            ) from None
 
 
 async def keep(service: ServiceAddress, offer: Offer) -> None:
@@ -99,70 +101,86 @@ async def keep(service: ServiceAddress, offer: Offer) -> None:
     renewal, or a new registration if the service no longer knows the endpoint, puts it back into service.
     """
     assert offer.lease_s is not None
-    body = {"version": offer.version, "url": offer.url}
-    failing = False
-    async with _client(service) as client:
-        while True:
-            await asyncio.sleep(offer.lease_s / _RENEWALS_PER_LEASE)
-            try:
-                answer = await _ask(client, service, "POST", f"/v1/endpoints/{offer.name}/lease", json=body)
-                if answer.status_code == httpx.codes.NOT_FOUND:
-                    answer = await _ask(client, service, "POST", "/v1/endpoints", json=offer.to_json())
-                elif answer.status_code == httpx.codes.CONFLICT:
-                    _say(f"reward {offer.name} was taken over: {answer.text[:300]}")
-                    return
-                problem = "" if answer.is_success else f"HTTP {answer.status_code}: {answer.text[:200]}"
-            except httpx.TransportError as err:
-                problem = f"no answer ({type(err).__name__}: {err})"
-            if problem and not failing:
-                _say(
-                    f"the lease of reward {offer.name} is not renewed: {service.url}: {problem}. Its groups wait once the lease has "
-                    f"expired, {offer.lease_s:g} s after the last renewal; it is tried again. Where the reward service runs "
-                    "elsewhere now, start this with all its URLs: --register URL,URL"
-                )
-            elif failing and not problem:
-                _say(f"the lease of reward {offer.name} is renewed again")
-            failing = bool(problem)
+    renewals = lease.Renewals()
+    hint = (
+        f"Its groups wait once the lease has expired, {offer.lease_s:g} s after the last renewal; it is tried again. Where the "
+        "reward service runs elsewhere now, start this with all its URLs: --register URL,URL"
+    )
+
+    async def renew() -> bool:
+        try:
+            body = {"version": offer.version, "url": offer.url}
+            answer = await ask("POST", f"/v1/endpoints/{offer.name}/lease", body)
+            if answer.status == HTTPStatus.NOT_FOUND:
+                answer = await ask("POST", "/v1/endpoints", offer.to_json())
+            elif answer.status == HTTPStatus.CONFLICT:
+                say(f"reward {offer.name} was taken over: {_text(answer)[:300]}")
+                return False
+            problem = _problem(answer, 200)
+        except ConnectionFailed as err:
+            problem = f"no answer ({err.reason})"
+        renewals.tried(f"reward {offer.name}", problem and f"{service.url}: {problem}", hint)
+        return True
+
+    async with _asking(service) as ask:
+        await lease.keep(offer.lease_s, renew)
 
 
 async def unregister(service: ServiceAddress, offer: Offer) -> None:
     """Unregister the endpoint if it still holds the name; if the service is unreachable, write one line to stderr."""
-    async with _client(service) as client:
+    async with _asking(service) as ask:
         try:
-            await _ask(client, service, "DELETE", f"/v1/endpoints/{offer.name}", params={"url": offer.url})
-        except httpx.TransportError as err:
-            _say(
-                f"reward {offer.name} was not unregistered: {service.url} is unreachable ({type(err).__name__}); its lease "
-                "will expire"
+            await ask("DELETE", f"/v1/endpoints/{offer.name}?url={quote(offer.url, safe='')}", None)
+        except ConnectionFailed as err:
+            say(
+                f"reward {offer.name} was not unregistered: {service.url} is unreachable ({err.reason}); its lease will expire"
             )
 
 
-async def _ask(
-    client: httpx.AsyncClient, service: ServiceAddress, method: str, path: str, **more: Any
-) -> httpx.Response:
-    """Return the first replica's answer that is no passing failure, else the last; raises TransportError if none answers."""
-    failed: httpx.TransportError | None = None
-    passing: httpx.Response | None = None
-    for url in service.urls:
-        try:
-            answer = await client.request(method, f"{url}{path}", **more)
-        except httpx.TransportError as err:
-            failed = err
-            continue
-        if answer.status_code not in _PASSES:
-            return answer
-        passing = answer
-    if passing is not None:
-        return passing
-    raise failed or httpx.ConnectError(f"{service.url!r} has no URL of a reward service")
+class _Ask(Protocol):
+    async def __call__(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer: ...
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+@contextlib.asynccontextmanager
+async def _asking(service: ServiceAddress) -> AsyncIterator[_Ask]:
+    """Yield a call that returns the first replica's answer that is no passing failure, else the last.
 
-
-def _client(service: ServiceAddress) -> httpx.AsyncClient:
+    It raises ConnectionFailed if no replica answers.
+    """
     headers = {"authorization": f"Bearer {service.token}"} if service.token else {}
-    tls = http_tls.trust_own_authority(httpx.create_ssl_context())
-    return httpx.AsyncClient(headers=headers, timeout=_TRY_S, trust_env=False, verify=tls)
+    connections = HttpConnections(keep_s=_KEEP_S, headers=headers)
+
+    async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+        failed = ConnectionFailed(service.url, "there is no URL of a reward service")
+        passing: Answer | None = None
+        for url in service.urls:
+            try:
+                async with asyncio.timeout(_TRY_S):
+                    answer = await connections.send(
+                        method, url + path, None if body is None else json.dumps(body).encode()
+                    )
+            except TimeoutError:
+                failed = ConnectionFailed(url, f"within {_TRY_S:g} s")
+            except (ConnectionFailed, AnswerRefused) as err:
+                failed = err if isinstance(err, ConnectionFailed) else ConnectionFailed(url, str(err))
+            else:
+                if answer.status not in _PASSES:
+                    return answer
+                passing = answer
+        if passing is None:
+            raise failed
+        return passing
+
+    try:
+        yield ask
+    finally:
+        await connections.close()
+
+
+def _problem(answer: Answer, num_chars: int) -> str:
+    """Return what is wrong with an answer; empty for one of success."""
+    return "" if 200 <= answer.status < 300 else f"HTTP {answer.status}: {_text(answer)[:num_chars]}"
+
+
+def _text(answer: Answer) -> str:
+    return answer.body.decode("utf-8", "replace")

@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 
 from penstock.reward_service.hosting.commands import ServeOptions
-from penstock.reward_service.hosting.hosted_function import HostedFunction
+from penstock.reward_service.hosting.hosted_app import HostedFunction
 from penstock.reward_service.hosting.served_reward import serve_reward
 from penstock.reward_service.user_code import user_file
 

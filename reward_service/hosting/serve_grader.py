@@ -25,8 +25,6 @@ _ROUNDS = 4.0
 
 
 class GraderReward:
-    """A grader as it is served."""
-
     batched = True
 
     def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
@@ -42,7 +40,6 @@ class GraderReward:
 
     @property
     def title(self) -> str:
-        """File and type."""
         return f"{self._file.name}: {self._grader.type} grader"
 
     @property
@@ -60,16 +57,13 @@ class GraderReward:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Number, tokens and price of the requests to its model."""
         return {} if self._chat is None else asdict(self._chat.cost)
 
     async def open(self) -> None:
-        """Open the client of the chat endpoint, if the grader has one."""
         if self._settings is not None:
             self._chat = Chat(self._settings, self._key)
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Evaluate the grader for every completion."""
         return list(await asyncio.gather(*(self._group(group) for group in groups)))
 
     async def _group(self, group: GroupToScore) -> list[Score]:
@@ -79,7 +73,6 @@ class GraderReward:
         )
 
     async def close(self) -> None:
-        """Close its connections."""
         if self._chat is not None:
             await self._chat.close()
 

@@ -18,8 +18,6 @@ _ROUNDS = 4.0  # a call has one or more groups, and its questions wait in a queu
 
 
 class JudgeReward:
-    """A judge as it is served."""
-
     batched = True
 
     def __init__(self, file: Path) -> None:
@@ -31,12 +29,10 @@ class JudgeReward:
 
     @property
     def title(self) -> str:
-        """Model and mode."""
         return f"{self._file.name}: {self._settings.mode} judge {self._settings.model}"
 
     @property
     def version(self) -> str:
-        """The hash of the settings."""
         return hashlib.sha256(self._settings.model_dump_json().encode()).hexdigest()[:8]
 
     @property
@@ -51,7 +47,6 @@ class JudgeReward:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Number, tokens and price of its questions so far."""
         if self._chat is None:
             return {}
         cost, settings = self._chat.cost, self._settings
@@ -59,15 +54,12 @@ class JudgeReward:
         return {**asdict(cost), "price": price}
 
     async def open(self) -> None:
-        """Open the client of the chat endpoint."""
         self._chat = Chat(self._settings, self._key)
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Ask the judge."""
         assert self._chat is not None
         return await Panel(self._settings, self._chat).score(groups)
 
     async def close(self) -> None:
-        """Close its connections."""
         if self._chat is not None:
             await self._chat.close()

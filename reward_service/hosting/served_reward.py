@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from fastapi import FastAPI
 
-from penstock.protocol.endpoints import signature
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.loop_thread import LoopThread
 from penstock.protocol.transport import http_tls
-from penstock.reward_service.api import web_server
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import hosted_app, registration
 from penstock.reward_service.hosting.commands import ServeOptions
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
+from penstock.serving import signature, web_server
+from penstock.serving.host import allowed_hosts, stopping_by_signal
 
 _LEASE_S = 15.0  # a killed process is out of service after this time
 
@@ -79,8 +76,6 @@ class Hosted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address, registration and secrets of a served reward."""
-
     name: str
     host: str
     port: int
@@ -98,16 +93,7 @@ def address(options: ServeOptions, default_name: str) -> Address:
     if not options.drain_s >= 0:
         raise ConfigError(f"--drain-s {options.drain_s} must not be negative")
     token = read_secret(options.token_file, "--token-file") if options.token_file is not None else ""
-    secrets: tuple[str, ...] = ()
-    if options.secret_file is not None:
-        secrets = tuple(read_secret(options.secret_file, "--secret-file").split())
-        try:
-            for secret in secrets:
-                signature.key_bytes(secret)
-        except ValueError as err:
-            raise ConfigError(f"--secret-file {options.secret_file}: {err}") from None
-        if not 1 <= len(secrets) <= 2:
-            raise ConfigError(f"--secret-file {options.secret_file}: expected one or two keys, got {len(secrets)}")
+    secrets = () if options.secret_file is None else signature.read_secrets(options.secret_file, "--secret-file")
     service = ServiceAddress(options.register, token) if options.register else None
     return Address(name, options.host, options.port, options.url, service, options.drain_s, secrets)
 
@@ -133,7 +119,8 @@ def serve_reward(reward: Hosted, default_name: str, options: ServeOptions) -> in
 async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
     stop = asyncio.Event()
     calls = hosted_app.Calls(asyncio.get_running_loop())
-    app = hosted_app.build(reward, calls, secrets=where.secrets)
+    hosts = allowed_hosts(where.host, where.url, where.secrets)
+    app = hosted_app.build(reward, calls, secrets=where.secrets, hosts=hosts)
     offer = Offer(
         name=where.name,
         url=url,
@@ -143,15 +130,16 @@ async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
         more=reward.terms,
     )
     service = where.service
-    with _stopping_by_signal(stop):
+    with stopping_by_signal(stop):
         await reward.open()
         try:
-            with _http_thread(app, bound, service, offer):
+            with _http_thread(app, bound, service, offer) as renewing:
                 if service is not None:
                     await registration.register(service, offer)
                 _print_next_step(reward.title, where.name, url, service)
                 await stop.wait()
                 if service is not None:
+                    renewing.cancel()  # a renewal that finds the name gone would register it again
                     await registration.unregister(service, offer)
                 await _drain(calls, where.drain_s)
         finally:
@@ -172,37 +160,19 @@ async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
 
 
 @contextmanager
-def _http_thread(app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
-    """Run the HTTP server, and the renewal of the lease, in a thread with its own event loop."""
+def _http_thread(
+    app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer
+) -> Iterator[concurrent.futures.Future[None]]:
+    """Run the HTTP server, and the renewal of the lease, in a thread with its own event loop; yields the renewal."""
     thread, done = LoopThread("http"), asyncio.Event()
     serving = thread.start(web_server.serve(app, bound, done))
-    if service is not None:
-        thread.start(registration.keep(service, offer))
+    renewing = serving if service is None else thread.start(registration.keep(service, offer))
     try:
-        yield
+        yield renewing
     finally:
         thread.loop.call_soon_threadsafe(done.set)
         concurrent.futures.wait([serving], timeout=5.0)
         thread.stop()
-
-
-@contextmanager
-def _stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
-    """Drain and stop at the first signal, exit at the second: user code may be in an endless loop."""
-    loop = asyncio.get_running_loop()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(128 + number)  # an exception would surface inside the user's code, which may catch it
-        stop.set()
-        loop.call_soon_threadsafe(lambda: None)  # wakes the event loop
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_next_step(title: str, name: str, url: str, service: ServiceAddress | None) -> None:

@@ -7,6 +7,8 @@
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
 After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds; so do
 those that are left when a program has used up its part of its group's time.
+
+`SandboxPool` runs a bounded number of programs at a time, each killable.
 """
 
 from __future__ import annotations
@@ -152,5 +154,4 @@ class SandboxPool:
             raise SandboxFailed(str(err)) from None
 
     async def close(self) -> None:
-        """Kill all zygotes and end all threads."""
         await self._slots.close()

@@ -104,7 +104,6 @@ def _parsed(truth: Any) -> Any:
 
 
 def _fields(truth: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ground truth of any format with the same key names."""
     fields = {name: extra[name] for name in _COLUMNS if extra.get(name) is not None}
     if isinstance(truth, Mapping):
         fields |= {str(name): value for name, value in truth.items() if value is not None}

@@ -75,7 +75,6 @@ class UserRewards:
 
     @property
     def by_name(self) -> dict[str, UserScorer]:
-        """Those that a row may ask for."""
         return {name: scorer for (name, parameters), scorer in self._scorers.items() if parameters == _key({})}
 
     def of(self, name: str, parameters: Mapping[str, Any]) -> UserScorer | None:
@@ -87,7 +86,6 @@ class UserRewards:
         return {name: await scorer.pool.check() for (name, _), scorer in self._scorers.items()}
 
     async def close(self) -> None:
-        """End all worker processes."""
         await asyncio.gather(*(scorer.pool.close() for scorer in self._scorers.values()))
 
 

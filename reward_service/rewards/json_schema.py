@@ -96,7 +96,6 @@ def find(text: str, where: str) -> str | None:
 
 
 def parses(text: str) -> bool:
-    """Return True if a text is strict JSON."""
     try:
         _loads(text)
     except ValueError:

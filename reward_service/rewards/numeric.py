@@ -60,7 +60,6 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
 
 
 def is_equal(parameters: Parameters, gold: Quantity, answer: Quantity) -> bool:
-    """Return True if two quantities are equal within the tolerance."""
     factor = _factor(parameters.units, gold.unit, answer.unit)
     if factor is None:
         return False

@@ -84,7 +84,6 @@ class Reward:
             return None
 
     def bind(self, parameters: Section) -> Callable[..., Any]:
-        """Return `judge` with its parameters filled in."""
         return self.judge if self.parameters is NoParameters else partial(self.judge, parameters)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.rollout_service.engines.completion import shorten
 from penstock.rollout_service.errors import EngineRefused, EngineTimeout, EngineUnreachable, ReplyRefused
-from penstock.rollout_service.http_connections import AnswerRefused, ConnectionFailed, HttpConnections
+from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections
 
 _KEEP_S = 3.0  # less than the 5 s after which uvicorn, which all engines use, closes an idle connection
 

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.endpoints.target_policy import OwnServer
 from penstock.protocol.episode import Episode
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.extensions import Registry
@@ -28,6 +27,7 @@ from penstock.rollout_service.engines.engine_client import KeptCompletions
 from penstock.rollout_service.engines.redundancy import Redundancy
 from penstock.rollout_service.errors import TaskRefused
 from penstock.rollout_service.run_images import RunImages
+from penstock.serving.target_policy import OwnServer
 
 
 class Sampler(Protocol):

@@ -31,7 +31,7 @@ from penstock.protocol.facts import RunEvent
 from penstock.protocol.loop_thread import LoopThread
 from penstock.protocol.record import run_lock
 from penstock.protocol.transport.bus import Bus
-from penstock.reward_service.api import web_server
+from penstock.serving import web_server
 from tests.json_server import JsonServer
 from tests.servers import secret_file
 

@@ -13,17 +13,16 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from penstock.agents.proxy.server import serving_app
 from penstock.client.remote.runs_api import ApiRefused, RunsApi
 from penstock.console.tools.rewards import RewardService, RewardServiceError
 from penstock.deploy import certificates
-from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.metrics.server import MetricsServer
 from penstock.protocol.transport import http_tls
-from penstock.reward_service.api import web_server
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp, NoAnswer
-from penstock.rollout_service.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving import web_server
+from penstock.serving.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving.target_policy import TargetPolicy
+from penstock.serving.web_server import serving_app
 
 ANY = "0.0.0.0"
 
@@ -128,19 +127,14 @@ def test_a_name_of_the_loopback_is_plain(variables: None, name: str) -> None:
 def test_our_clients_verify(variables: None, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Those of the reward service, of the console, of environments and engines, and of endpoints; the error names the variable."""
 
-    async def engine(url: str) -> int:
-        connections = HttpConnections(keep_s=1.0)
+    async def get(url: str, policy: TargetPolicy | None) -> int:
+        connections = HttpConnections(keep_s=1.0, policy=policy)
         try:
             return (await connections.send("GET", url)).status
         finally:
             await connections.close()
 
-    async def endpoint(url: str) -> int:
-        http = EndpointHttp(TargetPolicy(["127.0.0.0/8"], []), max_response_bytes=1000)
-        try:
-            return (await http.send("GET", url)).status
-        finally:
-            await http.close()
+    policies = (None, TargetPolicy(["127.0.0.0/8"], []))  # of engines; of endpoints and environments
 
     with reward_api(ANY) as where:
         url = f"https://{where.partition('/')[0]}"
@@ -150,18 +144,17 @@ def test_our_clients_verify(variables: None, monkeypatch: pytest.MonkeyPatch, fo
                 assert client.call("GET", "/v1/rewards") == {"rewards": []}
                 contexts.append(client._tls)
             assert contexts[0] is contexts[1], "the authorities are read once, not for every request"
-        assert asyncio.run(engine(f"{url}/v1/rewards")) == 200
-        assert asyncio.run(endpoint(f"{url}/v1/rewards")) == 200
+        for policy in policies:
+            assert asyncio.run(get(f"{url}/v1/rewards", policy)) == 200
         monkeypatch.setenv(http_tls.AUTHORITY, str(folder / "other" / "ca.pem"))
         text = f"certificate is refused.*{http_tls.AUTHORITY}"
         with pytest.raises(RewardServiceError, match=text):
             RewardService(url).call("GET", "/v1/rewards")
         with pytest.raises(ApiRefused, match=text):
             RunsApi(url, "").call("GET", "/v1/rewards")
-        with pytest.raises(ConnectionFailed, match=text):
-            asyncio.run(engine(f"{url}/v1/rewards"))
-        with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
-            asyncio.run(endpoint(f"{url}/v1/rewards"))
+        for policy in policies:
+            with pytest.raises(ConnectionFailed, match=text):
+                asyncio.run(get(f"{url}/v1/rewards", policy))
 
 
 def test_files_that_cannot_be_used_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from penstock.protocol.config.setting_description import ANY_NAME
 ROOT = Path(__file__).parents[2]
 _PACKAGES = (
     "protocol",
+    "serving",
     "trainer",
     "fine_tuning",
     "rollout_service",

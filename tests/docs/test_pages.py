@@ -26,7 +26,7 @@ _OPEN = ("reward.define.", "reward.by_source.", "reward.success.", "data.map.", 
 FOREIGN = ALIASES.keys() | RENAMED.keys() | ABSENT.keys()  # of other systems: the settings loader has an answer
 _NO_KEYS = (".py", ".md", ".json", ".jsonl", ".conf", ".toml")  # files named like a section
 _VERBS = {" ".join(words) for words, _ in commands.verbs()}
-_PATHS = re.compile(r"^(?:docs|protocol|trainer|fine_tuning|rollout_service|agents|reward_service|sandbox|reward_model|console|deploy|forensics|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
+_PATHS = re.compile(r"^(?:docs|protocol|serving|trainer|fine_tuning|rollout_service|agents|reward_service|sandbox|reward_model|console|deploy|forensics|benchmarks|tests|examples)/[\w./-]+\.(?:py|md|toml|json|yaml|conf|mjs|txt)$")  # fmt: skip
 
 
 def test_every_block_of_commands_is_marked():
@@ -240,6 +240,7 @@ def _messages() -> tuple[str, ...]:
     found = []
     for folder in (
         "protocol",
+        "serving",
         "trainer",
         "fine_tuning",
         "rollout_service",

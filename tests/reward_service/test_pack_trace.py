@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol import streams, subjects, trace_context
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.protocol.facts import GroupGenerated
 from penstock.protocol.heartbeats import Activity
 from penstock.protocol.packs.group_pack import GroupTexts
@@ -19,7 +18,6 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_trace
 from penstock.reward_service.announce import Announcer
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import EndpointFailed, RewardCrashed
@@ -30,6 +28,8 @@ from penstock.reward_service.pack_trace import PackTrace
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.scores import GroupScores, Outcome
+from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 from tests.groups import make_generated, make_group, pack_bytes
 from tests.otlp_receiver import recorded
 from tests.reward_service.processes import EndpointServer, good, raw
@@ -45,7 +45,7 @@ async def test_each_group_of_a_call_has_a_span_below_its_scoring() -> None:
     traces, spans = recorded()
     server = EndpointServer(good(0.5))
     broken = EndpointServer(raw("nonsense"))
-    http = EndpointHttp(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=100_000)
+    http = HttpConnections(keep_s=5.0, policy=TargetPolicy(PRIVATE_TARGETS), max_answer_bytes=100_000)
     queues = [
         EndpointQueue(Endpoint(name=name, url=one.url, dialect=dialect), None, http)
         for name, one, dialect in (("a", server, "penstock"), ("b", broken, "penstock"), ("c", broken, "verl"))

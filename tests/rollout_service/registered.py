@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agents.environments.over_http.http_environment import Http
-from penstock.agents.environments.over_http.registration import Lease
+from penstock.agents.environments.over_http.registry import Lease
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import app, registrar
 from penstock.agents.hosting.episodes import Episodes
 from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
-from penstock.agents.proxy.server import serving_app
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
@@ -25,6 +24,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.__main__ import _registry
 from penstock.rollout_service.environments.environment import load_environments
+from penstock.serving.web_server import serving_app
 from tests.agents.environments.test_turn_environment import task_of
 from tests.agents.proxy.agent_model import Engine
 from tests.servers import secret_file

@@ -148,7 +148,7 @@ def test_one_file_in_the_package_is_a_new_engine(tmp_path: Path) -> None:
     package = tmp_path / "src" / "penstock"
     package.mkdir(parents=True)
     shutil.copy(ROOT / "src" / "penstock" / "__init__.py", package)
-    for folder in ("protocol", "sandbox", "rollout_service", "agents"):
+    for folder in ("protocol", "sandbox", "serving", "rollout_service", "agents"):
         shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "rollout_service" / "engines" / "tiny.py").write_text(ENGINE)
     (package / "rollout_service" / "environments" / "silent.py").write_text(ENVIRONMENT)

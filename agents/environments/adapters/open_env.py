@@ -20,16 +20,15 @@ from pydantic import Field, JsonValue
 
 from penstock.agents.environments.adapters.text_steps import text_of
 from penstock.agents.environments.games.actions import ActionOptions, find_action, malformed, opening
-from penstock.agents.environments.over_http.places import take_place
-from penstock.agents.environments.over_http.servers import Server, Servers
+from penstock.agents.environments.over_http.servers import Server, Servers, take_place
 from penstock.agents.environments.play import Play, Reply, Row
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.agents.environments.turn_environment import ServerEnvironment
 from penstock.agents.proxy.messages import Message, ToolCall
-from penstock.protocol.endpoints import strict_json
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 from penstock.protocol.errors import PenstockError
-from penstock.rollout_service.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving import strict_json
+from penstock.serving.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 
 class OpenEnvOptions(ActionOptions):

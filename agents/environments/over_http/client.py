@@ -10,11 +10,10 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from penstock.agents.environments.over_http.wire import MAX_DEPTH, Problem, is_deeper
-from penstock.protocol.endpoints import signature, strict_json
+from penstock.agents.environments.over_http.wire import Problem
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.retry_after import retry_after_s
-from penstock.rollout_service.http_connections import Answer, ConnectionFailed, HttpConnections
+from penstock.serving import signature, strict_json
+from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections, retry_after_s
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -53,7 +52,6 @@ class EnvironmentClient:
         self._secrets = tuple(secrets)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._connections.close()
 
     async def call(self, method: str, url: str, call_id: str, body: BaseModel | None, expected: type[Body]) -> Body:
@@ -66,10 +64,7 @@ class EnvironmentClient:
         if answer.status != 200:
             raise _refusal(answer, url)
         try:
-            value = strict_json.loads(answer.body)
-            if is_deeper(value, MAX_DEPTH):
-                raise AnswerUnfit(f"{url} answers JSON that is nested more than {MAX_DEPTH} times")
-            return expected.model_validate(value)
+            return expected.model_validate(strict_json.loads(answer.body, strict_json.MAX_DEPTH))
         except strict_json.AmbiguousJson as err:
             raise AnswerUnfit(f"{url} answers what is no {expected.__name__}: {err}") from None
         except ValidationError as err:

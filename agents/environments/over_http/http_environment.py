@@ -24,20 +24,19 @@ from penstock.agents.environments.over_http.http_play import (
     Wanted,
     start_episode,
 )
-from penstock.agents.environments.over_http.registration import NAME_PATTERN
-from penstock.agents.environments.over_http.registry import RegistryFollower
+from penstock.agents.environments.over_http.registry import NAME_PATTERN, RegistryFollower
 from penstock.agents.environments.over_http.servers import Servers
 from penstock.agents.environments.play import Row
 from penstock.agents.environments.play_episode import Played, play_episode
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, urls_of
 from penstock.agents.proxy.session import EpisodeSession
-from penstock.protocol.endpoints import signature
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import Sampler, ServerRegistry
-from penstock.rollout_service.http_connections import HttpConnections
+from penstock.serving import signature
+from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 _KEEP_S = 60.0  # an idle connection; a server that closes it earlier costs a repeated call, and no episode
 
@@ -89,7 +88,6 @@ class HttpOptions(PlayOptions):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs, without a slash at the end."""
         return urls_of(self.url)
 
     @model_validator(mode="after")
@@ -100,33 +98,14 @@ class HttpOptions(PlayOptions):
 
     def secrets(self) -> tuple[str, ...]:
         """Return the signing keys; raises ConfigError for a file that holds none."""
-        return () if self.secret_file is None else read_secrets(self.secret_file, "options.secret_file")
-
-
-def read_secrets(file: Path, key: str) -> tuple[str, ...]:
-    """Return the signing keys of a file; raises ConfigError that names the setting ``key``, and never shows a key."""
-    try:
-        secrets = tuple(file.read_text(encoding="utf-8").split())
-        for secret in secrets:
-            signature.key_bytes(secret)
-    except OSError as err:
-        raise ConfigError(f"{key} {file}: not readable ({err.strerror})") from None
-    except ValueError as err:  # UnicodeDecodeError is one, and shows bytes
-        reason = "not UTF-8" if isinstance(err, UnicodeDecodeError) else err
-        raise ConfigError(f"{key} {file}: {reason}") from None
-    if not 1 <= len(secrets) <= 2:
-        raise ConfigError(f"{key} {file}: expected one or two keys, got {len(secrets)}")
-    return secrets
+        return () if self.secret_file is None else signature.read_secrets(self.secret_file, "options.secret_file")
 
 
 class Http(EpisodeEnvironment):
-    """The environment ``http``."""
-
     name = "http"
     options = HttpOptions
 
     def __init__(self) -> None:
-        """Start without servers."""
         super().__init__()
         self._own: tuple[OwnServer, ...] = ()
         self._registry: ServerRegistry | None = None
@@ -143,11 +122,9 @@ class Http(EpisodeEnvironment):
         return "" if self.chosen is None else self.chosen.registered
 
     def new_registry(self, store: KeyValue) -> RegistryFollower:
-        """Return the registry of servers in a bucket."""
         return RegistryFollower(store)
 
     def use_registry(self, registry: ServerRegistry) -> None:
-        """Note where the servers of `registered` are found."""
         self._registry = registry
 
     def use_model(self, folder: Path, context_tokens: int | None) -> None:
@@ -213,7 +190,6 @@ class Http(EpisodeEnvironment):
         return await start_episode(self._client, self._servers, wanted, limits)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._client is not None:
             await self._client.close()
 

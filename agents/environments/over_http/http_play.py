@@ -16,8 +16,7 @@ from penstock.agents.environments.over_http.client import (
     ServerRefused,
     ServerUnreachable,
 )
-from penstock.agents.environments.over_http.places import take_place
-from penstock.agents.environments.over_http.servers import Server, Servers
+from penstock.agents.environments.over_http.servers import Server, Servers, take_place
 from penstock.agents.environments.over_http.wire import (
     Object,
     Score,
@@ -50,8 +49,6 @@ class RowRefused(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The episode that is wanted."""
-
     episode: str  # the same in every attempt
     attempt: int
     seed: int
@@ -76,7 +73,6 @@ class HttpPlay(Play):
     def __init__(
         self, client: EnvironmentClient, server: Server, episode_id: str, first: Sequence[Message], limits: Limits
     ) -> None:
-        """Note the episode that was started at ``server``."""
         self.version = ""
         self._client, self._server, self._id = client, server, episode_id
         self._first, self._limits = first, limits

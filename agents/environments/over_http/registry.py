@@ -1,23 +1,166 @@
-"""The registered environments, in a bucket of NATS: servers register there, workers find them there."""
+"""The registered environments, in a bucket of NATS: servers register there, workers find them there.
+
+| value of the bucket `streams.environments_bucket`      | written by               | holds                                       |
+|--------------------------------------------------------|--------------------------|---------------------------------------------|
+| ``environment.NAME``                                   | registrations and drains | `Registered`, changed by compare-and-swap   |
+| ``lease.NAME.ID``, which expires unless it is renewed  | the server ``ID`` alone  | `Lease`                                     |
+
+A server is in service while its lease is there, its version is that of the name, and it is not drained. NATS decides by its own
+clock when a lease expires, so no two machines need to agree on the time. A new version takes the name over (``replace``): servers
+of the earlier one get no new episodes, and end those that they have.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
 
 import structlog
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.agents.environments.over_http import registration
-from penstock.agents.environments.over_http.registration import (
-    Lease,
-    Listed,
-    Registered,
-    RegisteredServer,
-    RegistrationRefused,
-)
+from penstock.agents.environments.server_urls import checked_url
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.key_value import KeyValue, change_value
+from penstock.serving import strict_json
+from penstock.serving.lease import PREFIX, lease_key, server_id
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # without dots, which separate the parts of a key
+MAX_SERVERS = 256
+MAX_NAMES = 256
+ENVIRONMENT = "environment."
+
+
+class RegistrationRefused(PenstockError):
+    """A server cannot be registered."""
+
+
+class NameTaken(RegistrationRefused):
+    """Servers of another version have the name."""
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RegisteredServer(_Stored):
+    """One server of an environment."""
+
+    url: Annotated[str, Field(max_length=2000), AfterValidator(checked_url)]
+    version: str = Field(min_length=1, max_length=100)
+    capacity: int = Field(
+        ge=1, le=1_000_000
+    )  # episodes at once, of all workers together; the server itself refuses more
+    draining: bool = False
+
+    @property
+    def id(self) -> str:
+        return server_id(self.version, self.url)
+
+
+class Registered(_Stored):
+    """All servers of one name."""
+
+    protocol: Literal[1] = 1
+    version: str = Field(min_length=1, max_length=100)  # the one that gets new episodes
+    servers: tuple[RegisteredServer, ...] = Field(max_length=MAX_SERVERS)
+
+    def to_json(self) -> bytes:
+        return self.model_dump_json().encode()
+
+
+class Lease(_Stored):
+    """What a server said when its lease was renewed."""
+
+    at: float = Field(ge=0, allow_inf_nan=False)  # seconds since 1970, by the clock of the server's machine; for people
+    lease_s: float = Field(gt=0, allow_inf_nan=False)
+    running: int = Field(ge=0)
+    draining: bool = False  # by itself: it was asked to stop
+
+
+_Kind = TypeVar("_Kind", bound=_Stored)
+State = Literal["in service", "drained", "stopping", "replaced", "lease expired"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One name: its servers and their leases, or why its value cannot be used."""
+
+    registered: Registered | None
+    leases: Mapping[str, Lease]  # by the id of a server
+    problem: str = ""
+
+    def state(self, server: RegisteredServer) -> State:
+        """Return whether a server gets new episodes, and why not."""
+        lease = self.leases.get(server.id)
+        if lease is None:
+            return "lease expired"
+        if self.registered is None or server.version != self.registered.version:
+            return "replaced"
+        if server.draining:
+            return "drained"
+        return "stopping" if lease.draining else "in service"
+
+
+def key(name: str) -> str:
+    return f"{ENVIRONMENT}{name}"
+
+
+def read_registered(value: bytes) -> Registered:
+    """Return what is stored under `key`; raises ValueError for anything else."""
+    return _parsed(value, Registered)
+
+
+def read_lease(value: bytes) -> Lease:
+    """Return what is stored under `lease_key`; raises ValueError for anything else."""
+    return _parsed(value, Lease)
+
+
+def _parsed(value: bytes, kind: type[_Kind]) -> _Kind:
+    strict_json.loads(value)  # raises for JSON with two readings
+    try:
+        return kind.model_validate_json(value)
+    except ValidationError as err:
+        first = err.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200] or "the value"
+        raise ValueError(f"no {kind.__name__}: {where}: {first['msg'][:200]}") from None
+
+
+def admit(
+    name: str, state: Registered | None, server: RegisteredServer, leased: Collection[str], *, replace: bool
+) -> Registered:
+    """Return the state with a server registered; ``leased`` are the ids of servers whose lease is valid.
+
+    Servers without a lease are removed. A drain of this server ends. Raises NameTaken for another version than that of the
+    name, unless ``replace`` is given or no server of that version has a lease; raises RegistrationRefused if there are too many.
+    """
+    servers = () if state is None else state.servers
+    others = [one for one in servers if one.id in leased and one.url != server.url]  # at its URL nothing else is played
+    if state is not None and state.version != server.version and not replace:
+        taken = [one for one in others if one.version == state.version]
+        if taken:
+            raise NameTaken(
+                f"environment {name!r} is registered with version {state.version!r} at {taken[0].url}, and this is "
+                f"{server.version!r}; give --replace to have it take over, or choose another --name"
+            )
+    if len(others) >= MAX_SERVERS:
+        raise RegistrationRefused(f"environment {name!r} has {MAX_SERVERS} servers; stop one first")
+    return Registered(version=server.version, servers=(*others, server))
+
+
+def without(state: Registered, server_id: str, leased: Collection[str]) -> Registered:
+    """Return the state without a server, and without those that have no lease."""
+    kept = tuple(one for one in state.servers if one.id != server_id and one.id in leased)
+    return state.model_copy(update={"servers": kept})
+
+
+def drained(state: Registered, url: str | None, *, on: bool) -> Registered:
+    """Return the state with the servers at a URL (None: all) drained, or put back into service."""
+    servers = (one.model_copy(update={"draining": on}) if url in (None, one.url) else one for one in state.servers)
+    return state.model_copy(update={"servers": tuple(servers)})
+
 
 log = structlog.get_logger("rollout.environment")
 
@@ -31,17 +174,17 @@ async def list_environments(store: KeyValue) -> dict[str, Listed]:
     leases: dict[str, dict[str, Lease]] = {}
     for entry in await store.entries():
         try:
-            if entry.key.startswith(registration.ENVIRONMENT):
-                found[entry.key.removeprefix(registration.ENVIRONMENT)] = (None, "")
-                value = registration.read_registered(entry.value)
-                found[entry.key.removeprefix(registration.ENVIRONMENT)] = (value, "")
-            elif entry.key.startswith(registration.LEASE):
-                name, _, server_id = entry.key.removeprefix(registration.LEASE).rpartition(".")
-                leases.setdefault(name, {})[server_id] = registration.read_lease(entry.value)
+            if entry.key.startswith(ENVIRONMENT):
+                found[entry.key.removeprefix(ENVIRONMENT)] = (None, "")
+                value = read_registered(entry.value)
+                found[entry.key.removeprefix(ENVIRONMENT)] = (value, "")
+            elif entry.key.startswith(PREFIX):
+                name, _, of_server = entry.key.removeprefix(PREFIX).rpartition(".")
+                leases.setdefault(name, {})[of_server] = read_lease(entry.value)
         except ValueError as err:
             problem = f"{store.bucket}/{entry.key} is unreadable: {err}"
-            if entry.key.startswith(registration.ENVIRONMENT):
-                found[entry.key.removeprefix(registration.ENVIRONMENT)] = (None, problem)
+            if entry.key.startswith(ENVIRONMENT):
+                found[entry.key.removeprefix(ENVIRONMENT)] = (None, problem)
     return {name: Listed(value, leases.get(name, {}), problem) for name, (value, problem) in found.items()}
 
 
@@ -55,20 +198,18 @@ async def register(store: KeyValue, name: str, server: RegisteredServer, lease: 
         nonlocal leased, num_names
         found = await _read(store, name)
         leased = await _leased(store, name)  # after the servers: each has its lease by then
-        num_names = 0 if found[1] is not None else len(await store.entries(registration.ENVIRONMENT))
+        num_names = 0 if found[1] is not None else len(await store.entries(ENVIRONMENT))
         return found
 
-    def admit(state: Registered) -> Registered:
-        if num_names >= registration.MAX_NAMES:
-            raise RegistrationRefused(
-                f"{registration.MAX_NAMES} environments are registered; stop the servers of one first"
-            )
-        return registration.admit(name, None if state is _EMPTY else state, server, leased, replace=replace)
+    def admitted(state: Registered) -> Registered:
+        if num_names >= MAX_NAMES:
+            raise RegistrationRefused(f"{MAX_NAMES} environments are registered; stop the servers of one first")
+        return admit(name, None if state is _EMPTY else state, server, leased, replace=replace)
 
     try:
-        await change_value(store, registration.key(name), read, admit, Registered.to_json)
+        await change_value(store, key(name), read, admitted, Registered.to_json)
     except PenstockError:
-        await store.delete(registration.lease_key(name, server))
+        await store.delete(lease_key(name, server.id))
         raise
 
 
@@ -81,7 +222,7 @@ async def renew(store: KeyValue, name: str, server: RegisteredServer, lease: Lea
 
 async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> None:
     """Remove a server; the name goes with its last one."""
-    await store.delete(registration.lease_key(name, server))
+    await store.delete(lease_key(name, server.id))
     leased: set[str] = set()
 
     async def read() -> tuple[Registered, int | None]:
@@ -92,9 +233,9 @@ async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> No
 
     state, _ = await change_value(
         store,
-        registration.key(name),
+        key(name),
         read,
-        lambda state: registration.without(state, server.id, leased),
+        lambda state: without(state, server.id, leased),
         Registered.to_json,
     )
     if not state.servers and state is not _EMPTY:
@@ -103,35 +244,34 @@ async def unregister(store: KeyValue, name: str, server: RegisteredServer) -> No
 
 async def drain(store: KeyValue, name: str, url: str | None, *, on: bool) -> list[str]:
     """Take the servers at a URL (None: all of the name) out of service, or put them back; return their URLs."""
-    state = await _change(store, name, lambda state: registration.drained(state, url, on=on))
+    state = await _change(store, name, lambda state: drained(state, url, on=on))
     return [one.url for one in state.servers if url in (None, one.url)]
 
 
 async def _leased(store: KeyValue, name: str) -> set[str]:
-    return {entry.key.rpartition(".")[2] for entry in await store.entries(f"{registration.LEASE}{name}.")}
+    return {entry.key.rpartition(".")[2] for entry in await store.entries(f"{PREFIX}{name}.")}
 
 
 async def _put_lease(store: KeyValue, name: str, server: RegisteredServer, lease: Lease) -> None:
     value = lease.model_dump_json().encode()
-    await store.put(registration.lease_key(name, server), value, ttl_s=lease.lease_s)
+    await store.put(lease_key(name, server.id), value, ttl_s=lease.lease_s)
 
 
 async def _read(store: KeyValue, name: str) -> tuple[Registered, int | None]:
     """Return what is registered, `_EMPTY` if nothing is, and the revision; raises RegistrationRefused for what is unreadable."""
-    entry = await store.get(registration.key(name))
+    entry = await store.get(key(name))
     if entry is None:
         return _EMPTY, None
     try:
-        return registration.read_registered(entry.value), entry.revision
+        return read_registered(entry.value), entry.revision
     except ValueError as err:
         raise RegistrationRefused(
-            f"{store.bucket}/{registration.key(name)} is unreadable: {err}; remove it: nats kv purge {store.bucket} "
-            f"{registration.key(name)}"
+            f"{store.bucket}/{key(name)} is unreadable: {err}; remove it: nats kv purge {store.bucket} {key(name)}"
         ) from None
 
 
 async def _change(store: KeyValue, name: str, change: Callable[[Registered], Registered]) -> Registered:
-    state, _ = await change_value(store, registration.key(name), lambda: _read(store, name), change, Registered.to_json)
+    state, _ = await change_value(store, key(name), lambda: _read(store, name), change, Registered.to_json)
     return state
 
 
@@ -139,14 +279,13 @@ async def _delete_if_empty(store: KeyValue, name: str) -> None:
     """Delete a name without servers; one that registers at this moment finds its name gone, and registers again."""
     state, _ = await _read(store, name)
     if not state.servers:
-        await store.delete(registration.key(name))
+        await store.delete(key(name))
 
 
 class RegistryFollower:
     """Reads the registry every second, and tells it to those who asked for a name."""
 
     def __init__(self, store: KeyValue) -> None:
-        """Start with nothing read."""
         self._store = store
         self._wanted: list[tuple[str, Callable[[Listed], None]]] = []
         self._listed: Mapping[str, Listed] | None = None

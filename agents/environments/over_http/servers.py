@@ -1,12 +1,15 @@
-"""Which of several servers of one environment gets the next episode. Pure: the caller gives the time."""
+"""Which of several servers of one environment gets the next episode; the caller gives the time. And the wait for a place at one."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.agents.environments.over_http.registration import Listed
+from penstock.agents.environments.over_http.registry import Listed
 
 _FIRST_REST_S, _LONGEST_REST_S = 0.5, 30.0
 _WAIT_S = 0.25  # for a registration, or for an episode to end
@@ -14,8 +17,6 @@ _WAIT_S = 0.25  # for a registration, or for an episode to end
 
 @dataclass(slots=True)
 class Server:
-    """One server as this worker sees it."""
-
     url: str
     running: int = 0  # episodes of this worker
     failures: int = 0  # in a row
@@ -42,7 +43,6 @@ class Server:
         self.rests_until = now + min(max(retry_after_s, 0.05), _LONGEST_REST_S)
 
     def works(self) -> None:
-        """Note that it answered."""
         self.failures, self.rests_until = 0, 0.0
 
 
@@ -94,3 +94,21 @@ class Servers:
         wanted = f", of which the run expects version {self._version!r} (options.version)" if self._version else ""
         state = self._problem or "not read yet"
         return f"registered environment {self._name!r}: {state}{wanted}{'; ' if last else ''}{last}"
+
+
+async def take_place(servers: Servers, ends: float) -> Server | None:
+    """Return a server, of which a place is taken (``running``); None if there is none by the time ``ends``.
+
+    Those who wait get a place in the order in which they came.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ends - time.monotonic()), servers.turn:
+            while True:
+                now = time.monotonic()
+                server = servers.choose(now)
+                if server is not None:
+                    server.running += 1
+                    return server
+                wait_s = max(servers.ready_in_s(now), 0.01) * random.uniform(1.0, 1.2)  # noqa: S311 - not a secret
+                await asyncio.sleep(wait_s)
+    return None

@@ -23,7 +23,6 @@ from penstock.agents.proxy.api.chat_completions import read_request
 from penstock.agents.proxy.messages import AgentRequest, Message, Part
 
 PROTOCOL = 1
-MAX_DEPTH = 64
 _MOST = 1e9  # a sum over the turns of an episode stays finite
 
 EpisodeId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -62,7 +61,6 @@ class WireRow(_Body):
 
     @classmethod
     def of(cls, row: Row) -> WireRow:
-        """Return a row as the protocol writes it."""
         return cls(
             messages=[written(one) for one in row.messages],
             ground_truth=row.ground_truth,
@@ -141,7 +139,6 @@ class Problem(_Body):
 
 
 def written(message: Message) -> Object:
-    """Return a message as the protocol writes it."""
     made: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.parts:
         made["content"] = [_written_part(part) for part in message.parts]
@@ -173,21 +170,6 @@ def write_reply(reply: Reply) -> Stepped:
         state=reply.state,
         **({"truncated": True} if reply.is_truncated else {}),  # absent: older workers refuse fields they do not know
     )
-
-
-def is_deeper(value: Any, depth: int) -> bool:
-    """Return True if a JSON value is nested more than ``depth`` times."""
-    level = [value]
-    for _ in range(depth):
-        level = [
-            inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            return False
-    return any(isinstance(one, (dict, list)) and one for one in level)
 
 
 def _written_part(part: Part) -> Object:

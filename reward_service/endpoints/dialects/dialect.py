@@ -15,8 +15,8 @@ from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.protocol.endpoints import strict_json
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreResponse
+from penstock.serving import strict_json
 
 M = TypeVar("M", bound=BaseModel)
 _FIELDS = frozenset({*ScoreResponse.model_fields, *GroupScore.model_fields, *Score.model_fields})
@@ -33,8 +33,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The body of a POST and its content type."""
-
     body: bytes
     content_type: str = "application/json"
 
@@ -82,7 +80,7 @@ class DialectKind:
 def read_json(model: type[M], answer: bytes) -> M:
     """Validate an answer as JSON; raises BadAnswer naming the first field that does not fit, never its content."""
     try:
-        strict_json.loads(answer)
+        strict_json.loads(answer, strict_json.MAX_DEPTH)
         return model.model_validate_json(answer)
     except strict_json.AmbiguousJson as err:
         raise BadAnswer(f"does not answer as agreed: {err}") from None

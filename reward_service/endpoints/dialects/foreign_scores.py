@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from penstock.protocol.endpoints import strict_json
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
+from penstock.serving import strict_json
 
 _MAX_PART_NAME = 64
 
@@ -22,7 +22,7 @@ _MAX_PART_NAME = 64
 def parse(answer: bytes) -> JsonValue:
     """Return a response as JSON; raises BadAnswer."""
     try:
-        return strict_json.loads(answer)
+        return strict_json.loads(answer, strict_json.MAX_DEPTH)
     except strict_json.AmbiguousJson as err:
         raise BadAnswer(f"answers with a body that cannot be read: {err}") from None
 

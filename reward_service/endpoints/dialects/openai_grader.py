@@ -28,7 +28,6 @@ class OpenAiGraderDialect(Dialect):
     )
 
     def request(self, call: Call) -> Payload:
-        """Return one run of the grader."""
         (group,) = call.groups
         (text,) = group.completions
         body = {"grader": self.grader, "item": item_of(group, self.reference_key), "model_sample": text}

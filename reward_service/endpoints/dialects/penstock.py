@@ -10,7 +10,6 @@ class PenstockDialect(Dialect):
     """`ScoreRequest` and `ScoreResponse` of `reward_service/endpoints/wire.py`; it has no options."""
 
     def request(self, call: Call) -> Payload:
-        """Return a `ScoreRequest` as JSON."""
         request = ScoreRequest(request_id=call.request_id, reward=call.reward, groups=list(call.groups))
         return Payload(request.model_dump_json().encode())
 

@@ -24,7 +24,6 @@ class SlimeDialect(Dialect):
     reward_key: str = Field("", max_length=100, description="slime's --reward-key: the key of the score in an object.")
 
     def request(self, call: Call) -> Payload:
-        """Return one sample."""
         (group,) = call.groups
         (response,) = group.completions
         body = {"prompt": group.prompt, "response": response, "label": group.ground_truth}

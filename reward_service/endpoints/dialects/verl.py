@@ -21,7 +21,6 @@ class VerlDialect(Dialect):
     carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
 
     def request(self, call: Call) -> Payload:
-        """Return the arguments for one completion."""
         (group,) = call.groups
         (text,) = group.completions
         body = {

@@ -7,21 +7,21 @@ sent in one header and never appears in an error or log.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
-import httpx
 from pydantic import BaseModel, ValidationError
 
-from penstock.protocol.retry_after import retry_after_s
-from penstock.protocol.transport import http_tls
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
+from penstock.serving.http_connections import AnswerRefused, ConnectionFailed, HttpConnections, retry_after_s
 
 _PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 20.0
 _RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_CONNECT_S = 10.0
+_KEEP_S = 5.0  # an idle connection
 _SHOWN = 300
 
 
@@ -74,21 +74,14 @@ class Chat:
     """Send questions to one model, at most ``concurrency`` at once. Call `close` at the end."""
 
     def __init__(self, settings: JudgeSettings, api_key: str) -> None:
-        """``api_key`` may be empty."""
         self._settings = settings
         self._places = asyncio.Semaphore(settings.concurrency)
         self.cost = Cost()
-        self._http = httpx.AsyncClient(
-            verify=http_tls.trust_own_authority(httpx.create_ssl_context()),
-            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(settings.timeout_s, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=settings.concurrency),
-            trust_env=False,
-        )
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = HttpConnections(keep_s=_KEEP_S, headers=headers)
 
     async def close(self) -> None:
-        """Close all connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     async def ask(self, question: str) -> Said:
         """Return the model's answer to a question; raises NoVerdict."""
@@ -118,14 +111,15 @@ class Chat:
         for number in range(1 + settings.retries):
             pause_s = 0.0
             try:
-                answer = await self._http.post(f"{settings.base_url}/chat/completions", json=body)
-            except httpx.TransportError as err:
-                problem = f"no answer ({type(err).__name__}: {err})"
+                url = f"{settings.base_url}/chat/completions"
+                answer = await self._http.send("POST", url, json.dumps(body).encode())
+            except (ConnectionFailed, AnswerRefused) as err:
+                problem = f"no answer ({err})"
             else:
-                if answer.status_code == httpx.codes.OK:
-                    return self._read(answer.content)
-                problem = f"HTTP {answer.status_code}: {answer.text[:_SHOWN]}"
-                if answer.status_code not in _RETRY_STATUS:
+                if answer.status == HTTPStatus.OK:
+                    return self._read(answer.body)
+                problem = f"HTTP {answer.status}: {answer.body.decode('utf-8', 'replace')[:_SHOWN]}"
+                if answer.status not in _RETRY_STATUS:
                     break
                 pause_s = retry_after_s(answer.headers)
             if number < settings.retries:

@@ -3,19 +3,73 @@
 Pairwise, the score of an answer is the share of its comparisons that it won, a tie counting half, so the scores of
 a group whose answers are all compared with one another sum to half its size. Each pair is asked in both orders,
 because judges favour a position.
+
+Text of a judge that cannot be read as a number or a winner is an error, never a score.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting.judge import judge_reply
 from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict, Said
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
+
+Winner = Literal["a", "b", "tie"]
+
+_ORNAMENT = r"[\s*_`#>\"'.\[\]()]*"
+_BULLET = r"(?:[-+]\s)?"
+_SCORE = re.compile(
+    rf"{_BULLET}{_ORNAMENT}score{_ORNAMENT}[:=]{_ORNAMENT}([-+]?\d+(?:\.\d+)?)(\s*/\s*\d+(?:\.\d+)?)?{_ORNAMENT}", re.I
+)
+_WINNER = re.compile(rf"{_BULLET}{_ORNAMENT}winner{_ORNAMENT}[:=]{_ORNAMENT}(?:answer\s+)?(a|b|tie){_ORNAMENT}", re.I)
+_THINKING = re.compile(r"\A\s*<think>.*?</think>", re.S)
+_SHOWN = 160
+
+
+class Unreadable(ValueError):
+    """The judge's text does not end in a verdict; the message shows its end."""
+
+
+def read_score(text: str, *, lowest: float, highest: float) -> float:
+    """Return the number of the last line ``SCORE: 7`` (``7/10`` too, if that is the scale); raises Unreadable."""
+    found = _SCORE.fullmatch(_last_line(text))
+    if found is None:
+        raise Unreadable(f"the judge's last line must be SCORE: number, got {_end(text)!r}")
+    if found.group(2) and float(found.group(2).strip(" /")) != highest:
+        raise Unreadable(f"the judge scored out of {found.group(2).strip(' /')}, expected out of {highest:g}")
+    score = float(found.group(1))
+    if not math.isfinite(score) or not lowest <= score <= highest:
+        raise Unreadable(f"the judge's score {found.group(1)[:20]} is outside [{lowest:g}, {highest:g}]")
+    return score
+
+
+def read_winner(text: str) -> Winner:
+    """Return the winner named in the last line ``WINNER: A``; raises Unreadable."""
+    found = _WINNER.fullmatch(_last_line(text))
+    if found is None:
+        raise Unreadable(f"the judge's last line must be WINNER: A, B or TIE, got {_end(text)!r}")
+    match found.group(1).lower():
+        case "a":
+            return "a"
+        case "b":
+            return "b"
+        case _:
+            return "tie"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in _THINKING.sub("", text).splitlines() if line.strip(" \t`*_")]
+    return lines[-1][:200] if lines else ""
+
+
+def _end(text: str) -> str:
+    return text.strip()[-_SHOWN:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +98,7 @@ def pairs(num: int, *, opponents: int | None, both_orders: bool) -> list[Match]:
 
 
 class Panel:
-    """Score groups by asking a judge."""
-
     def __init__(self, settings: JudgeSettings, chat: Chat) -> None:
-        """``chat`` bounds the number of concurrent questions."""
         self._settings = settings
         self._question = settings.question
         self._chat = chat
@@ -64,8 +115,8 @@ class Panel:
         settings = self._settings
         try:
             said = await self._ask(group, answer=text)
-            raw = judge_reply.read_score(said.text, lowest=settings.min_score, highest=settings.max_score)
-        except (NoVerdict, judge_reply.Unreadable) as err:
+            raw = read_score(said.text, lowest=settings.min_score, highest=settings.max_score)
+        except (NoVerdict, Unreadable) as err:
             return Score(error=str(err))
         span = settings.max_score - settings.min_score
         score = (raw - settings.min_score) / span if settings.scale else raw
@@ -80,7 +131,7 @@ class Panel:
         asked = [asyncio.create_task(self._compare(group, match)) for match in matches]
         try:
             results = await asyncio.gather(*asked)
-        except (NoVerdict, judge_reply.Unreadable) as err:
+        except (NoVerdict, Unreadable) as err:
             return [Score(error=str(err))] * len(texts)
         finally:
             for task in asked:  # one comparison failed, so the others are not needed
@@ -101,12 +152,12 @@ class Panel:
             for wins, num, sent, got in rows
         ]
 
-    async def _compare(self, group: GroupToScore, match: Match) -> tuple[judge_reply.Winner, Said]:
+    async def _compare(self, group: GroupToScore, match: Match) -> tuple[Winner, Said]:
         first, second = group.completions[match.first], group.completions[match.second]
         if first == second:
             return "tie", Said("", 0, 0)
         said = await self._ask(group, answer_a=first, answer_b=second)
-        return judge_reply.read_winner(said.text), said
+        return read_winner(said.text), said
 
     async def _ask(self, group: GroupToScore, **answers: str) -> Said:
         longest = max(map(len, answers.values()))

@@ -2,19 +2,74 @@
 
 If a grader reads ``sample.output_json`` and the answer is not JSON or lacks the key, the policy caused it: that grader
 gives its lowest score, with the part ``sample_unfit`` = 1. Every other failure is an error.
+
+Of the similarities of two texts, ``fuzzy_match`` is rapidfuzz's ratio (OpenAI names the library, not which of its functions). ``rouge_n`` and ``rouge_l`` are F1 over words
+(Lin 2004, https://aclanthology.org/W04-1013); ``gleu`` is the smaller of precision and recall over n-grams of 1 to 4
+words (Wu et al. 2016, https://arxiv.org/abs/1609.08144). Words are runs of letters and digits in lower case.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rapidfuzz import fuzz
+from rapidfuzz.distance import LCSseq
 
 from penstock.reward_service.endpoints.wire import Score
 from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict
-from penstock.reward_service.hosting.openai_graders import formula, variables
-from penstock.reward_service.hosting.openai_graders.grader import Grader, Multi, ScoreModel, StringCheck, TextSimilarity
-from penstock.reward_service.hosting.openai_graders.similarity import similarity
+from penstock.reward_service.hosting.openai_graders.grader import (
+    Grader,
+    Multi,
+    NoSuchVariable,
+    SampleUnfit,
+    ScoreModel,
+    StringCheck,
+    TextSimilarity,
+    compute_formula,
+    fill_variables,
+)
+
+_WORD = re.compile(r"[^\W_]+")
+_LONGEST = 4
+
+
+def similarity(metric: str, text: str, reference: str) -> float:
+    """Return the similarity of two texts by a metric of `TextSimilarity`.
+
+    Except for ``fuzzy_match``, a text without words gives 1 if the other has none either, else 0.
+    """
+    if metric == "fuzzy_match":
+        return fuzz.ratio(text, reference) / 100.0
+    words, wanted = _words(text), _words(reference)
+    if not words or not wanted:
+        return float(words == wanted)
+    if metric == "rouge_l":
+        return _f1(LCSseq.similarity(words, wanted), len(words), len(wanted))
+    if metric == "gleu":
+        sizes = range(1, _LONGEST + 1)
+        shared = sum((_grams(words, size) & _grams(wanted, size)).total() for size in sizes)
+        most = max(sum(_grams(one, size).total() for size in sizes) for one in (words, wanted))
+        return shared / most
+    size = int(metric.removeprefix("rouge_"))
+    given, expected = _grams(words, size), _grams(wanted, size)
+    return _f1((given & expected).total(), given.total(), expected.total())
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _grams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[place : place + size]) for place in range(len(words) - size + 1))
+
+
+def _f1(shared: int, given: int, expected: int) -> float:
+    return 2.0 * shared / (given + expected) if shared else 0.0
+
 
 _UNFIT = "sample_unfit"
 _SCHEMA = {
@@ -46,10 +101,10 @@ async def evaluate(grader: Grader, item: Mapping[str, Any], answer: str, chat: C
         for name, one in grader.graders.items():
             scores[name], unfit = await _single(one, item, answer, chat)
             any_unfit = any_unfit or unfit
-        total = formula.compute(grader.calculate_output, scores)
+        total = compute_formula(grader.calculate_output, scores)
         parts = {name[:64]: value for name, value in list(scores.items())[:31]}
         return Score(score=total, parts={**parts, **({_UNFIT: 1.0} if any_unfit else {})})
-    except (variables.NoSuchVariable, NoVerdict, ValueError) as err:
+    except (NoSuchVariable, NoVerdict, ValueError) as err:
         return Score(error=str(err)[:1000])
 
 
@@ -59,11 +114,11 @@ async def _single(
     try:
         match grader:
             case StringCheck() | TextSimilarity():
-                text = variables.fill(grader.input, item, answer)
-                return _compare(grader, text, variables.fill(grader.reference, item, answer)), False
+                text = fill_variables(grader.input, item, answer)
+                return _compare(grader, text, fill_variables(grader.reference, item, answer)), False
             case ScoreModel():
                 return await _ask(grader, item, answer, chat), False
-    except variables.SampleUnfit:
+    except SampleUnfit:
         return (grader.range[0] if isinstance(grader, ScoreModel) else 0.0), True
 
 
@@ -84,7 +139,7 @@ def _compare(grader: StringCheck | TextSimilarity, text: str, reference: str) ->
 async def _ask(grader: ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None) -> float:
     if chat is None:
         raise NoVerdict(f"score_model {grader.name or grader.model} needs a chat endpoint: --base-url")
-    messages = [{"role": one.role, "content": variables.fill(one.content, item, answer)} for one in grader.input]
+    messages = [{"role": one.role, "content": fill_variables(one.content, item, answer)} for one in grader.input]
     sampling = grader.sampling_params
     more = sampling.model_dump(exclude_none=True, exclude={"max_completions_tokens"})
     if sampling.max_completions_tokens is not None:

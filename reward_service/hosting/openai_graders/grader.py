@@ -1,19 +1,181 @@
 """Graders in OpenAI's JSON form; a grader that cannot be evaluated here is refused, with the reason, when it is read.
 
 Source of the models:  the graders guide and API reference at developers.openai.com, and the types of its SDKs.
+
+Its texts have variables, ``{{ item.answer }}`` and ``{{ sample.output_text }}``. ``calculate_output`` is arithmetic over the scores of
+named graders, and nothing else is evaluated.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Iterator
+import math
+import operator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from penstock.protocol.errors import ConfigError
-from penstock.reward_service.hosting.openai_graders import formula, variables
+
+_VARIABLE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
+_PATH = re.compile(r"(item|sample)((?:\.[A-Za-z_][A-Za-z0-9_-]*|\[\d+\])+)")
+_STEP = re.compile(r"\.([A-Za-z_][A-Za-z0-9_-]*)|\[(\d+)\]")
+_SAMPLE = ("output_text", "output_json")
+_NO_VALUE = object()
+
+
+class NoSuchVariable(Exception):
+    """The row lacks a column that the grader uses."""
+
+
+class SampleUnfit(Exception):
+    """The answer is not JSON, or lacks a key that the grader reads; caused by the policy."""
+
+
+def check_variables(text: str) -> None:
+    """Raise ValueError for a variable that cannot exist in any row."""
+    for name in _VARIABLE.findall(text):
+        path = _PATH.fullmatch(name)
+        if path is None:
+            raise ValueError(
+                f"{{{{{name}}}}} is not a variable; write item.COLUMN, sample.output_text or sample.output_json.KEY"
+            )
+        first = _STEP.match(path.group(2))
+        if path.group(1) == "sample" and (first is None or first.group(1) not in _SAMPLE):
+            raise ValueError(f"{{{{{name}}}}}: a sample has {' and '.join(_SAMPLE)} here")
+
+
+def fill_variables(text: str, item: Mapping[str, Any], answer: str) -> str:
+    """Return a text with its variables replaced; values that are not texts are inserted as JSON.
+
+    Raises NoSuchVariable and SampleUnfit.
+    """
+    return _VARIABLE.sub(lambda found: _text(_value(found.group(1), item, answer)), text)
+
+
+def _value(name: str, item: Mapping[str, Any], answer: str) -> Any:
+    space, _, _ = name.partition(".")
+    steps = [key or int(index) for key, index in _STEP.findall(name.removeprefix(space))]
+    if space == "item":
+        value = _follow(item, steps)
+        if value is _NO_VALUE:
+            raise NoSuchVariable(f"the row has no {name}; its columns are {', '.join(item)[:200]}")
+        return value
+    if steps[0] == "output_text":
+        return answer
+    try:
+        value = _follow(json.loads(answer), steps[1:])
+    except (ValueError, RecursionError):
+        raise SampleUnfit("the answer is not JSON") from None
+    if value is _NO_VALUE:
+        raise SampleUnfit(f"the answer has no {name}")
+    return value
+
+
+def _follow(value: Any, steps: list[str | int]) -> Any:
+    for step in steps:
+        if isinstance(step, int):
+            if not isinstance(value, list) or step >= len(value):
+                return _NO_VALUE
+        elif not isinstance(value, Mapping) or step not in value:
+            return _NO_VALUE
+        value = value[step]  # type: ignore[index]
+    return value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: math.pow,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "exp": math.exp,
+    "sqrt": math.sqrt,
+    "log": math.log,
+}
+_ONE_ARGUMENT = frozenset(_FUNCTIONS) - {"min", "max"}
+
+
+def check_formula(text: str, names: Collection[str]) -> None:
+    """Raise ValueError unless the text is arithmetic over the names."""
+    try:
+        tree = _parsed(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"calculate_output {text[:80]!r} is not an arithmetic expression") from None
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and id(node) not in called and node.id not in names:
+            raise ValueError(f"calculate_output: there is no grader {node.id!r}; the graders are {', '.join(names)}")
+        if not _allowed(node):
+            raise ValueError(
+                f"calculate_output: {type(node).__name__} is not allowed; it takes graders, numbers, + - * / ^ and "
+                f"{', '.join(_FUNCTIONS)}"
+            )
+
+
+def _parsed(text: str) -> ast.Expression:
+    """Return the syntax tree; OpenAI's guide writes powers as ^, which has another precedence in Python."""
+    return ast.parse(text.strip().replace("^", "**"), mode="eval")
+
+
+def _allowed(node: ast.AST) -> bool:
+    match node:
+        case ast.Constant():
+            return isinstance(node.value, int | float) and not isinstance(node.value, bool)
+        case ast.Call():
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            fits = len(node.args) == 1 if name in _ONE_ARGUMENT else bool(node.args)
+            return name in _FUNCTIONS and fits and not node.keywords
+        case ast.BinOp():
+            return type(node.op) in _BINARY
+        case ast.UnaryOp():
+            return isinstance(node.op, ast.USub | ast.UAdd)
+        case _:
+            return isinstance(node, ast.Expression | ast.Name | ast.expr_context | ast.operator | ast.unaryop)
+
+
+def compute_formula(text: str, scores: Mapping[str, float]) -> float:
+    """Return the value of a checked formula; raises ValueError when it is undefined (division by zero, overflow)."""
+    try:
+        value = float(_value_of(_parsed(text).body, scores))
+    except (ArithmeticError, ValueError, TypeError) as err:
+        raise ValueError(f"calculate_output has no value: {err}") from None
+    if not math.isfinite(value):
+        raise ValueError(f"calculate_output is {value}, expected a finite number")
+    return value
+
+
+def _value_of(node: ast.expr, scores: Mapping[str, float]) -> float:
+    match node:
+        case ast.Constant():
+            return float(node.value)  # type: ignore[arg-type]
+        case ast.Name():
+            return scores[node.id]
+        case ast.UnaryOp():
+            value = _value_of(node.operand, scores)
+            return -value if isinstance(node.op, ast.USub) else value
+        case ast.BinOp():
+            return _BINARY[type(node.op)](_value_of(node.left, scores), _value_of(node.right, scores))
+        case ast.Call(func=ast.Name(id=name)):
+            values = [_value_of(one, scores) for one in node.args]
+            return _FUNCTIONS[name](values) if name not in _ONE_ARGUMENT else _FUNCTIONS[name](*values)
+    raise TypeError(f"{type(node).__name__} is not arithmetic")
+
 
 _REFUSED = {
     "python": "python graders run code, which Penstock does only in its sandbox, for the reward 'code'; "
@@ -37,7 +199,7 @@ class _Compares(_Grader):
     @model_validator(mode="after")
     def _known_variables(self) -> _Compares:
         for text in (self.input, self.reference):
-            variables.check(text)
+            check_variables(text)
         return self
 
 
@@ -66,7 +228,7 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _known_variables(self) -> Message:
-        variables.check(self.content)
+        check_variables(self.content)
         return self
 
 
@@ -110,7 +272,7 @@ class Multi(_Grader):
 
     @model_validator(mode="after")
     def _computable(self) -> Multi:
-        formula.check(self.calculate_output, self.graders)
+        check_formula(self.calculate_output, self.graders)
         return self
 
 

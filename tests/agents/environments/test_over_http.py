@@ -21,20 +21,20 @@ from penstock.agents.environments.episode_environment import group_seed
 from penstock.agents.environments.games.lookup import LOOKUP, value_of
 from penstock.agents.environments.over_http.http_environment import HTTP, Http
 from penstock.agents.environments.over_http.servers import Server, Servers
-from penstock.agents.environments.over_http.wire import is_deeper
 from penstock.agents.environments.play import Reply, done, say
 from penstock.agents.environments.turn_environment import TurnEnvironment
 from penstock.agents.hosting import app
 from penstock.agents.hosting.episodes import Episodes
-from penstock.agents.proxy.server import serving_app
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.endpoints import own_servers
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Task
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
+from penstock.serving import target_policy
+from penstock.serving.strict_json import is_deeper
+from penstock.serving.web_server import serving_app
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 
@@ -365,7 +365,7 @@ async def test_an_address_that_may_not_be_called_is_not(
             }
         ),
     )
-    own.never_call(await own_servers.find(NatsSettings(url="nats://127.0.0.1:4999"), S3Settings()))
+    own.never_call(await target_policy.find_own_servers(NatsSettings(url="nats://127.0.0.1:4999"), S3Settings()))
     own.use_model(model, 8192)
     found = await play(model, own, [])
     assert isinstance(found, TaskRefused)

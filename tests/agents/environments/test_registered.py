@@ -18,8 +18,8 @@ from tests.rollout_service.registered import (
 )
 
 from penstock.agents.environments.episode_environment import group_seed
-from penstock.agents.environments.over_http import registration, registry
-from penstock.agents.environments.over_http.registration import RegisteredServer
+from penstock.agents.environments.over_http import registry
+from penstock.agents.environments.over_http.registry import RegisteredServer
 from penstock.agents.environments.play import Reply, done
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
 from penstock.protocol.errors import ConfigError
@@ -120,7 +120,7 @@ async def test_a_new_version_takes_over_and_no_episode_is_lost(
     async with registered(store, name, Script(step)) as (_, _, keeper), worker(bus, model, name) as own:
         playing = asyncio.create_task(play(model, own, ["a"]))
         await stepping.wait()
-        with pytest.raises(registration.NameTaken, match="give --replace"):
+        with pytest.raises(registry.NameTaken, match="give --replace"):
             async with registered(store, name, Script(lambda: done(0.75)), version="2"):
                 pass
         async with registered(store, name, Script(lambda: done(0.75)), version="2", replace=True):
@@ -155,7 +155,7 @@ async def test_a_step_is_repeated_only_while_the_lease_is_valid(
             playing = asyncio.create_task(play(model, own, ["a", "b"]))
             await losing.wait()
             async with registered(store, name, Script(lambda: done(0.75))):
-                await store.delete(registration.lease_key(name, lost))
+                await store.delete(registry.lease_key(name, lost.id))
                 async with asyncio.timeout(50.0):  # of reply_deadline_s, which is 60
                     (episode,) = await playing
     assert (episode.status, episode.reward, episode.attempt) == ("done", 0.75, 1)
@@ -183,16 +183,16 @@ async def test_a_registration_that_is_not_followed_by_its_server_costs_no_attemp
 
 async def test_values_that_others_wrote_are_not_believed(bus: Bus, store: KeyValue, model: Path, name: str) -> None:
     """The name counts as one without servers, with the reason; another name is not affected."""
-    await store.put(registration.key(name), b'{"version": "1", "servers": [], "secret": 1}')
-    await store.put(f"{registration.LEASE}{name}.x", b"{}")
+    await store.put(registry.key(name), b'{"version": "1", "servers": [], "secret": 1}')
+    await store.put(f"{registry.PREFIX}{name}.x", b"{}")
     listed = await registry.list_environments(store)
     assert "unreadable: no Registered: secret: Extra inputs are not permitted" in listed[name].problem
     async with worker(bus, model, name, attempts=1, options={"place_deadline_s": 0.2}) as own:
         found = await play(model, own, [])
         assert isinstance(found, TaskRefused)
         assert "unreadable: no Registered: secret" in str(found)
-    with pytest.raises(registration.RegistrationRefused, match=f"remove it: nats kv purge .* environment.{name}"):
+    with pytest.raises(registry.RegistrationRefused, match=f"remove it: nats kv purge .* environment.{name}"):
         await registry.register(
             store, name, RegisteredServer(url="http://127.0.0.1:1", version="1", capacity=1), LEASE, replace=True
         )
-    assert [entry.value for entry in await store.entries(f"{registration.LEASE}{name}.")] == [b"{}"]
+    assert [entry.value for entry in await store.entries(f"{registry.PREFIX}{name}.")] == [b"{}"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.agents.environments.over_http import registration
-from penstock.agents.environments.over_http.registration import (
+from penstock.agents.environments.over_http import registry
+from penstock.agents.environments.over_http.registry import (
     Lease,
     Listed,
     NameTaken,
@@ -31,14 +31,14 @@ def ids(*servers: RegisteredServer) -> set[str]:
 
 def test_servers_of_one_version_share_a_name() -> None:
     """Each once, however often it registers; a drain of it ends with a registration."""
-    state = registration.admit("guess", None, server(1), (), replace=False)
-    state = registration.admit("guess", state, server(2), ids(server(1)), replace=False)
-    state = registration.drained(state, server(2).url, on=True)
+    state = registry.admit("guess", None, server(1), (), replace=False)
+    state = registry.admit("guess", state, server(2), ids(server(1)), replace=False)
+    state = registry.drained(state, server(2).url, on=True)
     assert [one.draining for one in state.servers] == [False, True]
-    state = registration.admit("guess", state, server(2), ids(server(1), server(2)), replace=False)
+    state = registry.admit("guess", state, server(2), ids(server(1), server(2)), replace=False)
     assert state == Registered(version="1", servers=(server(1), server(2)))
-    assert registration.read_registered(state.to_json()) == state
-    assert registration.drained(state, None, on=True).servers == (server(1, draining=True), server(2, draining=True))
+    assert registry.read_registered(state.to_json()) == state
+    assert registry.drained(state, None, on=True).servers == (server(1, draining=True), server(2, draining=True))
 
 
 def test_another_version_takes_the_name_over_only_if_it_is_told_to_or_nobody_is_there() -> None:
@@ -46,21 +46,22 @@ def test_another_version_takes_the_name_over_only_if_it_is_told_to_or_nobody_is_
     with pytest.raises(
         NameTaken, match=r"registered with version '1' at http://10.0.0.1:1, and this is '2'; give --replace"
     ):
-        registration.admit("guess", state, server(2, "2"), ids(server(1)), replace=False)
-    replaced = registration.admit("guess", state, server(2, "2"), ids(server(1)), replace=True)
+        registry.admit("guess", state, server(2, "2"), ids(server(1)), replace=False)
+    replaced = registry.admit("guess", state, server(2, "2"), ids(server(1)), replace=True)
     assert replaced == Registered(version="2", servers=(server(1), server(2, "2")))
     listed = Listed(replaced, {one.id: LEASE for one in replaced.servers})
     assert [listed.state(one) for one in replaced.servers] == ["replaced", "in service"]
-    dead = registration.admit("guess", state, server(2, "2"), (), replace=False)
+    dead = registry.admit("guess", state, server(2, "2"), (), replace=False)
     assert dead == Registered(version="2", servers=(server(2, "2"),))
 
 
 def test_a_name_has_a_limited_number_of_servers() -> None:
-    servers = tuple(server(port) for port in range(1, registration.MAX_SERVERS + 1))
+    """Those without a lease do not count."""
+    servers = tuple(server(port) for port in range(1, registry.MAX_SERVERS + 1))
     state = Registered(version="1", servers=servers)
     with pytest.raises(RegistrationRefused, match="has 256 servers; stop one first"):
-        registration.admit("guess", state, server(999), ids(*servers), replace=False)
-    assert len(registration.admit("guess", state, server(999), ids(*servers[1:]), replace=False).servers) == 256
+        registry.admit("guess", state, server(999), ids(*servers), replace=False)
+    assert len(registry.admit("guess", state, server(999), ids(*servers[1:]), replace=False).servers) == 256
 
 
 GOOD = json.loads(Registered(version="1", servers=(server(1),)).to_json())
@@ -84,7 +85,7 @@ def test_a_registration_that_cannot_be_is_refused_by_its_readers(change: dict[st
     """Whoever wrote it; with the field at fault, and nothing of it is used."""
     value = {**GOOD, "servers": [{**GOOD["servers"][0], **change}]}
     with pytest.raises(ValueError, match=r"no Registered: servers\.0") as caught:
-        registration.read_registered(json.dumps(value).encode())
+        registry.read_registered(json.dumps(value).encode())
     assert said in str(caught.value)
 
 
@@ -93,10 +94,10 @@ def test_a_registration_that_cannot_be_is_refused_by_its_readers(change: dict[st
 )
 def test_a_value_that_is_none_is_refused(value: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        registration.read_registered(value)
+        registry.read_registered(value)
     for wrong in ({"at": 1, "lease_s": 0, "running": 0}, {"at": -1.0, "lease_s": 1.0, "running": 0}, {}):
         with pytest.raises(ValueError, match="no Lease"):
-            registration.read_lease(json.dumps(wrong).encode())
+            registry.read_lease(json.dumps(wrong).encode())
 
 
 def test_the_next_episode_goes_where_most_places_are_free() -> None:
@@ -118,7 +119,7 @@ def test_the_next_episode_goes_where_most_places_are_free() -> None:
     chosen[0].is_full(0.0, 20.0)
     assert (servers.choose(0.0), servers.ready_in_s(0.0), servers.ready_in_s(19.9)) == (None, 0.25, pytest.approx(0.1))
     chosen[0].works()
-    servers.read(Listed(registration.drained(state, small.url, on=True), {one.id: LEASE for one in state.servers}))
+    servers.read(Listed(registry.drained(state, small.url, on=True), {one.id: LEASE for one in state.servers}))
     assert (servers.choose(0.0), chosen[0].is_leased) == (None, True)
     servers.read(Listed(state, {large.id: LEASE}))
     assert (servers.choose(0.0), chosen[0].is_leased) == (None, False)

@@ -22,13 +22,13 @@ from tests.agents.environments.test_turn_environment import Scored, Script
 from penstock.agents.environments.games.calculator import CALCULATOR
 from penstock.agents.environments.play import Reply, done, say
 from penstock.agents.hosting import commands, serve
-from penstock.agents.hosting.policies import RandomPolicy, ScriptedPolicy
+from penstock.agents.hosting.trial import RandomPolicy, ScriptedPolicy
 from penstock.agents.proxy.messages import Message
 from penstock.protocol.command_line import run
 from penstock.protocol.config.run_file import load
-from penstock.protocol.endpoints import signature
 from penstock.protocol.errors import ConfigError
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
+from penstock.serving import signature
 
 ROOT = Path(__file__).parents[3]
 ID = "0123456789abcdef" * 2

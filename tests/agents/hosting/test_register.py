@@ -15,14 +15,13 @@ from tests.agents.environments.test_turn_environment import Script, task_of
 from tests.rollout_service.registered import LEASE, play, registered, start_server, until, where, worker
 
 from penstock.agents.environments.episode_environment import group_seed
-from penstock.agents.environments.over_http import registration, registry
+from penstock.agents.environments.over_http import registry
 from penstock.agents.environments.over_http.http_environment import Http
-from penstock.agents.environments.over_http.registration import RegisteredServer
+from penstock.agents.environments.over_http.registry import RegisteredServer
 from penstock.agents.environments.play import done
 from penstock.agents.hosting import app, commands, registrar
 from penstock.agents.hosting.episodes import Episodes
 from penstock.agents.hosting.registrar import Offer, Registrar, RegistrySettings
-from penstock.agents.proxy.server import serving_app
 from penstock.deploy.certificates import write_certificates
 from penstock.protocol.command_line import run
 from penstock.protocol.config.connection import NatsSettings
@@ -33,6 +32,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.errors import TaskRefused
+from penstock.serving.web_server import serving_app
 
 
 async def test_an_https_server_is_known_by_its_authority(
@@ -80,7 +80,7 @@ async def test_a_server_that_is_none_is_not_registered(store: KeyValue, name: st
                     async with Registrar(store, client, Offer(name, offered)).registered():
                         pass
             episodes.version, episodes.draining = "1", True
-            with pytest.raises(registration.RegistrationRefused, match="it is stopping"):
+            with pytest.raises(registry.RegistrationRefused, match="it is stopping"):
                 async with Registrar(store, client, Offer(name, url)).registered():
                     pass
             with pytest.raises(ConfigError, match="expected 3 to 3600"):
@@ -99,7 +99,7 @@ async def test_a_server_that_was_forgotten_registers_again(
         other = RegisteredServer(url="http://127.0.0.1:2", version="1", capacity=1)
         own = (await registry.list_environments(store))[name].registered
         assert own is not None
-        await store.delete(registration.lease_key(name, own.servers[0]))
+        await store.delete(registry.lease_key(name, own.servers[0].id))
         await registry.register(store, name, other, LEASE, replace=False)
         assert (await registry.list_environments(store))[name].registered == own.model_copy(
             update={"servers": (other,)}

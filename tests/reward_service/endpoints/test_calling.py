@@ -10,14 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.endpoints import signature
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints.access import ANONYMOUS, Access, Role, hashed, read_tokens
-from penstock.reward_service.endpoints.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALLS, Breaker, BreakerState
+from penstock.reward_service.endpoints.breaker import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MIN_CALLS,
+    Breaker,
+    BreakerState,
+    TokenBucket,
+)
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_lease import Leases, key
-from penstock.reward_service.endpoints.token_bucket import TokenBucket
 from penstock.reward_service.errors import NotAllowed
+from penstock.serving import signature
+from penstock.serving.lease import Leases
 
 
 def tripped(now: float = 0.0) -> Breaker:
@@ -107,17 +113,17 @@ def test_a_lease_expires_by_the_readers_clock() -> None:
     """A lease expires when its revision is unchanged for its duration; a new revision, or a first read, restarts it."""
     endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
     leases = Leases()
-    assert leases.expired_for_s(endpoint, 1.0) > 0, "never seen"
-    leases.saw({key(endpoint): 3}, 10.0)
-    leases.saw({key(endpoint): 3}, 14.0)
-    assert leases.expired_for_s(endpoint, 14.0) == 0.0
-    assert leases.expired_for_s(endpoint, 16.0) == pytest.approx(1.0)
-    leases.saw({key(endpoint): 4}, 16.0)
-    assert leases.expired_for_s(endpoint, 20.0) == 0.0
+    assert leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, 1.0) > 0, "never seen"
+    leases.saw({endpoint.lease_key: 3}, 10.0)
+    leases.saw({endpoint.lease_key: 3}, 14.0)
+    assert leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, 14.0) == 0.0
+    assert leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, 16.0) == pytest.approx(1.0)
+    leases.saw({endpoint.lease_key: 4}, 16.0)
+    assert leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, 20.0) == 0.0
     leases.saw({}, 20.0)
-    assert leases.expired_for_s(endpoint, 20.0) > 0, "taken away"
-    assert leases.expired_for_s(endpoint.model_copy(update={"lease_s": None}), 99.0) == 0.0
-    assert key(endpoint) != key(endpoint.model_copy(update={"version": "2"}))
+    assert leases.expired_for_s(endpoint.lease_key, endpoint.lease_s, 20.0) > 0, "taken away"
+    assert leases.expired_for_s(endpoint.lease_key, None, 99.0) == 0.0
+    assert endpoint.lease_key != endpoint.model_copy(update={"version": "2"}).lease_key
 
 
 def test_tokens_have_names_and_roles() -> None:

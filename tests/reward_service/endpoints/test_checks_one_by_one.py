@@ -9,13 +9,13 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
-from penstock.protocol.endpoints import strict_json
-from penstock.protocol.endpoints.target_policy import TargetPolicy
 from penstock.protocol.errors import TargetRefused
 from penstock.reward_service.api import app as api
-from penstock.reward_service.api.access_gate import AccessGate
+from penstock.reward_service.api.app import AccessGate
 from penstock.reward_service.endpoints.access import Access, Role
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
+from penstock.serving import strict_json
+from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import TargetPolicy
 
 TOKEN = ("a", Role.ADMIN, "right-0123456789abcdef")
 RIGHT = ("authorization", f"Bearer {TOKEN[2]}")
@@ -36,7 +36,9 @@ RIGHT = ("authorization", f"Bearer {TOKEN[2]}")
         ("http://127.0.0.1/\u2603", "its host must be a name or an address"),
         ("http://-a/", "its host must be a name or an address"),
         (f"http://{'a.' * 130}com/", "its host must be a name or an address"),
+        ("http://999.1.1.1/", "its host must be a name or an address"),
         ("http://[fe80::1%25eth0]/", "its host must be a name or an address"),
+        ("http://[v1.a]/", "only an IPv6 address is put between brackets"),
         ("http://127.0.0.1/#x", "a fragment"),
         ("http://xn--/", "is not a URL"),
         ("http://169.254.169.254/", "are never called"),
@@ -45,7 +47,7 @@ RIGHT = ("authorization", f"Bearer {TOKEN[2]}")
 )
 async def test_a_url_is_refused_for_its_own_reason(url: str, reason: str) -> None:
     """The reason names the rule, so that no later rule hides that one is missing."""
-    http = EndpointHttp(TargetPolicy(["127.0.0.0/8"]), max_response_bytes=1)
+    http = HttpConnections(keep_s=1.0, policy=TargetPolicy(["127.0.0.0/8"]))
     with pytest.raises(TargetRefused, match=reason):
         await http.check(url)
     await http.close()

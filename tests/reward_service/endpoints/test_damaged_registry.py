@@ -8,8 +8,7 @@ from penstock.protocol.streams import BucketSpec
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.endpoints.access import ANONYMOUS
 from penstock.reward_service.endpoints.endpoint import Endpoint
-from penstock.reward_service.endpoints.endpoint_registry import KEY, EndpointRegistry
-from penstock.reward_service.endpoints.secret_store import SecretStore
+from penstock.reward_service.endpoints.endpoint_registry import KEY, EndpointRegistry, SecretStore
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from tests.reward_service.processes import EndpointServer, raw
 
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
-from penstock.reward_service.api import web_server
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import RewardError
 from penstock.reward_service.scores import GroupScores, Outcome
+from penstock.serving import web_server
+from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 GROUPS = [
     GroupToScore(

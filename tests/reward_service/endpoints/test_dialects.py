@@ -10,14 +10,13 @@ from typing import Any, ClassVar, Literal
 import pytest
 from tests.reward_service.processes import EndpointServer
 
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
-from penstock.reward_service.endpoints.dialect_registry import DIALECTS
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.dialects.penstock import PenstockDialect
-from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint import DIALECTS, Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.scores import GroupScores
+from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 GROUPS = [
     GroupToScore(group_id="a", completions=["x", "yy"], ground_truth=1),

@@ -17,14 +17,11 @@ from typing import Any
 import pytest
 from tests.reward_service.processes import Answer, Behaviour, EndpointServer, good, raw
 
-from penstock.protocol.endpoints import signature
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.reward_service.endpoints.breaker import MIN_CALLS, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
 from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
-from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.endpoint_registry import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.errors import (
     BadGroundTruth,
@@ -35,6 +32,9 @@ from penstock.reward_service.errors import (
     RewardUnavailable,
 )
 from penstock.reward_service.scores import GroupScores, Outcome
+from penstock.serving import signature
+from penstock.serving.http_connections import HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 MakeLine = Callable[..., EndpointQueue]
 
@@ -56,7 +56,7 @@ def serve() -> Iterator[Callable[[Behaviour], EndpointServer]]:
 @pytest.fixture
 async def line() -> AsyncIterator[MakeLine]:
     """A factory of endpoint queues, closed after the test."""
-    http = EndpointHttp(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=100_000)
+    http = HttpConnections(keep_s=5.0, policy=TargetPolicy(PRIVATE_TARGETS), max_answer_bytes=100_000)
     made: list[EndpointQueue] = []
 
     def make(server: EndpointServer, secrets: EndpointSecrets | None = None, **limits: Any) -> EndpointQueue:

@@ -81,7 +81,7 @@ def test_no_failure_of_an_endpoint_becomes_a_reward(
     nowhere.close()
     service.register(f"nobody-{wire.run_id}", nowhere.url)
     groups.append(make_group("nobody", size=2, reward_name=f"nobody-{wire.run_id}"))
-    expected["nobody"] = ("EndpointFailed", "no answer (ConnectError")
+    expected["nobody"] = ("EndpointFailed", "no answer (ClientConnectorError")
 
     wire.announce(groups)
     assert wire.wait_scored("good")["good"][0].rewards == (1.0, 0.0)

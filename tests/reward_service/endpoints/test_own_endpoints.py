@@ -20,9 +20,9 @@ from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Process, Service, good
 from tests.servers import require_package, secret_file, wait_for
 
-from penstock.protocol.endpoints import signature
 from penstock.reward_service.hosting import endpoint_kit
 from penstock.reward_service.hosting.endpoint_kit import Offer, Score, ServiceAddress
+from penstock.serving import signature
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 OTHER = "whsec_" + base64.b64encode(bytes(32)).decode()

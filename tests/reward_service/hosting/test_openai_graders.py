@@ -16,9 +16,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting.judge.chat_client import Chat
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
-from penstock.reward_service.hosting.openai_graders import formula, grader
-from penstock.reward_service.hosting.openai_graders.evaluate_grader import evaluate
-from penstock.reward_service.hosting.openai_graders.similarity import similarity
+from penstock.reward_service.hosting.openai_graders import grader
+from penstock.reward_service.hosting.openai_graders.evaluate_grader import evaluate, similarity
 from penstock.reward_service.hosting.serve_grader import GraderReward
 
 ITEM = {"reference_answer": "Paris", "deep": {"list": [1, "two"]}}
@@ -96,8 +95,8 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
         "floor(a) + ceil(a) + abs(-a) + sqrt(b)": 3.25,
         "exp(log(b))": 4.0,
     }.items():
-        formula.check(text, names)
-        assert formula.compute(text, names) == pytest.approx(value), text
+        grader.check_formula(text, names)
+        assert grader.compute_formula(text, names) == pytest.approx(value), text
     for text in (
         "c",
         "a.real",
@@ -119,14 +118,14 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
     ):
         if text in {"max", "sqrt"}:
             with pytest.raises(ValueError, match="there is no grader"):
-                formula.check(text, names)
+                grader.check_formula(text, names)
         else:
             with pytest.raises(ValueError, match="calculate_output"):
-                formula.check(text, names)
+                grader.check_formula(text, names)
     for text in ("1 / (a - a)", "9 ** 9 ** 9 ** 9", "log(a - a)", "exp(10000)", "sqrt(-b)"):
-        formula.check(text, names)
+        grader.check_formula(text, names)
         with pytest.raises(ValueError, match="calculate_output"):
-            formula.compute(text, names)
+            grader.compute_formula(text, names)
 
 
 async def test_a_row_without_the_column_is_an_error_an_answer_without_the_key_is_not() -> None:

@@ -93,7 +93,7 @@ async def test_who_is_waited_for_is_said_at_once(
     replicas: tuple[Replica, Replica], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what to start; after the deadline the error names the last problem."""
-    monkeypatch.setattr(registration, "_DEADLINE_S", 2.0)
+    monkeypatch.setattr("penstock.serving.lease.WAIT_S", 2.0)
     for one in replicas:
         await asyncio.to_thread(one.kill)
     with pytest.raises(NotRegistered, match=r"could not be registered at .* no answer .*is the reward service running"):

@@ -22,7 +22,7 @@ from penstock.protocol.trajectory import Group
 from penstock.reward_service.errors import BadGroundTruth, EndpointBusy, EndpointFailed, GraderFailed, RewardError
 from penstock.reward_service.registry import definitions
 from penstock.reward_service.registry.built_in import BUILT_INS, BY_SOURCE
-from penstock.reward_service.registry.composed import ComposedReward
+from penstock.reward_service.registry.reward_registry import ComposedReward
 from penstock.reward_service.scores import GroupScores, Outcome
 
 RIGHT, WRONG, BARE = "<think>t</think><answer>4</answer>", "<think>t</think><answer>5</answer>", "4"

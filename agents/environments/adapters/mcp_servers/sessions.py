@@ -20,8 +20,8 @@ from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.server_urls import AllowedTargets, called_url, read_token
 from penstock.agents.environments.tools.tool import Cut
 from penstock.protocol.config.connection import Section
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 from penstock.protocol.transport import http_tls
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 
 class McpServer(Section):

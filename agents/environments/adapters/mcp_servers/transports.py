@@ -20,8 +20,8 @@ from typing import Any
 
 from penstock.agents.environments import program_process
 from penstock.protocol import parent_death
-from penstock.protocol.endpoints.target_policy import TargetPolicy, resolve
 from penstock.protocol.errors import ConfigError
+from penstock.serving.target_policy import TargetPolicy, resolve
 
 _EXIT_S = 1.0  # a server whose input is closed may take that long to exit
 _REAP_S = 10.0

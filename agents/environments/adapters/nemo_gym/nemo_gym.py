@@ -24,7 +24,7 @@ from penstock.agents.environments.tools.tool import shortened
 from penstock.agents.environments.turn_environment import ServerEnvironment, check_reply_deadline
 from penstock.agents.proxy.messages import Message, ToolCall
 from penstock.protocol.config.environment_settings import EnvironmentDefinition
-from penstock.protocol.endpoints import strict_json
+from penstock.serving import strict_json
 
 
 class NemoGymPlay(Play):

@@ -27,14 +27,13 @@ from pydantic import Field
 
 from penstock.agents.environments.episode_environment import PlayOptions
 from penstock.agents.environments.over_http.client import PASSING
-from penstock.agents.environments.over_http.places import take_place
-from penstock.agents.environments.over_http.servers import Server, Servers
+from penstock.agents.environments.over_http.servers import Server, Servers, take_place
 from penstock.agents.environments.server_urls import AllowedTargets, ServerUrls, read_token, urls_of
 from penstock.agents.environments.tools.tool import Cut
-from penstock.protocol.endpoints import strict_json
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 from penstock.protocol.errors import PenstockError
-from penstock.rollout_service.http_connections import Answer, ConnectionFailed, HttpConnections
+from penstock.serving import strict_json
+from penstock.serving.http_connections import Answer, ConnectionFailed, HttpConnections
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 ALIVE_WITHIN_S = 10.0  # a server that has not answered a call answers anything within this time
 _KEEP_S = 60.0

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from tests.reward_service.processes import EndpointServer, raw
 
-from penstock.protocol.endpoints.target_policy import OwnServer, TargetPolicy
 from penstock.protocol.errors import TargetRefused
-from penstock.reward_service.endpoints.endpoint_http import EndpointHttp, NoAnswer
-from penstock.reward_service.errors import EndpointFailed
+from penstock.reward_service.endpoints.endpoint_call import describe
+from penstock.serving.http_connections import ConnectionFailed, HttpConnections
+from penstock.serving.target_policy import OwnServer, TargetPolicy
 
 METADATA, HERE = "169.254.169.254", "127.0.0.1"
 
@@ -50,12 +50,18 @@ def server() -> Iterator[EndpointServer]:
     found.close()
 
 
-def http(*own: OwnServer) -> EndpointHttp:
-    return EndpointHttp(TargetPolicy(["127.0.0.0/8"], own), max_response_bytes=1000)
+def http(*own: OwnServer) -> HttpConnections:
+    return HttpConnections(keep_s=5.0, policy=TargetPolicy(["127.0.0.0/8"], own), max_answer_bytes=1000)
 
 
-async def post(client: EndpointHttp, url: str) -> int:
-    return (await client.send("POST", url, body=b"{}")).status
+async def post(client: HttpConnections, url: str) -> int:
+    return (await client.send("POST", url, b"{}")).status
+
+
+async def refused(client: HttpConnections, url: str, match: str) -> None:
+    with pytest.raises(TargetRefused, match=match):
+        await post(client, url)
+    await client.close()
 
 
 async def test_a_name_that_changes_after_its_registration_is_checked_again(
@@ -65,15 +71,15 @@ async def test_a_name_that_changes_after_its_registration_is_checked_again(
     client, url = http(), server.url.replace(HERE, "moves.test")
     names.answers["moves.test"] = [[HERE], [METADATA]]
     await client.check(url)
-    with pytest.raises(EndpointFailed, match="never called"):
+    with pytest.raises(TargetRefused, match="never called"):
         await post(client, url)
     names.answers["moves.test"] = [[HERE], ["8.8.8.8"]]
     await client.check(url)
-    with pytest.raises(EndpointFailed, match="allowed_targets"):
+    with pytest.raises(TargetRefused, match="allowed_targets"):
         await post(client, url)
     names.answers["later.test"] = [[], [METADATA]]
     await client.check(url.replace("moves", "later"))
-    with pytest.raises(EndpointFailed, match="never called"):
+    with pytest.raises(TargetRefused, match="never called"):
         await post(client, url.replace("moves", "later"))
     await client.close()
     assert not server.requests
@@ -97,12 +103,10 @@ async def test_one_forbidden_address_forbids_the_name(names: NameServer, server:
         names.answers["both.test"] = [addresses]
         with pytest.raises(TargetRefused, match="never called"):
             await http().check(url)
-        with pytest.raises(EndpointFailed, match="never called"):
-            await post(http(), url)
+        await refused(http(), url, "never called")
     names.answers["both.test"] = [[HERE]]
     named = OwnServer("NATS", "both.test", own.port)
-    with pytest.raises(EndpointFailed, match="is NATS of this run"):
-        await post(http(named), url)
+    await refused(http(named), url, "is NATS of this run")
     assert not server.requests
 
 
@@ -132,9 +136,9 @@ async def test_what_a_server_sends_is_in_no_error() -> None:
 
         thread = threading.Thread(target=banner)
         thread.start()
-        with pytest.raises(NoAnswer) as failed:
+        with pytest.raises(ConnectionFailed) as failed:
             await post(client, url)
-        assert str(failed.value) == "RemoteProtocolError: what it sends is not HTTP"
+        assert failed.value.reason == "ClientResponseError: what it sends is not HTTP"
         await client.close()
         thread.join(5)
     for more, text in (
@@ -145,7 +149,7 @@ async def test_what_a_server_sends_is_in_no_error() -> None:
     ):
         server = EndpointServer(raw(b"hunter2", 307, **more))
         client = http()
-        answer = await client.send("POST", server.url, body=b"{}")
+        answer = await client.send("POST", server.url, b"{}")
         await client.close()
         server.close()
-        assert answer.describe() == text
+        assert describe(answer) == text

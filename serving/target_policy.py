@@ -4,6 +4,10 @@ Users give URLs of reward and environment servers, and the usual target *is* pri
 of private addresses would ban the main use. Instead: an allow-list of networks and host names, and a list of addresses
 that are refused whatever the allow-list says. The HTTP clients resolve names, in a bounded time, and check every address they
 connect to.
+
+The servers of the run itself, which the target policy never allows as endpoints: NATS, S3 and the service's own API.
+
+A caller who may register endpoints could otherwise make this service send requests to them, past their firewall.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ import functools
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import TargetRefused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -61,8 +66,7 @@ _CARRY_IPV4 = tuple(
 )
 _URL = re.compile(r"[!-\[\]-~]+")  # printable ASCII without the backslash
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-
-
+_FOUR_NUMBERS = re.compile(r"([0-9]+\.){3}[0-9]+\.?")
 _MAX_HOST = 253  # RFC 1035
 
 
@@ -121,6 +125,8 @@ class TargetPolicy:
                 f"{url!a} is not a URL: its host must be a name or an address, all of it in ASCII without spaces or "
                 "backslashes (names of other scripts as xn--..., other characters as %XX)"
             )
+        if "[" in parts.netloc and ":" not in parts.hostname:
+            raise TargetRefused(f"{url!a} is not a URL: only an IPv6 address is put between brackets")
         if parts.fragment:
             raise TargetRefused(f"{url!a}: a fragment (#...) is never sent to a server")
         return parts.hostname, port or (443 if parts.scheme == "https" else 80)
@@ -146,7 +152,8 @@ def _is_host(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return _HOST_NAME.fullmatch(name) is not None and len(name) <= _MAX_HOST
+        is_number = _FOUR_NUMBERS.fullmatch(name) is not None  # of which a resolver may make any address
+        return _HOST_NAME.fullmatch(name) is not None and len(name) <= _MAX_HOST and not is_number
     return "%" not in name  # an interface of this machine
 
 
@@ -181,3 +188,42 @@ async def resolve(host: str, port: int) -> list[str]:
     except UnicodeError:  # a part of the name is empty or too long
         raise OSError(f"{host!a} is no host name") from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+_NATS_PORT = 4222
+_MONITOR_PORT = 8222  # of NATS unless its configuration has another one; it tells accounts, subjects and addresses
+_WEB_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
+
+
+async def find_own_servers(nats: NatsSettings, s3: S3Settings) -> list[OwnServer]:
+    """Return NATS and S3 with the addresses their names have now; one that does not resolve is matched by its name alone."""
+    servers = []
+    for name, host, port in _named(nats, s3):
+        try:
+            addresses = frozenset(ipaddress.ip_address(text.partition("%")[0]) for text in await resolve(host, port))
+        except OSError:
+            addresses = frozenset()
+        servers.append(OwnServer(name, host, port, addresses))
+    return servers
+
+
+async def find_own_api(bound: socket.socket) -> OwnServer:
+    """Return this service's API; on all addresses, it has those of this machine's name too."""
+    host, port = bound.getsockname()[:2]
+    own = ipaddress.ip_address(host.partition("%")[0])
+    addresses = {own}
+    if own.is_unspecified:
+        with contextlib.suppress(OSError):
+            addresses |= {ipaddress.ip_address(a.partition("%")[0]) for a in await resolve(socket.gethostname(), port)}
+    return OwnServer("the API of this service", host, port, frozenset(addresses))
+
+
+def _named(nats: NatsSettings, s3: S3Settings) -> Iterator[tuple[str, str, int]]:
+    for url in nats.url.split(","):
+        parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
+        if parts.hostname:
+            yield "NATS", parts.hostname, parts.port or _WEB_PORTS.get(parts.scheme, _NATS_PORT)
+            yield "NATS' monitoring", parts.hostname, _MONITOR_PORT
+    parts = urlsplit(s3.endpoint)
+    if parts.hostname:
+        yield "the object store", parts.hostname, parts.port or _WEB_PORTS[parts.scheme]

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from fastapi import FastAPI, Request
 
-from penstock.reward_service.api import request_clock, web_server
-from penstock.reward_service.api.request_clock import RequestClock
+from penstock.serving import web_server
+from penstock.serving.web_server import RequestClock
 
 HEAD = b"POST /size HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n"
 WHOLE = HEAD + b"\r\nabcdef"
@@ -44,7 +44,7 @@ async def serving() -> AsyncIterator[int]:
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_clock, "GRACE_S", GRACE_S)
+    monkeypatch.setattr(web_server, "GRACE_S", GRACE_S)
 
 
 async def talk(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
@@ -67,7 +67,7 @@ def test_time_is_earned_by_bytes_alone() -> None:
     """A request has its grace and what its bytes take at the slowest rate; one that is there has no limit."""
     clock = RequestClock(100.0)
     assert clock.left_s(100.0) == pytest.approx(GRACE_S)
-    clock.arrived(100.2, request_clock.MIN_BYTES_PER_S)
+    clock.arrived(100.2, web_server.MIN_BYTES_PER_S)
     assert clock.left_s(100.2) == pytest.approx(GRACE_S + 0.8)
     clock.arrived(101.0, 1)
     assert clock.left_s(101.1 + GRACE_S) < 0.0
@@ -106,7 +106,7 @@ async def test_a_connection_that_waits_for_its_client_ends() -> None:
 
 async def test_a_full_server_closes_who_has_sent_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit of connections a new one is served in place of the oldest half request; requests in work are kept."""
-    monkeypatch.setattr(request_clock, "GRACE_S", 30.0)
+    monkeypatch.setattr(web_server, "GRACE_S", 30.0)
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 4)
     async with serving() as port:
         working = [asyncio.create_task(talk(port, WHOLE.replace(b"/size", b"/slow"))) for _ in range(2)]
@@ -123,7 +123,7 @@ async def test_a_full_server_closes_who_has_sent_no_request(monkeypatch: pytest.
             halves[1].recv(1)
         for half in halves:
             half.close()
-        monkeypatch.setattr(request_clock, "GRACE_S", 0.1)
+        monkeypatch.setattr(web_server, "GRACE_S", 0.1)
         for task in working:
             task.cancel()
         await asyncio.gather(*working, return_exceptions=True)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from penstock.reward_service.api.body_limit import BodyLimit
+from penstock.serving.request_checks import BodyLimit
 
 
 async def in_parts(*parts: bytes) -> AsyncIterator[bytes]:
@@ -31,7 +31,7 @@ async def test_a_body_that_does_not_fit_beside_the_others_is_answered_503() -> N
             raise ZeroDivisionError
         await PlainTextResponse(str(len(body)))(scope, receive, send)
 
-    limited = BodyLimit(app, max_bytes=60, max_total_bytes=100)
+    limited = BodyLimit(app, max_bytes=60, max_total_bytes=100, section="reward_service")
     transport = httpx.ASGITransport(limited, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         first = asyncio.create_task(client.post("/", content=b"a" * 60))

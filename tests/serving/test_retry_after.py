@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from penstock.protocol.retry_after import retry_after_s
+from penstock.serving.http_connections import retry_after_s
 
 _NOW = datetime(2026, 11, 28, 12, 0, 0, tzinfo=UTC)
 

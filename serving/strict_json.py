@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+MAX_DEPTH = 64  # of what a server of somebody else sends
 _MAX_KEY = 40  # characters of a key that an error shows
 
 
@@ -16,10 +17,10 @@ class AmbiguousJson(ValueError):
     """A text that is not JSON, or JSON that can be read in two ways; the text of the error shows no value."""
 
 
-def loads(body: bytes) -> Any:
-    """Return the value of a JSON text; raises AmbiguousJson."""
+def loads(body: bytes, max_depth: int | None = None) -> Any:
+    """Return the value of a JSON text, of which lists and objects are nested ``max_depth`` times at most; raises AmbiguousJson."""
     try:
-        return json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
     except AmbiguousJson:
         raise
     except UnicodeDecodeError as err:
@@ -30,6 +31,9 @@ def loads(body: bytes) -> Any:
         raise AmbiguousJson("it is nested too deeply") from None
     except ValueError:
         raise AmbiguousJson("it has a whole number with too many digits") from None
+    if max_depth is not None and is_deeper(value, max_depth):
+        raise AmbiguousJson(f"it is nested more than {max_depth} times")
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -45,3 +49,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise AmbiguousJson(f"{name} is no JSON number")
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return False
+    return any(isinstance(one, (dict, list)) and one for one in level)

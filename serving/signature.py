@@ -1,4 +1,4 @@
-"""Signatures of the requests to an endpoint, by Standard Webhooks (https://www.standardwebhooks.com); pure.
+"""Signatures of the requests to an endpoint, by Standard Webhooks (https://www.standardwebhooks.com).
 
 ``webhook-signature: v1,base64(HMAC-SHA256(key, "{webhook-id}.{webhook-timestamp}.{body}"))``, one for every
 key, separated by a space. The id is the call's idempotency key, the same for all its tries; the timestamp is
@@ -13,6 +13,9 @@ import hashlib
 import hmac
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.protocol.errors import ConfigError
 
 PREFIX = "whsec_"
 TOLERANCE_S = 300  # as the specification's own libraries have it
@@ -36,6 +39,22 @@ def key_bytes(secret: str) -> bytes:
             "python -c \"import base64, secrets; print('whsec_' + base64.b64encode(secrets.token_bytes(32)).decode())\""
         )
     return key
+
+
+def read_secrets(file: Path, key: str) -> tuple[str, ...]:
+    """Return the signing keys of a file; raises ConfigError that names the setting ``key``, and never shows a key."""
+    try:
+        secrets = tuple(file.read_text(encoding="utf-8").split())
+        for secret in secrets:
+            key_bytes(secret)
+    except OSError as err:
+        raise ConfigError(f"{key} {file}: not readable ({err.strerror})") from None
+    except ValueError as err:  # UnicodeDecodeError is one, and shows bytes
+        reason = "not UTF-8" if isinstance(err, UnicodeDecodeError) else err
+        raise ConfigError(f"{key} {file}: {reason}") from None
+    if not 1 <= len(secrets) <= 2:
+        raise ConfigError(f"{key} {file}: expected one or two keys, got {len(secrets)}")
+    return secrets
 
 
 def headers(secrets: Sequence[str], *, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:

@@ -2,31 +2,67 @@
 
 aiohttp, because a worker has hundreds of requests open at once, an agent's turn being one each: with 1,000 of them httpx takes
 13 ms of CPU for a request, most of it in its pool, and aiohttp 0.9. Redirects are not followed, proxies of the environment
-variables are not used, and a compressed answer, which nothing asks for, is refused.
+variables are not used, and a compressed answer, which nothing asks for, is refused. With a `TargetPolicy` a name is resolved once
+for each connection, every address that it has is checked, and a checked one is connected to, so that the name cannot resolve
+differently in between. Nothing that a server sends is quoted in an error: whoever may name a server could otherwise read from any
+that this process reaches.
+
+Read the header ``Retry-After`` in both forms (RFC 9110, section 10.2.3); pure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from multidict import CIMultiDict
+from yarl import URL
 
-from penstock.protocol.endpoints.target_policy import TargetPolicy, resolve
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError, TargetRefused
 from penstock.protocol.transport import http_tls
 from penstock.protocol.transport.tls import client_context, handshake_problem
+from penstock.serving.target_policy import TargetPolicy, resolve
+
+_LONGEST_S = 3600.0
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
+    """Return the seconds to wait, at most an hour; 0.0 without the header, for a time in the past and for anything else.
+
+    Args:
+        headers: Of an answer, by any case of their names or by lower-case names.
+        now: The time to which a date is compared, with a time zone; None: the present time.
+    """
+    text = (headers.get("retry-after") or headers.get("Retry-After") or "").strip()
+    if _SECONDS.fullmatch(text):
+        return min(float(text), _LONGEST_S)
+    try:
+        at = parsedate_to_datetime(text)
+    except ValueError:
+        return 0.0
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)
+    return min(max((at - (now or datetime.now(UTC))).total_seconds(), 0.0), _LONGEST_S)
+
 
 _CONNECT_S = 5.0
 
 
 class ConnectionFailed(PenstockError):
     """No connection, or it broke before the answer was complete: what became of the request is not known."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.reason = reason
 
 
 class AnswerRefused(PenstockError):
@@ -53,6 +89,7 @@ class HttpConnections:
         headers: Mapping[str, str] | None = None,
         policy: TargetPolicy | None = None,
         max_answer_bytes: int | None = None,
+        max_answer_key: str = "",
         ca_file: Path | None = None,
         ca_key: str = http_tls.AUTHORITY,
     ) -> None:
@@ -63,6 +100,7 @@ class HttpConnections:
             headers: Sent with every request.
             policy: Which addresses may be called; None: any.
             max_answer_bytes: Longest answer that is read; None: any.
+            max_answer_key: The setting that ``max_answer_bytes`` is from, for errors.
             ca_file: Certificates of the only authorities that https servers are trusted by; None: as `http_tls` has it.
             ca_key: The setting that ``ca_file`` is from, for errors.
 
@@ -72,6 +110,7 @@ class HttpConnections:
         self._headers = dict(headers or {})
         self._policy = policy
         self._max_bytes = max_answer_bytes
+        self._max_key = f" ({max_answer_key})" if max_answer_key else ""
         self._ca_key = ca_key
         self._tls = None if ca_file is None else client_context(ca_file, ca_key)
         self._session: aiohttp.ClientSession | None = None
@@ -86,36 +125,55 @@ class HttpConnections:
     async def send(
         self, method: str, url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """Return the answer; a body is sent as JSON. Raises ConnectionFailed, AnswerRefused, TargetRefused."""
+        """Return the answer; a body is JSON unless a header says another type. Raises ConnectionFailed, AnswerRefused, TargetRefused."""
         self._check(url)
-        given = dict(headers or {}) if body is None else {"Content-Type": "application/json", **(headers or {})}
+        given = CIMultiDict() if body is None else CIMultiDict({"Content-Type": "application/json"})
+        given.update(headers or {})
         try:
-            async with self._connections().request(
+            async with self._connections(url).request(
                 method, url, data=body, headers=given, allow_redirects=False
             ) as response:
                 cookies = {name: one.coded_value for name, one in response.cookies.items()}
                 return Answer(response.status, response.headers, await self._read(response, url), cookies)
-        except aiohttp.ServerTimeoutError as err:  # to connect
-            raise ConnectionFailed(f"{url}: {err}") from None
         except aiohttp.ClientError as err:
-            problem = handshake_problem(err, url, self._ca_key)
-            raise ConnectionFailed(problem or f"{url}: {type(err).__name__} {str(err)[:300]}".rstrip()) from None
+            problem = handshake_problem(err, url, self._ca_key).removeprefix(f"{url}: ")
+            raise ConnectionFailed(url, problem or _reason(err)) from None
+
+    async def check(self, url: str) -> None:
+        """Raise TargetRefused unless the URL may be called; a host that does not resolve yet passes."""
+        assert self._policy is not None
+        host, port = self._check(url)
+        try:
+            addresses = await resolve(host, port)
+        except OSError:
+            return
+        for address in addresses:
+            self._policy.check_address(host, address, port)
 
     async def websocket(self, url: str, *, max_message_bytes: int) -> aiohttp.ClientWebSocketResponse:
         """Return an open WebSocket to an http:// or https:// URL; raises ConnectionFailed, TargetRefused."""
         self._check(url)
         try:
-            return await self._connections().ws_connect(url, max_msg_size=max_message_bytes, compress=0)
+            return await self._connections(url).ws_connect(url, max_msg_size=max_message_bytes, compress=0)
         except (aiohttp.ClientError, TimeoutError) as err:
-            raise ConnectionFailed(f"{url}: {type(err).__name__} {str(err)[:300]}".rstrip()) from None
+            raise ConnectionFailed(url, _reason(err)) from None
 
-    def _check(self, url: str) -> None:
+    def _check(self, url: str) -> tuple[str, int]:
         """Raise TargetRefused for a URL that may not be called; the addresses of a name are checked by the resolver."""
         if self._policy is None:
-            return
+            return "", 0
         host, port = self._policy.check_url(url)
+        try:
+            parsed = URL(url)
+            _ = parsed.host  # decodes a name of another script
+        except ValueError as err:  # UnicodeError is one
+            raise TargetRefused(f"{url!a} is not a URL ({err})") from None
+        called = (_plain(parsed.raw_host or ""), parsed.port)
+        if called != (_plain(host), port):  # two readings of one text: one would be checked, the other called
+            raise TargetRefused(f"{url!a} is read as host {parsed.raw_host!a} or {host!r}; write it plainly")
         with contextlib.suppress(ValueError):
             self._policy.check_address(host, str(ipaddress.ip_address(host)), port)
+        return host, port
 
     async def _read(self, response: aiohttp.ClientResponse, url: str) -> bytes:
         if response.headers.get("Content-Encoding", "identity") != "identity":
@@ -126,13 +184,13 @@ class HttpConnections:
         async for chunk in response.content.iter_any():
             content += chunk
             if len(content) > self._max_bytes:
-                raise AnswerRefused(f"{url} answers with more than {self._max_bytes} bytes")
+                raise AnswerRefused(f"{url} answers with more than {self._max_bytes} bytes{self._max_key}")
         return bytes(content)
 
-    def _connections(self) -> aiohttp.ClientSession:
+    def _connections(self, url: str) -> aiohttp.ClientSession:
         """Return the session, made with the first request, since it belongs to the running loop; raises ConnectionFailed once closed."""
         if self._is_closed:
-            raise ConnectionFailed("this client has been closed")
+            raise ConnectionFailed(url, "this client has been closed")
         if self._session is None:
             resolver = None if self._policy is None else _CheckedResolver(self._policy)
             self._session = aiohttp.ClientSession(
@@ -177,3 +235,23 @@ class _CheckedResolver(AbstractResolver):
 
     async def close(self) -> None:
         """Hold nothing."""
+
+
+def _plain(host: str) -> str:
+    """Return a host with an IPv6 address in its shortest form."""
+    return str(ipaddress.ip_address(host)) if ":" in host else host
+
+
+def _reason(err: Exception) -> str:
+    """Return what broke a connection, without what the server sent: the library quotes that in errors other than these."""
+    if isinstance(err, (OSError, aiohttp.ServerTimeoutError)):
+        text = str(err)[:300]
+    elif isinstance(err, aiohttp.WSServerHandshakeError):
+        text = f"it answers HTTP {err.status}"
+    elif isinstance(err, aiohttp.ServerDisconnectedError):
+        text = "it closed the connection without an answer"
+    else:
+        text = (
+            "its answer is incomplete" if isinstance(err, aiohttp.ClientPayloadError) else "what it sends is not HTTP"
+        )
+    return f"{type(err).__name__}: {text}".removesuffix(": ")

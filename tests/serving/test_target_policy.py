@@ -7,9 +7,9 @@ import ipaddress
 import pytest
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
-from penstock.protocol.endpoints import own_servers
-from penstock.protocol.endpoints.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 from penstock.protocol.errors import TargetRefused
+from penstock.serving import target_policy
+from penstock.serving.target_policy import PRIVATE_TARGETS, OwnServer, TargetPolicy
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_runs_own_servers_are_never_endpoints(host: str, address: str, port:
 async def test_own_servers_are_read_from_the_run_file() -> None:
     """Every NATS URL of a list counts, with the port its scheme implies; so does the object store."""
     nats = NatsSettings(url="nats://127.0.0.1:5222, 127.0.0.2,wss://127.0.0.3")
-    found = await own_servers.find(nats, S3Settings(endpoint="https://127.0.0.4"))
+    found = await target_policy.find_own_servers(nats, S3Settings(endpoint="https://127.0.0.4"))
     assert [(server.name, server.host, server.port) for server in found] == [
         ("NATS", "127.0.0.1", 5222),
         ("NATS' monitoring", "127.0.0.1", 8222),

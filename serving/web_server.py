@@ -1,0 +1,244 @@
+"""The adapter of uvicorn: serve an ASGI app on a socket that is already bound, so that the number for port 0 is known.
+
+A client that sends a request slowly, or half of it, keeps a connection and memory for as long as it likes; some hundred of them keep
+everybody else out. Every request gets `GRACE_S` seconds, and more while its bytes arrive at `MIN_BYTES_PER_S` or faster; one that
+does not arrive in time is answered 408 and its connection is closed. Above the limit of connections the one that waits longest for
+its client is closed, so that connections that send nothing keep nobody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import h11
+import structlog
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.protocol.transport import http_tls
+
+GRACE_S = 10.0  # a request's headers and a small body, over any network
+MIN_BYTES_PER_S = 32_000  # 16 MiB may take about nine minutes
+MAX_CONNECTIONS = 512  # below the 1,024 files that a process may open by default
+LONG_IDLE_S = 600  # a tool may run for minutes between two requests; a reset in that moment is an error to the agent
+MANY_CONNECTIONS = 16_384  # of workers and agents, each of which keeps those that it made
+LONG_BACKLOG = 1024  # hundreds of agents connect in one moment
+
+log = structlog.get_logger("reward_service.web_server")
+
+_SHUTDOWN_S = 2  # requests in progress at shutdown get this long
+_BACKLOG = 256
+_IDLE_S = 5  # between two requests of a connection
+_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+
+
+class RequestClock:
+    """The time since a connection's current request began to arrive; none while a whole request is worked on. Pure.
+
+    Clock readings are seconds of one monotonic clock.
+    """
+
+    def __init__(self, now: float, idle_s: float = 0.0) -> None:
+        """Await a request, whose time begins now; ``idle_s`` seconds later at most, with its first byte."""
+        self.since: float | None = now
+        self._idle_s = idle_s
+        self._num_bytes = 0
+
+    def arrived(self, now: float, num_bytes: int) -> None:
+        """Count bytes; the first ones after a whole request begin the next one."""
+        if self.since is None or (self._idle_s and not self._num_bytes):
+            self.since, self._num_bytes = now, 0
+        self._num_bytes += num_bytes
+
+    def complete(self) -> None:
+        """Stop: the request is there."""
+        self.since = None
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds until the request is late; 0.0 or less when it is, infinity while none is awaited."""
+        if self.since is None:
+            return float("inf")
+        idle_s = 0.0 if self._num_bytes else self._idle_s
+        return self.since + idle_s + GRACE_S + self._num_bytes / MIN_BYTES_PER_S - now
+
+
+def listen(host: str, port: int, *, key: str, backlog: int = _BACKLOG) -> socket.socket:
+    """Bind a socket; raises ConfigError naming the setting ``key`` when the address cannot be had."""
+    return http_tls.listen(host, port, key=key, backlog=backlog)
+
+
+async def serve(app: object, bound: socket.socket, done: asyncio.Event) -> None:
+    """Answer requests until ``done``; with TLS where ``bound`` listens on more than the loopback (`http_tls`).
+
+    Raises ConfigError for a certificate that cannot be used.
+    """
+    async with serving(app, bound, **http_tls.server_options(bound.getsockname()[0])) as running:
+        waiting = asyncio.create_task(done.wait())
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+
+@contextlib.asynccontextmanager
+async def serving_app(app: object, host: str, port: int, *, key: str) -> AsyncIterator[str]:
+    """Serve an ASGI app to workers or agents inside the block; yields its URL.
+
+    Raises ConfigError, which names the setting ``key`` or the certificate.
+    """
+    tls = http_tls.server_options(host)
+    with listen(host, port, key=key, backlog=LONG_BACKLOG) as bound:
+        async with serving_long(app, bound, **tls):
+            yield f"{http_tls.scheme(host)}://{host}:{bound.getsockname()[1]}"
+
+
+def serving_long(
+    app: object, bound: socket.socket, **options: Any
+) -> contextlib.AbstractAsyncContextManager[asyncio.Task[None]]:
+    """Return `serving` for clients that keep many connections for long: workers and agents."""
+    limits = {"idle_s": LONG_IDLE_S, "max_connections": MANY_CONNECTIONS, "backlog": LONG_BACKLOG}
+    return serving(app, bound, **limits, date_header=False, **options)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: object,
+    bound: socket.socket,
+    *,
+    idle_s: int = _IDLE_S,
+    max_connections: int | None = None,
+    backlog: int = _BACKLOG,
+    **options: Any,
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Answer requests inside the block; yields the task, which ends before the block only if the server fails.
+
+    Args:
+        app: An ASGI app.
+        bound: A socket that listens.
+        idle_s: Seconds that a connection may wait for its next request.
+        max_connections: The limit of connections; None: `MAX_CONNECTIONS`.
+        backlog: How many connections are accepted at once; their requests are read afterwards.
+        options: Further options of `uvicorn.Config`.
+    """
+    config = _Config(
+        app,  # pyright: ignore[reportArgumentType]  (uvicorn's types of ASGI messages are narrower)
+        http=_BoundedProtocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=backlog,
+        lifespan="off",
+        timeout_keep_alive=idle_s,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        **options,
+    )
+    config.max_connections = MAX_CONNECTIONS if max_connections is None else max_connections
+    server = _Server(config)
+    running = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        yield running
+    finally:
+        server.should_exit = True
+        await running
+
+
+class _Config(uvicorn.Config):
+    max_connections: int
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _BoundedProtocol(H11Protocol):
+    """One connection, with a limit on the time that its client takes to send a request."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.clock = RequestClock(self.loop.time())
+        self._idle_s = max(0, self.config.timeout_keep_alive - _IDLE_S)
+        self._max_connections = self.config.max_connections  # pyright: ignore[reportAttributeAccessIssue]  (`_Config`)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._max_connections and not self._make_room():
+            self._end(_FULL, "all connections of this service are in use; try again")
+            return
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        self.clock.arrived(self.loop.time(), len(data))
+        super().data_received(data)
+        if self.has_request:
+            self.clock.complete()
+        else:
+            self._await_request(anew=self._is_idle)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.has_request:  # the client may still send a body that nobody reads, or a part of the next request
+            self._await_request(anew=True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def has_request(self) -> bool:
+        """True while a request that arrived whole is worked on."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        """True while no byte of the next request has arrived."""
+        return self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+
+    def _await_request(self, *, anew: bool) -> None:
+        now = self.loop.time()
+        if anew:
+            self.clock = RequestClock(now, self._idle_s)
+        if self._timer is None or self._timer.when() > now + self.clock.left_s(now):  # a request began
+            self._watch()
+
+    def _make_room(self) -> bool:
+        """Close the connection that has waited longest for its client; False when all are worked on."""
+        others = [one for one in self.connections if isinstance(one, _BoundedProtocol) and one is not self]
+        waiting = [one for one in others if not one.has_request]
+        if not waiting:
+            return False
+        oldest = min(waiting, key=lambda one: one.clock.since or 0.0)
+        oldest.connections.discard(oldest)  # closing takes until the loop's next turn
+        oldest._end(_FULL, "closed for another connection: no whole request had arrived")
+        return True
+
+    def _watch(self) -> None:
+        """Come again when the request in arrival would be late; end the connection when it is."""
+        left_s = self.clock.left_s(self.loop.time())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if left_s == float("inf") or self.transport.is_closing():
+            return
+        if left_s > 0.0:
+            self._timer = self.loop.call_later(left_s, self._watch)
+            return
+        log.debug("request did not arrive in time", client=self.client)
+        self._end(_LATE, "the request did not arrive in time")
+
+    def _end(self, head: bytes, detail: str) -> None:
+        """Close the connection, with an answer if its client has begun a request and got none."""
+        begun = self.conn.their_state is h11.IDLE and not self._is_idle
+        if begun or (self.cycle is not None and not self.cycle.response_started):
+            body = f'{{"detail":"{detail}"}}'.encode()
+            self.transport.write(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
