@@ -122,7 +122,7 @@ def write(run_folder: Path, version: int | None, state_root: str, scores: Scores
         "## Settings\n\nWhat was set; everything else has its default.\n\n```toml\n"
         + "\n".join(_given(settings, origins))
         + "\n```",
-        "## Data\n\n" + "\n".join(_data(settings, results)),
+        "## Data\n\n" + "\n".join(_data(settings, stored)),
         "## Licence\n\n<!-- Name the licence of this model here and in the field license above; that of the base model and of the data apply. -->",
     ]
     return "\n\n".join(sections) + "\n"

@@ -24,7 +24,7 @@ from penstock.console.evaluation import results
 from penstock.console.registry import card
 from penstock.console.registry.card import Scores
 from penstock.console.report import curves
-from penstock.console.terminal import console
+from penstock.console.terminal import console, table
 from penstock.console.tools import weights
 from penstock.console.tools.weights import export, stored_versions
 from penstock.protocol.errors import ConfigError
@@ -258,14 +258,11 @@ def print_selected(
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("version", "step", "parent", *columns):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("weights", "tags", "kept"):
-        table.add_column(name)
+    numbers, texts = ("version", "step", "parent", *columns), ("weights", "tags", "kept")
+    shown = table(*numbers, *texts, right=numbers, wide=texts)
     for row in rows:
         cells = [str(row[name]) if row[name] is not None else "–" for name in ("version", "step", "parent")]
         cells += [f"{row['scores'][name]['value']:.3f}" if name in row["scores"] else "–" for name in columns]
         where = "stored" if row["stored"] else ", ".join(row["models"]) or "gone"
-        table.add_row(*cells, where, ", ".join(row["tags"]), weights.why(row["kept"]))
-    return table
+        shown.add_row(*cells, where, ", ".join(row["tags"]), weights.why(row["kept"]))
+    return shown
