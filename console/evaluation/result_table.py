@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from penstock.console import terminal
-from penstock.console.evaluation.estimates import Estimate
-from penstock.console.evaluation.results import EvaluationResult, SourceResult
+from penstock.console.evaluation.results import Estimate, EvaluationResult, SourceResult
 
 
 def table(result: EvaluationResult) -> Table:

@@ -17,8 +17,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.console.evaluation import result_table, results
-from penstock.console.evaluation.estimates import Estimate
-from penstock.console.evaluation.results import EvaluationResult
+from penstock.console.evaluation.results import Estimate, EvaluationResult
 from penstock.console.report import curves
 from penstock.console.report.event_fields import number
 from penstock.protocol.errors import ConfigError

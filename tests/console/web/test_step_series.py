@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.console.record import recorded_run as recorded
 
-from penstock.console.web.reading.page_view import PageView
-from penstock.console.web.reading.step_series import MAX_NAMES, StepSeries, bucket_size, histogram, step_figures
+from penstock.console.web.reading.page_view import MAX_NAMES, PageView, StepSeries, bucket_size, histogram, step_figures
 
 
 def series(*values: float, first: int = 1) -> StepSeries:
