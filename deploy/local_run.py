@@ -89,15 +89,10 @@ class LocalRun:
     ) -> None:
         """Check the settings of all services; start nothing. Raises ConfigError, with file and line.
 
-        Args:
-            arguments: Run files and overrides, as every service takes them.
-            num_workers: Rollout workers.
-            reward_files: Python files, each served as an HTTP endpoint by a process (`penstock reward serve`).
-            environ: Used instead of this process's environment.
-            rule: When a process that crashes is restarted.
-            trainer_overrides: Further overrides for the trainer's n-th session (from 0), called before each start.
-            own_servers: Start NATS and S3 for it even if the run file names others; None: unless it names others.
-            tls: These take encrypted connections only.
+        ``arguments`` are run files and overrides, as every service takes them; each of the Python files ``reward_files`` is
+        served as an HTTP endpoint by a process. ``rule`` says when a process that crashes is restarted, ``trainer_overrides``
+        gives further overrides for the trainer's n-th session (from 0). ``own_servers``: start NATS and S3 even if the run file
+        names others (None: unless it does); ``tls``: these take encrypted connections only.
         """
         self._environ = dict(os.environ if environ is None else environ)
         self._local = local_settings.read(
