@@ -1,6 +1,6 @@
 """Describe every setting and every flag of the command in two files that the command reads.
 
-    python -m penstock.deploy.write_reference            (write both files anew, after a change of settings or flags)
+    python -m penstock.deploy.write_reference            (write both files again, after a change of settings or flags)
 
 ``console/tools/reference.json``: the settings of all services and the flags of the verbs that start another process,
 from their settings classes and argument parsers. ``console/tools/run.schema.json``: the JSON Schema of a run file.

@@ -66,7 +66,7 @@ class ServiceHistory:
 
     @classmethod
     def restore(cls, totals: ServiceTotals) -> ServiceHistory:
-        """Continue after an earlier session; the service is not alive until its next heartbeat."""
+        """Continue after an earlier session; the service counts as lost until its next heartbeat."""
         history = cls(totals.beat, totals.beat.at, in_window=False)
         history.alive = history.is_of_this_session = False
         history.num_starts = totals.num_starts

@@ -199,7 +199,7 @@ class RunView(RunFold):
         return max(by_heartbeats, self._groups.scored)
 
     def _tokens_generated(self, points: Sequence[StepPoint]) -> int:
-        """Return the sampled tokens, at least those trained: of a session that nobody watched there are no heartbeats."""
+        """Return the sampled tokens, at least those trained: a session that was not watched has no heartbeats."""
         by_heartbeats = self._fleet.count("tokens_generated")
         is_generated = self._fleet.has("rollout")  # else the groups are those of another run
         if not is_generated or self._groups.reused:

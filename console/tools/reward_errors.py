@@ -1,4 +1,4 @@
-"""`penstock reward errors RUN`: groups without a reward, by reason, and whether they wait or were given up."""
+"""Count groups without a reward by reason, and whether they wait or were dead-lettered (`penstock reward errors RUN`)."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def warn_of_new_service() -> None:
     """Say above a list of rewards that it is not that of a running service."""
     if not connections.answers(launch.REWARD_URL):
         print(
-            f"no reward service answers at {launch.REWARD_URL}: these are the built-in rewards of a new one, without anybody's "
+            f"no reward service answers at {launch.REWARD_URL}: these are the built-in rewards of a new one, without registered "
             "endpoints (--url names a running service)\n"
         )
 

@@ -69,7 +69,7 @@ Runs = Annotated[OpenRuns, Depends(open_runs)]
 
 
 def reading_of(run: RunName, runs: Runs, _: Reader) -> RunReading:
-    """Return the reader of a run, opening it if nobody looked at it before; a problem 404 if there is no such run."""
+    """Return the reader of a run, opening it at its first request; a problem 404 if there is no such run."""
     return open_run(runs, run)
 
 

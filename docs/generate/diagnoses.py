@@ -1,4 +1,4 @@
-"""What panel and report say about a run that does not learn: every rule, applied to figures that make it speak."""
+"""Describe what panel and report say about a run that does not learn: every rule, applied to metrics that it reports."""
 
 from __future__ import annotations
 

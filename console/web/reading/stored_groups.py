@@ -82,7 +82,7 @@ class ChapterReader:
         self.last: int = 0
 
     def set_end(self, end: BlobRef, budget: ReadBudget) -> None:
-        """Make ``end`` the last chapter; what a resumed trainer wrote anew replaces what is known from there on.
+        """Make ``end`` the last chapter; what a resumed trainer wrote replaces what is known from there on.
 
         Raises BlobMissing, BlobCorrupt, WireError or RecordBroken.
         """
