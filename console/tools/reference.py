@@ -18,8 +18,6 @@ SCHEMA = Path(__file__).with_name("run.schema.json")
 
 @dataclass(frozen=True, slots=True)
 class CommandFlag:
-    """One flag, or positional argument, of a verb that starts another process."""
-
     names: tuple[str, ...]  # none for a positional argument
     value: str  # empty for a switch
     help: str

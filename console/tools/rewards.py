@@ -43,8 +43,6 @@ class RewardServiceError(PenstockError):
 
 
 class RewardService:
-    """The HTTP API of one reward service."""
-
     def __init__(self, url: str, token_file: Path | None = None, *, answer_s: float = _ANSWER_S) -> None:
         """``token_file`` holds the bearer token, if the service requires one; raises ConfigError when unreadable.
 

@@ -86,8 +86,6 @@ def _unit(metric: Metric) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One dashboard: rows of panels, by the title of the row."""
-
     uid: str
     title: str
     description: str

@@ -43,8 +43,6 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UserReward:
-    """A loaded reward and how it is called."""
-
     name: str
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any

@@ -53,8 +53,6 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JudgeReward:
-    """A user's `PureReward`, with its parameters."""
-
     judge: Callable[[tuple[str, ...], Any], list[Verdict]]
 
     async def open(self) -> None:

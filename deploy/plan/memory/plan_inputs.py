@@ -43,7 +43,6 @@ class PlanInputs:
 
     @property
     def published_width(self) -> int:
-        """Bytes of a published parameter."""
         dtype = self.method.dtype if self.publish_dtype == "as-trained" else self.publish_dtype
         return FLOAT32 if dtype == "float32" else BFLOAT16
 
