@@ -208,7 +208,7 @@ class RunView(RunFold):
 
     def _diagnoses(self, points: Sequence[StepPoint]) -> tuple[Diagnosis, ...]:
         steps = [point.learning for point in points]
-        return diagnoses.diagnose(diagnoses.RunFigures(steps, self._groups.issued, self._dropped()))
+        return diagnoses.diagnose(diagnoses.RunMetrics(steps, self._groups.issued, self._dropped()))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         found = {}

@@ -32,7 +32,7 @@ _MAX_REASONS = 100
 _MAX_SERVICES = 2000
 
 
-def step_figures(data: Mapping[str, Any]) -> dict[str, float]:
+def step_metrics(data: Mapping[str, Any]) -> dict[str, float]:
     """Return every finite number of a step event by name: its own fields, those named in `report/learning.py`, and tokens/s."""
     own = {name: found for name, value in data.items() if (found := number(value)) is not None}
     figures = {name: value for name, value in own.items() if name not in _NOT_A_FIGURE and not name.startswith("_")}
@@ -315,4 +315,4 @@ class PageView(RunView):
 def _add_step(series: StepSeries, at: float, data: Mapping[str, Any]) -> None:
     step = data.get("step")
     if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53:
-        series.add(step, at, step_figures(data))
+        series.add(step, at, step_metrics(data))
