@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-from penstock.trainer.learner.step_metrics import StepFigures
 
 from penstock.fine_tuning import checkpoints
 from penstock.fine_tuning.background_checkpoints import BackgroundCheckpoints
@@ -30,6 +29,7 @@ from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.progress import ProgressLine
 from penstock.trainer.recovery.checkpoint_schedule import CheckpointSchedule

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from penstock.trainer.learner.step_metrics import StepFigures
 
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 

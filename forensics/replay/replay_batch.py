@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.trainer.learner.step_metrics import StepFigures
-
 from penstock.forensics.replay.batch_verdict import BatchVerdict, group_figures
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
@@ -43,6 +41,7 @@ from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pairs.mixed_pairs import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks

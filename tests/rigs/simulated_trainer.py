@@ -19,11 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.learner.step_metrics import StepFigures
-
 from penstock.protocol.trajectory import Group
 from penstock.trainer.__main__ import main
 from penstock.trainer.learner.learner import Learner
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import StepPlan
 
 VARIABLE = "PENSTOCK_SIMULATED_STEP"

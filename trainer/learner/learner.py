@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from penstock.trainer.learner.step_metrics import StepFigures, batch_figures, pass_figures
 from torch import Tensor
 
 from penstock.protocol.trajectory import Group
@@ -31,6 +30,7 @@ from penstock.trainer.learner.pairs.mixed_pairs import MixedPairs
 from penstock.trainer.learner.passes import Passes
 from penstock.trainer.learner.policy import Observer, Policy
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
+from penstock.trainer.learner.step_figures import StepFigures, batch_figures, pass_figures
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan
 from penstock.trainer.learner.weight_copies import CopyOrder, WeightCopies
 from penstock.trainer.parallel_dims import ParallelDims

@@ -8,13 +8,12 @@ from itertools import islice
 from statistics import fmean
 from typing import Any, Literal
 
-from penstock.trainer.learner.step_metrics import StepFigures
-
 from penstock.protocol.packs.step_logprobs import MAX_GROUPS, MAX_ROWS, MAX_TOKENS
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.passes import Passes, plan_passes
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, by_trajectory, make_plan
 from penstock.trainer.settings import TrainerSettings
 

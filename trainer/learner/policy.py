@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from penstock.trainer.learner.step_metrics import StepFigures, StepSums
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
@@ -26,6 +25,7 @@ from penstock.trainer.learner.health.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
+from penstock.trainer.learner.step_figures import StepFigures, StepSums
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 

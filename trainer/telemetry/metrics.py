@@ -76,12 +76,11 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-from penstock.trainer.learner.step_metrics import StepFigures
-
 from penstock.trainer.algorithm.mismatch import mismatch_figures
 from penstock.trainer.learner.health.layer_groups import ALL
 from penstock.trainer.learner.health.step_watch import LayerFigures
 from penstock.trainer.learner.pairs.mixed_pairs import pair_figures
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.telemetry.environment_figures import environment_figures
 

@@ -9,7 +9,6 @@ from statistics import fmean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from penstock.trainer.learner.step_metrics import StepFigures, batch_figures
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 from tests.examples import examples
@@ -27,6 +26,7 @@ from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.passes import Passes, plan_passes
 from penstock.trainer.learner.planning import num_kept_rows
+from penstock.trainer.learner.step_figures import StepFigures, batch_figures
 from penstock.trainer.learner.step_plan import Capacity, StepPlan, make_plan
 from penstock.trainer.rank_orders import pack_order, read_order
 from penstock.trainer.recovery.recorded_settings import what_steps_read

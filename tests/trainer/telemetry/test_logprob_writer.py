@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-from penstock.trainer.learner.step_metrics import StepFigures
 from tests.servers import wait_for
 from tests.trainer.algorithm.test_algorithm_parts import ready
 
@@ -16,6 +15,7 @@ from penstock.protocol.packs import step_logprobs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.learner.kept_rows import KeptRows
 from penstock.trainer.learner.planning import Learned
+from penstock.trainer.learner.step_figures import StepFigures
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, all_rows
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
 
