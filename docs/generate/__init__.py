@@ -7,6 +7,7 @@ NAME`` prints one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 
 _TABLES = ("alerts", "data_forms", "errors", "facts", "metrics", "prometheus")
@@ -27,7 +28,7 @@ def cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ").replace("<", "\\<").strip()
 
 
-def table(*header: str, rows: list[tuple[object, ...]]) -> str:
+def table(*header: str, rows: Sequence[tuple[object, ...]]) -> str:
     """Return a Markdown table; cells are escaped."""
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     lines += [f"| {' | '.join(cell(value) for value in row)} |" for row in rows]
