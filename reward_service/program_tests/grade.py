@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, field
 
 from penstock.reward_service.errors import SandboxFailed
-from penstock.reward_service.program_tests import answers, test_code
+from penstock.reward_service.program_tests import test_code, tests_of_row
 from penstock.reward_service.program_tests.test_code import Graded, Proofs
 from penstock.reward_service.program_tests.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
 from penstock.sandbox.outcome import OUT_OF_TIME, Reason, describe, failure, run_program
@@ -111,9 +111,9 @@ def _one(slot: Slot, program: str, tests: StdinTests | FunctionTests, place: int
 
 def _right(run: Run, tests: StdinTests | FunctionTests, place: int) -> bool:
     if isinstance(tests, StdinTests):
-        return answers.same_output(run.output.decode(errors="replace"), tests.outputs[place])
+        return tests_of_row.same_output(run.output.decode(errors="replace"), tests.outputs[place])
     try:
-        return answers.same_result(json.loads(run.answer), tests.results[place])
+        return tests_of_row.same_result(json.loads(run.answer), tests.results[place])
     except (ValueError, RecursionError):  # it wrote something else, or nothing
         return False
 
