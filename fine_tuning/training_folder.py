@@ -135,8 +135,10 @@ def write_result(
     partial.mkdir(parents=True)
     save_file({published_name(name): tensor for name, tensor in factors.items()}, partial / ADAPTER_WEIGHTS)
     (partial / ADAPTER_CONFIG).write_bytes(_config_json(config, policy.weights.modules_beside_adapters()))
+    for written in (partial / ADAPTER_WEIGHTS, partial / ADAPTER_CONFIG, partial):
+        files.fsync(written)
     shutil.rmtree(final, ignore_errors=True)
-    files.replace(partial, final)
+    files.replace(partial, final, sync_folder=True)
 
 
 def _config_json(config: AdapterConfig, saved: Sequence[str]) -> bytes:
@@ -154,3 +156,4 @@ def move_result(source: Path, folder: Path) -> None:
             shutil.rmtree(new, ignore_errors=True)
             new.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(old, new)
+            files.fsync(new.parent)

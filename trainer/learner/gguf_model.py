@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import importlib.util
 import mmap
-import os
 import re
 import shutil
 import struct
@@ -29,6 +28,7 @@ from typing import Any, cast
 
 import structlog
 
+from penstock.protocol import files
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.settings import TrainerSettings
@@ -254,10 +254,9 @@ def _convert(path: Path, header: GgufHeader, folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     try:
         _write(path, header, partial)
-        for one in (*partial.iterdir(), partial):
-            _sync(one)
-        partial.rename(folder)
-        _sync(folder.parent)
+        for path_of_file in (*partial.iterdir(), partial):
+            files.fsync(path_of_file)
+        files.replace(partial, folder, sync_folder=True)
     except (OSError, UnsupportedModel):
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -321,11 +320,3 @@ def _lock(path: Path) -> Iterator[None]:
                     ) from None
                 time.sleep(_POLL_S)
         yield
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

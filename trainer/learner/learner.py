@@ -5,14 +5,13 @@ Rank 0 calls its methods, and all ranks run them (`trainer/rank_orders.py`). Eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.protocol.trajectory import Group
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.trainer import crash_points, process_memory
 from penstock.trainer.algorithm.batch import MicroBatch
@@ -24,7 +23,7 @@ from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot
 from penstock.trainer.learner.critic import Critic
 from penstock.trainer.learner.export import export_model
 from penstock.trainer.learner.image_reader import ImageReader
-from penstock.trainer.learner.micro_batches import PackStore, Place, check_taught, groups_of, micro_batches_of
+from penstock.trainer.learner.micro_batches import PackStore, check_taught, groups_of, micro_batches_of
 from penstock.trainer.learner.pair_planner import MixedPairs
 from penstock.trainer.learner.policy import Observer, Policy
 from penstock.trainer.learner.policy_weights import CopyOrder, WeightCopies
@@ -97,7 +96,7 @@ class Learner(RankProgram):
 
         The figures keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
         """
-        return self._train(plan, self._groups(plan, ready), keep_rows)
+        return self._learn(plan, ready, keep_rows)
 
     @on_all_ranks
     def measure(
@@ -108,7 +107,7 @@ class Learner(RankProgram):
         Nothing is refused: loss and log-probabilities may be no finite numbers.
         """
         steps_done = self.policy.steps_done
-        figures = self._train(plan, self._groups(plan, ready), keep_rows, measures=True)
+        figures = self._learn(plan, ready, keep_rows, measures=True)
         self.policy.steps_done = steps_done
         return figures
 
@@ -119,7 +118,8 @@ class Learner(RankProgram):
         """Return each row's estimated KL from its sampler to the reference, summed over its tokens."""
         if self._reference is None:
             raise ValueError("the KL to the reference was requested, and no reference is loaded")
-        groups, share = self._groups(plan, ready), self._share.index
+        share = self._share.index
+        groups = groups_of(plan, share, ready, self._packs)
         if isinstance(self._reference, RemoteReference):
             check_taught(groups.values(), with_top=False)
         gaps = [0.0] * len(plan.rows)
@@ -180,35 +180,30 @@ class Learner(RankProgram):
             self._critic.load(folder)
         self.policy.load(folder)
 
-    def _groups(self, plan: StepPlan, ready: Iterable[ReadyGroup]) -> dict[Place, Group]:
-        return groups_of(plan, self._share.index, ready, self._packs)
-
     def _capture(self) -> CapturedState:
         critic = [self._critic.capture()] if self._critic is not None else []
         return CapturedState([*critic, self.policy.capture()])
 
-    def _train(
-        self, plan: StepPlan, groups: Mapping[Place, Group], keep_rows: int, *, measures: bool = False
-    ) -> StepFigures:
-        recorder = RowRecorder(plan.micro_batches[self._share.index], keep_rows) if keep_rows else None
-        figures = replace(self._learn(plan, groups, recorder, measures=measures), work=self.policy.take_work())
-        return figures if recorder is None else replace(figures, kept=recorder.gather(self._dims))
-
     def _learn(
-        self, plan: StepPlan, groups: Mapping[Place, Group], observe: Observer | None, *, measures: bool
+        self, plan: StepPlan, ready: Iterable[ReadyGroup], keep_rows: int, *, measures: bool = False
     ) -> StepFigures:
-        objective = self._objective.with_kl(plan.kl_coefficient)
+        share, objective, critic = self._share.index, self._objective.with_kl(plan.kl_coefficient), self._critic
+        groups = groups_of(plan, share, ready, self._packs)
         if objective.needs_teacher or isinstance(self._reference, RemoteReference):
             check_taught(groups.values(), with_top=objective.needs_teacher_kl)
-        priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
-        built = micro_batches_of(plan, self._share.index, groups, self._images)
-        batches = [self._complete(batch, objective, priced) for batch in built]
-        if self._critic is None:
-            return self._update(batches, plan.passes, objective, observe, waits=measures)
-        credited = self._critic.credit(batches, plan.token_kl)
-        waits = measures or self._critic.learns_alone(self.policy.steps_done)
-        figures = self._update(credited.micro_batches, plan.passes, objective, observe, waits=waits)
-        return figures if measures else replace(figures, critic=self._critic.learn(credited))
+        recorder = RowRecorder(plan.micro_batches[share], keep_rows) if keep_rows else None
+        priced = critic.kl_form if critic is not None and plan.token_kl > 0.0 else None
+        built = micro_batches_of(plan, share, groups, self._images)
+        batches: Sequence[MicroBatch] = [self._complete(batch, objective, priced) for batch in built]
+        if critic is None:
+            figures = self._update(batches, plan.passes, objective, recorder, waits=measures)
+        else:
+            credited = critic.credit(batches, plan.token_kl)
+            waits = measures or critic.learns_alone(self.policy.steps_done)
+            figures = self._update(credited.micro_batches, plan.passes, objective, recorder, waits=waits)
+            figures = figures if measures else replace(figures, critic=critic.learn(credited))
+        kept = None if recorder is None else recorder.gather(self._dims)
+        return replace(figures, work=self.policy.take_work(), kept=kept)
 
     def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
         """Add the other policies' log-probabilities; ``priced`` is the form of a KL in every token's reward."""

@@ -188,7 +188,10 @@ def prepare(model: Any, how: Optimisation) -> None:
     backends.use(how.attention)
     model.config.use_cache = False
     if how.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )  # its name before
+        enable({"use_reentrant": False})
     if how.activation_offload:
         offload_activations(model.base_model)
 

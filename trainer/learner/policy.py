@@ -109,16 +109,7 @@ class Policy:
         the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
         Without ``ends_batch`` the step does not count and the schedule does not advance: `end_batch` does both.
         """
-        sums_of_step = StepSums()
-        for number, batch in enumerate(micro_batches, start=1):
-            self._trainable.begin(is_last=number == len(micro_batches))
-            outcome = self._outcome(batch.to(self.device), objective, reference)
-            sums_of_step.add(outcome)
-            self._trainable.backward(outcome.loss)
-            self._work = self._work.plus(self._cost.backward(self._load(batch)))
-            if observe is not None:
-                observe(outcome.tokens, batch)
-        loss, sums, maxima = sums_of_step.over(self._dims)
+        loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=True)
         if not math.isfinite(loss):
             raise TrainingDiverged(
                 f"the loss of step {self.steps_done + 1} is {loss}, not a finite number; nothing of this step is kept. Look at the data "
@@ -142,16 +133,33 @@ class Policy:
         observe: Observer | None = None,
     ) -> StepFigures:
         """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
-        sums_of_step = StepSums()
-        with torch.no_grad():
-            for batch in micro_batches:
+        loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=False)
+        self.steps_done += ends_batch
+        return StepFigures(loss, 0.0, 0.0, sums, maxima)
+
+    def _pass(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        reference: ReferencePolicy | None,
+        observe: Observer | None,
+        *,
+        learns: bool,
+    ) -> tuple[float, dict[str, float], dict[str, float]]:
+        """Compute this rank's micro-batches, with a backward pass if it ``learns``; return loss, sums, maxima over all ranks."""
+        step = StepSums()
+        with torch.set_grad_enabled(learns):
+            for number, batch in enumerate(micro_batches, start=1):
+                if learns:
+                    self._trainable.begin(is_last=number == len(micro_batches))
                 outcome = self._outcome(batch.to(self.device), objective, reference)
-                sums_of_step.add(outcome)
+                step.add(outcome)
+                if learns:
+                    self._trainable.backward(outcome.loss)
+                    self._work = self._work.plus(self._cost.backward(self._load(batch)))
                 if observe is not None:
                     observe(outcome.tokens, batch)
-        self.steps_done += ends_batch
-        loss, sums, maxima = sums_of_step.over(self._dims)
-        return StepFigures(loss, 0.0, 0.0, sums, maxima)
+        return step.over(self._dims)
 
     def take_work(self) -> Work:
         """Return what all ranks have computed since the last call; collective."""

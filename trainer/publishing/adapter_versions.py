@@ -43,7 +43,7 @@ class PublishedBase:
         self._coordinator.hold(base.buckets)
         stored = self._coordinator.store_whole(base.buckets.copy_id, label.version)
         content = Content(base.buckets.layout, files, stored, base.root)
-        self._found = self._writer.full_snapshot(label, content, parent=None)
+        self._found = self._writer.write("anchor", label, content, parent=None)
         return self._found.as_anchor
 
     def repair(self, base: AdapterBase, files: tuple[ModelFile, ...]) -> AnchorRef:
@@ -141,9 +141,10 @@ class AdapterVersions:
         finally:
             self._alone.discard(())
         files = self._writer.adapter_files(weights.base.config.to_json())
-        return self._writer.adapter(
+        return self._writer.write(
+            "adapter",
             Label(snapshot.version, snapshot.step, self._epoch),
             Content(weights.buckets.layout, files, stored, weights.root()),
             parent=parent,
-            base=base,
+            anchor=base,
         )

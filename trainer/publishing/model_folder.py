@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from penstock.protocol.files import atomic_write
 from penstock.protocol.weights.layout import WeightLayout, shard_header, shard_index, shard_name
 from penstock.trainer.errors import UnsupportedModel
 
@@ -81,7 +82,7 @@ def write_small_files(
     """Write everything of a model folder but its weights, their index included; ``like``, ``dtype``, ``changed`` as in `small_files`."""
     index = {"model.safetensors.index.json": shard_index(layout)} if len(layout.buckets) > 1 else {}
     for name, data in {**small_files(like, dtype, changed), **index}.items():
-        (folder / name).write_bytes(data)
+        atomic_write(folder / name, data, sync=True)
 
 
 def small_files(model_folder: Path, dtype: str, changed: Mapping[str, Any] | None = None) -> dict[str, bytes]:

@@ -215,7 +215,7 @@ class WeightGc:
         self._stop.set()
         self._thread.join(SWEEP_S)
         try:
-            if not self._thread.is_alive() and self._has_lease():
+            if not self._thread.is_alive() and holds_lease(self._leases, streams.GARBAGE_LEASE, self._holder):
                 if self._is_last:
                     self.sweep(time.monotonic(), grace_s=0.0)
                 else:
@@ -263,21 +263,10 @@ class WeightGc:
     def _work(self) -> None:
         while not self._stop.wait(SWEEP_S):
             try:
-                if self._has_lease():
+                if holds_lease(self._leases, streams.GARBAGE_LEASE, self._holder):
                     self.sweep(time.monotonic())
             except PenstockError as err:
                 log.warning("garbage collection failed; trying again in half a minute", error=str(err))
-
-    def _has_lease(self) -> bool:
-        """Take or renew the lease; return False if another process holds it."""
-        entry = self._leases.get(streams.GARBAGE_LEASE, may_lag=True).wait()
-        if entry is not None and entry.value != self._holder:
-            return False
-        try:
-            self._leases.swap(streams.GARBAGE_LEASE, self._holder, entry.revision if entry else None).wait()
-        except CompareAndSwapFailed:
-            return False
-        return True
 
     def _read_manifests(self, stored: Iterable[BlobStat]) -> None:
         """Read new manifests; one that cannot be read names nothing."""
@@ -341,3 +330,15 @@ def _stored(head: BlobRef, chain: Iterable[VersionManifest]) -> Stored:
 def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
     """Return the bases of the adapters among these versions."""
     return {PolicyVersion(m.base.version) for m in manifests if m.base is not None}
+
+
+def holds_lease(leases: KeyValue, key: str, holder: bytes) -> bool:
+    """Take or renew a lease of garbage collection; return False if another process holds it."""
+    entry = leases.get(key, may_lag=True).wait()
+    if entry is not None and entry.value != holder:
+        return False
+    try:
+        leases.swap(key, holder, entry.revision if entry else None).wait()
+    except CompareAndSwapFailed:
+        return False
+    return True

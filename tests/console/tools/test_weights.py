@@ -187,8 +187,11 @@ def test_a_version_that_a_killed_trainer_left_is_ignored(
     coordinator = PublishCoordinator(RankPublisher(blobs, run_streams))
     coordinator.hold(buckets)
     stored = coordinator.store_whole(buckets.copy_id, PolicyVersion(2))
-    VersionWriter(connections, tmp_path / "model").full_snapshot(
-        Label(PolicyVersion(2), 2, 0), Content(buckets.layout, (), stored, ModelWeights(buckets).root()), parent=None
+    VersionWriter(connections, tmp_path / "model").write(
+        "anchor",
+        Label(PolicyVersion(2), 2, 0),
+        Content(buckets.layout, (), stored, ModelWeights(buckets).root()),
+        parent=None,
     )
     assert print_versions(run_streams, arguments, {}, as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -19,7 +19,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.head import read_head
-from penstock.trainer.publishing.weight_gc import Retention, WeightGc
+from penstock.trainer.publishing.weight_gc import Retention, WeightGc, holds_lease
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy, KeepRule
 
 GRACE_S = 100.0
@@ -146,9 +146,10 @@ def test_one_process_collects(connections: Connections) -> None:
         collector(connections),
         WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
     )
-    assert first._has_lease()
-    assert not second._has_lease()
-    assert first._has_lease()
+    leases = first._leases
+    assert holds_lease(leases, streams.GARBAGE_LEASE, first._holder)
+    assert not holds_lease(leases, streams.GARBAGE_LEASE, second._holder)
+    assert holds_lease(leases, streams.GARBAGE_LEASE, first._holder)
 
 
 def test_the_best_version_stays_readable_below_the_floor(connections: Connections) -> None:
