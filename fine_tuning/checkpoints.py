@@ -127,7 +127,6 @@ def check_same(state: TrainingState, folder: Path, *, settings: Mapping[str, Any
 
 
 def remove_all(root: Path) -> None:
-    """Remove every checkpoint."""
     for folder in _committed(root):
         remove_folder(folder)
     shutil.rmtree(root, ignore_errors=True)
@@ -154,7 +153,6 @@ class BackgroundCheckpoints:
 
     @property
     def is_writing(self) -> bool:
-        """Whether one is being written (rank 0)."""
         return self._thread.is_busy
 
     def check(self) -> None:

@@ -31,8 +31,6 @@ log = structlog.get_logger("trainer.dpo")
 
 
 class PreferenceTask:
-    """Learn preferences."""
-
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:

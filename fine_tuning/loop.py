@@ -81,8 +81,6 @@ class Plan:
 
 
 class Training:
-    """One session of a training."""
-
     def __init__(self, plan: Plan, task: Task, folder: TrainingFolder | None, stop: threading.Event) -> None:
         """Hold the parts; ``folder`` is that of rank 0, None on the others. ``stop`` asks for a checkpoint and an end."""
         self._plan = plan
@@ -310,7 +308,6 @@ class ProgressLine:
     """Shows steps out of a known number, with values given by the caller."""
 
     def __init__(self, job: str, num_steps: int) -> None:
-        """Show nothing yet."""
         self._job = job
         self._num_steps = num_steps
         self._rewrites = sys.stderr.isatty()

@@ -29,7 +29,6 @@ class RewardScorer(nn.Module):
     language_model: Any  # the part of the parameter names that `Policy` removes
 
     def __init__(self, classifier: nn.Module, shares: TokenShares = WHOLE) -> None:
-        """Wrap a `transformers` sequence classifier."""
         super().__init__()
         self._shares = shares
         self.pair_cost, self.pass_cost = pair_cost(classifier), pass_cost(classifier)  # of the whole model
@@ -58,7 +57,6 @@ class RewardScorer(nn.Module):
         return self._shares.whole(rewards, places, len(predictors))
 
     def around(self, classifier: nn.Module) -> RewardScorer:
-        """Return the same around another classifier."""
         return RewardScorer(classifier)
 
 

@@ -82,7 +82,6 @@ class RewardTask:
     def __init__(
         self, policy: Policy, pairs: PairSet, held_out: PairSet | None, settings: TrainerSettings, dims: ParallelDims
     ) -> None:
-        """Hold the model and the rows."""
         self.policy = policy
         self.num_rows = len(pairs)
         self.has_validation = held_out is not None

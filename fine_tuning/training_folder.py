@@ -67,13 +67,11 @@ class TrainingFolder:
         return pause_request.is_requested(self._path.parent)
 
     def write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
         self._metrics.write(json.dumps({"kind": kind, "at": time.time(), **fields}).encode() + b"\n")
         self._metrics.flush()
 
     @property
     def metrics_bytes(self) -> int:
-        """Length of metrics.jsonl."""
         return self._metrics.seek(0, 2)
 
     def best(self, step: int) -> Path:
@@ -88,15 +86,12 @@ class TrainingFolder:
                 shutil.rmtree(folder)
 
     def close(self) -> None:
-        """Close the files and release the lock."""
         self._metrics.close()
         self._lock.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a training left."""
-
     folder: Path
     num_steps: int
     weights_of_step: int
@@ -106,7 +101,6 @@ class Result:
 
 
 def adapter_folder(folder: Path) -> Path:
-    """Return the folder of the adapter beside a result."""
     return folder.with_name(folder.name + "-adapter")
 
 

@@ -27,8 +27,6 @@ Example:  penstock reward serve-model rm/ --prompt-column question --register ht
 
 
 class ModelReward:
-    """A served reward model."""
-
     batched = True
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -42,12 +40,10 @@ class ModelReward:
 
     @property
     def title(self) -> str:
-        """Folder, number format and device."""
         return f"{self._folder.name}: reward model in {self._options.dtype} on {self._options.device}"
 
     @property
     def version(self) -> str:
-        """Hash of the folder and of the options that change scores."""
         return self._version
 
     @property
@@ -57,11 +53,9 @@ class ModelReward:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Number of texts and tokens scored so far."""
         return {"texts": self._num_texts, "tokens": self._num_tokens}
 
     def load(self) -> None:
-        """Load the model; raises ConfigError."""
         try:
             from penstock.reward_model import classifier  # noqa: PLC0415 --help needs no torch
         except ModuleNotFoundError as err:
@@ -86,7 +80,6 @@ class ModelReward:
         """Do nothing: the model is loaded before the port is bound."""
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Score all groups' texts together."""
         assert self._reading is not None
         texts: list[str] = []
         found: list[list[Score] | range] = []

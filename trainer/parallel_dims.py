@@ -27,7 +27,6 @@ class ParallelLayout:
     tensor_parallel: int = 1  # ranks that share the weights
 
     def __str__(self) -> str:
-        """The settings that are not 1."""
         settings = (("sequence_parallel", self.sequence_parallel), ("tensor_parallel", self.tensor_parallel))
         return " x ".join(f"trainer.{name} = {value}" for name, value in settings if value > 1)
 

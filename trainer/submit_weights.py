@@ -20,7 +20,6 @@ class WeightSubmitter:
     def __init__(
         self, settings: TrainerSettings, learner: Learner, publisher: Publisher, record_writer: RunRecordWriter
     ) -> None:
-        """Submit nothing yet."""
         self._settings = settings
         self._learner = learner
         self._publisher = publisher
@@ -28,7 +27,6 @@ class WeightSubmitter:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that weights are published in."""
         chosen = self._settings.trainer.publish_dtype
         return self._learner.policy.dtype if chosen == "as-trained" else chosen
 

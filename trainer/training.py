@@ -111,7 +111,6 @@ class Training:
 
     @property
     def should_continue(self) -> bool:
-        """Whether a step is left and ``stop`` is not set."""
         return not self.is_done and not self.stop.is_set()
 
     @property

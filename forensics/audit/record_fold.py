@@ -35,8 +35,6 @@ class Breach:
 
 @dataclass(slots=True)
 class SplitAccount:
-    """The state of every issued group of one split."""
-
     issued: set[str] = field(default_factory=set)
     used: dict[str, str] = field(default_factory=dict)  # id -> which step or evaluation
     dropped: dict[str, str] = field(default_factory=dict)  # id -> reason
@@ -51,7 +49,6 @@ class SplitAccount:
         return self.issued - self.used.keys() - self.dropped.keys()
 
     def totals(self, in_flight: int) -> SplitTotals:
-        """Return the counts."""
         return SplitTotals(
             issued=len(self.issued),
             used=len(self.used),
@@ -64,7 +61,6 @@ class SplitAccount:
         )
 
     def add_abandoned(self, completions: Iterable[AbandonedCompletion]) -> None:
-        """Count completions that were started and not kept."""
         for one in completions:
             self.abandoned[one.reason] += 1
             self.abandoned_tokens[one.reason] += one.num_tokens
@@ -74,7 +70,6 @@ class RecordFold:
     """The record up to its last chapter."""
 
     def __init__(self, chapters: Iterable[LineageChapter]) -> None:
-        """Fold chapters in order, oldest first."""
         self.accounts: dict[Split, SplitAccount] = {split: SplitAccount() for split in SPLITS}
         self.breaches: list[Breach] = []
         self.packs: dict[str, BlobRef] = {}

@@ -23,7 +23,6 @@ _REPORT_EVERY_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Save or restore a run; returns the exit code."""
     parser = argparse.ArgumentParser(prog="penstock runs", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
     saving = verbs.add_parser("backup", allow_abbrev=False)
@@ -83,8 +82,6 @@ def _described(saved: SavedRun) -> str:
 
 
 class _Progress:
-    """Prints a line every few seconds."""
-
     def __init__(self) -> None:
         self._next = time.monotonic() + _REPORT_EVERY_S
 

@@ -64,8 +64,6 @@ class SavedObject(BaseModel):
 
 
 class SavedRun(BaseModel):
-    """What ``backup.json`` holds."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["penstock_backup.v1"] = "penstock_backup.v1"
@@ -82,12 +80,10 @@ class SavedRun(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all streams and objects."""
         return sum(one.size_bytes for one in (*self.streams, *self.objects))
 
     @property
     def num_messages(self) -> int:
-        """Messages of all streams and buckets."""
         return sum(int(one.state.get("messages", 0)) for one in self.streams)
 
 
@@ -101,12 +97,10 @@ def names(run_id: str) -> tuple[str, ...]:
 
 
 def stream_file(folder: Path, name: str) -> Path:
-    """Return the file of a stream."""
     return folder / "streams" / f"{name}.snapshot"
 
 
 def object_file(folder: Path, sha256: str) -> Path:
-    """Return the file of an object."""
     return folder / "objects" / sha256
 
 
@@ -156,7 +150,6 @@ def verified(path: Path, size_bytes: int, sha256: str) -> Path:
 
 
 def chunks(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file."""
     with path.open("rb") as file:
         while chunk := file.read(size):
             yield chunk

@@ -57,11 +57,9 @@ class StoppedPacks:
     """The groups of a saved batch, as every rank reads them from a folder that all of them see."""
 
     def __init__(self, folder: Path) -> None:
-        """Read nothing yet."""
         self._folder = folder
 
     def get(self, ref: BlobRef) -> bytes:
-        """Return the pack of the batch, whose key is the file's name."""
         return (self._folder / ref.key).read_bytes()
 
 

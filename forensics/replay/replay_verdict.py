@@ -57,7 +57,6 @@ class Verdict:
         return self.difference is None and not self.findings and bool(self.same)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the verdict as plain JSON values."""
         document = {"surroundings" if k == "environment_differences" else k: v for k, v in asdict(self).items()}
         return {**document, "holds": self.holds}
 

@@ -51,8 +51,6 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class GroupToScore:
-    """A group to be scored again."""
-
     member: RecordedGroup
     pack: BlobRef
     text: GroupTexts
@@ -165,8 +163,6 @@ def _outcome(one: GroupToScore, result: Mapping[str, Any]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RescoreOptions:
-    """Options of `penstock rescore`."""
-
     rule: Rule
     into: str | None  # id of the input; None: made from run and reward
     url: str

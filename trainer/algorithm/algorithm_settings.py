@@ -391,7 +391,6 @@ class AlgorithmSettings(_AllSettings):
 
     @property
     def parts(self) -> ChosenParts:
-        """The loss, the estimator, the filters and the corrections."""
         return ChosenParts.of(self.__dict__)
 
     @property

@@ -24,7 +24,6 @@ class AlgorithmState:
 
     @classmethod
     def fresh(cls, settings: AlgorithmSettings) -> AlgorithmState:
-        """Return the state that a run starts with."""
         coefficient = settings.reward_kl_coefficient or settings.kl_coefficient
         return cls(KlController(coefficient, settings.kl_target, settings.kl_horizon))
 

@@ -105,7 +105,6 @@ class MicroBatch:
         return self.sequences if self.turn is None else Sequences(self.turn, self.num_turns)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Move every tensor to a device."""
         held = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: v.to(device) for n, v in held.items() if isinstance(v, Tensor | StreamImages)})
 

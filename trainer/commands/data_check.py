@@ -76,7 +76,6 @@ class FileReport:
         return next((notes.hints() for notes in self.notes if notes.num_rows), [])
 
     def to_document(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
         return {
             "file": self.file,
             "rows": self.num_rows,
@@ -106,7 +105,6 @@ class FileReport:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check files and print a report; returns 1 if a row is bad."""
     parser = argparse.ArgumentParser(prog="penstock data check", description="Check what data files can train.")
     parser.add_argument(
         "files",
@@ -365,7 +363,6 @@ def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
 
 
 def describe(report: FileReport) -> str:
-    """Return the report as text."""
     formats = ", ".join(
         f"{name} ({count})" if len(report.formats) > 1 else name for name, count in report.formats.items()
     )

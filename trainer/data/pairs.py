@@ -174,7 +174,6 @@ class Pair:
 
     @property
     def num_answers(self) -> int:
-        """1 or 2."""
         return bool(len(self.chosen)) + bool(len(self.rejected))
 
     @property

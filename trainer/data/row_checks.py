@@ -68,7 +68,6 @@ class Problems:
         """Rows with a problem."""
 
     def add(self, place: str, text: str) -> None:
-        """Take note of what is wrong with the row at ``place``."""
         self.count += 1
         first, count = self._places.get(text, (place, 0))
         if count or len(self._places) < MAX_PROBLEMS_SHOWN:
@@ -84,7 +83,6 @@ class Problems:
         return [*said, *([f"and {more} rows with other problems"] if more else [])]
 
     def raise_if_any(self) -> None:
-        """Raise MalformedData with the problems, if there are any."""
         if self.count:
             raise MalformedData("\n".join(self.lines()))
 

@@ -209,7 +209,6 @@ class Evaluator:
             ]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Acknowledge messages that a committed checkpoint covers."""
         Delivery.ack_all(deliveries)
         with self._changed:
             for delivery in deliveries:

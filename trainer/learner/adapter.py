@@ -110,12 +110,10 @@ def load(model: nn.Module, folder: Path) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if a parameter belongs to an adapter."""
     return _ADAPTER in name
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
@@ -148,7 +146,6 @@ class Rounding:
     """
 
     def __init__(self) -> None:
-        """Begin with no weight."""
         self.sums = (0.0, 0.0)  # <rounded - W, change>, <change, change>
 
     def add(self, weight: Tensor, change: Tensor, rounded: Tensor) -> None:

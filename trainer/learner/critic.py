@@ -50,7 +50,6 @@ class ValueScorer(nn.Module):
     """A causal language model with a value head instead of its output head."""
 
     def __init__(self, language_model: Any, shares: TokenShares = WHOLE) -> None:
-        """Take the backbone of a `transformers` causal language model."""
         super().__init__()
         config = language_model.config.get_text_config()
         self._packed = use_packed_rows(language_model) is None
@@ -87,7 +86,6 @@ class Critic:
     """A value network under DeepSpeed; `credit`, `learn` and `load` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, dims: ParallelDims) -> None:
-        """Called by `load_critic`."""
         self._trainable = trainable
         self._regression = regression
         self._credit = credit
@@ -95,7 +93,6 @@ class Critic:
 
     @property
     def kl_form(self) -> AnyKlForm:
-        """The form of the KL to the reference in every token's reward."""
         return self._credit.kl_form
 
     def learns_alone(self, steps_done: int) -> bool:

@@ -136,7 +136,6 @@ class Learner(RankProgram):
 
     @on_all_ranks
     def snapshot(self) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU of rank 0."""
         return self.policy.weights.snapshot()
 
     @on_all_ranks

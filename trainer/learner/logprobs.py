@@ -147,7 +147,6 @@ class CompletionScorer(nn.Module):
         return self._shares.sum(self.routing.figures())
 
     def around(self, language_model: nn.Module) -> CompletionScorer:
-        """Return the same around another model of the kind."""
         return CompletionScorer(language_model, self._temperature)
 
     def scores(

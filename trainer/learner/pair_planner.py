@@ -109,7 +109,6 @@ class PairPlanner:
 
     @property
     def needs_kl(self) -> bool:
-        """Whether a loss reads `kl`."""
         return self._needs_kl
 
     def _own(self, pairs: Sequence[Pair], stored: Tensor | None) -> Iterator[Numbered]:

@@ -97,7 +97,6 @@ class Planner:
         return found if self._reward_kl is None else {**found, "reward_kl": self._reward_kl}
 
     def document(self) -> dict[str, Any]:
-        """Return the state that a checkpoint stores."""
         return self._state.to_document()
 
 

@@ -61,17 +61,14 @@ class Policy:
 
     @property
     def dtype(self) -> str:
-        """Name of the parameters' dtype, as manifests carry it."""
         return self._trainable.dtype
 
     @property
     def model_class(self) -> str:
-        """Name of the model's class in `transformers`."""
         return type(self._scorer.language_model).__name__
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the model knows."""
         return int(self._scorer.language_model.config.get_text_config().vocab_size)
 
     def scorer_around(self, model: nn.Module) -> nn.Module:

@@ -32,7 +32,6 @@ class PolicyWeights:
     """Copies of a policy's weights; `snapshot`, `copy_to` and `adapter_tensors` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
-        """Called by `Policy`."""
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims
@@ -68,7 +67,6 @@ class PolicyWeights:
         self._visit(sink.names.__contains__, sink.put, merge=merge, rounding=rounding)
 
     def adapter_config(self) -> AdapterConfig | None:
-        """Return the adapters' configuration; None without adapters."""
         return adapter.config(self._scorer)
 
     def modules_beside_adapters(self) -> list[str]:
@@ -215,5 +213,4 @@ class WeightCopies:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name."""
     return None if name is None else getattr(torch, name)

@@ -37,7 +37,6 @@ def plan_pairs(pairs: Sequence[Pair], *, budget_tokens: int, num_shares: int) ->
 
 
 def build_pairs(pairs: Sequence[Pair], references: Tensor | None = None) -> PairBatch:
-    """Build the micro-batch of some pairs."""
     rows = [
         _row(pair.prompt, answer, other)
         for pair in pairs
@@ -137,7 +136,6 @@ class Preference:
         return losses if answers.weights is None else losses * answers.weights[0::2] * answers.weights[1::2]
 
     def figures(self, answers: Answers) -> dict[str, Tensor]:
-        """Return the sums over pairs of what a step reports."""
         held = answers.weighed.detach()
         rewards = self.reward_scale * (held - answers.reference)
         if any(one.loss.averages for one in self.losses):
@@ -186,7 +184,6 @@ class PreferenceObjective(PlainObjective):
     kl: float = 0.0
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
-        """Return the loss of a micro-batch of pairs."""
         assert isinstance(batch, PairBatch)
         answers = answers_of(logprobs, batch, self.preference.length_alpha)
         if batch.gradients is None:

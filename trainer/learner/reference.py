@@ -28,8 +28,6 @@ def park(module: nn.Module, device: torch.device) -> None:
 
 
 class _Hooks:
-    """The hooks of one submodule."""
-
     def __init__(self, part: nn.Module, device: torch.device) -> None:
         self._part, self._device = part, device
         self._parked = {name: one for name, one in part._parameters.items() if one is not None}
@@ -91,7 +89,6 @@ class WithoutAdapter:
     """The policy with its adapters switched off: the model that it started from, without extra memory."""
 
     def __init__(self, policy: Adapted) -> None:
-        """Wrap a policy that trains adapters."""
         self._policy = policy
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -116,7 +113,6 @@ class Reference:
             self._scorer.to(device)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch; [N] float32 on the batch's device."""
         with torch.no_grad():
             return self._read(batch).to(batch.input_ids.device)
 

@@ -45,7 +45,6 @@ class Cut:
     count: int
 
     def part_of(self, whole: Tensor, index: int) -> Tensor:
-        """Return one of the parts."""
         return whole.chunk(self.count, self.dim)[index]
 
 
@@ -79,7 +78,6 @@ class Shard:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(t.nbytes for fragment in self.fragments for t in fragment.tensors.values())
 
     def write(self, folder: Path) -> None:
@@ -144,11 +142,9 @@ class ShardFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the files."""
         self._opened.close()
 
     def kinds(self, name: str) -> list[str]:
-        """Return the kinds that are stored of a parameter."""
         first = name if name not in self._cuts else _of_part(name, 0)
         keys = self._pieces.keys()
         return [key.rpartition("#")[2] for key in keys if key.rpartition("#")[0] == first]

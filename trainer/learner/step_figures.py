@@ -31,7 +31,6 @@ class KeptRows:
     outcomes: npt.NDArray[np.uint8]  # [N] as in `StepLogprobs`
 
     def to_bytes(self) -> bytes:
-        """Return the rows as MessagePack."""
         arrays = self.rows, self.counts, self.logprobs, self.outcomes
         packed = msgpack.packb([array.tobytes() for array in arrays])
         assert packed is not None
@@ -39,7 +38,6 @@ class KeptRows:
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> KeptRows:
-        """Rebuild what `to_bytes` returned."""
         rows, counts, logprobs, outcomes = msgpack.unpackb(packed)
         return cls(
             np.frombuffer(rows, np.int64),
@@ -130,7 +128,6 @@ class StepSums:
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
-        """Add those of a micro-batch."""
         self.loss += float(outcome.loss.detach())
         for name, value in outcome.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)

@@ -86,7 +86,6 @@ class ReadyGroup:
 
     @property
     def group_id(self) -> str:
-        """Id of the group."""
         return self.scored.generated.group_id
 
     @property

@@ -92,7 +92,6 @@ class Outliers:
         return limit is not None and norm > limit
 
     def restore(self, norms: Iterable[float]) -> None:
-        """Continue with the norms of a checkpoint."""
         self.norms = deque(norms, maxlen=WINDOW)
 
 

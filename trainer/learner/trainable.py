@@ -102,8 +102,6 @@ def optimisation(
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimizer step did."""
-
     grad_norm: float  # before clipping
     lr: float
     layers: Mapping[str, LayerFigures] = field(default_factory=dict)  # by group of layers, if they are watched
@@ -122,7 +120,6 @@ class _Schedule(LambdaLR):
             group["lr"] = rate
 
     def continue_after(self, num_batches: int) -> None:
-        """Set the rate of the batch after ``num_batches``."""
         self.last_epoch, self._step_count = num_batches, num_batches + 1
         self._last_lr = [
             base * factor(num_batches) for factor, base in zip(self.lr_lambdas, self.base_lrs, strict=True)
@@ -196,11 +193,9 @@ class Trainable:
 
     @property
     def dtype(self) -> str:
-        """Name of the parameters' dtype, as manifests carry it."""
         return str(next(self.module.parameters()).dtype).removeprefix("torch.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module forward."""
         return self._engine(*args, **kwargs)
 
     def begin(self, *, is_last: bool) -> None:
@@ -241,7 +236,6 @@ class Trainable:
         return Update(norm, lr, self._watch.figures(norm, self._dims.ranks.sum), self._watch.left_out)
 
     def end_batch(self) -> None:
-        """Advance the schedule to the next batch."""
         self._engine.lr_scheduler.step()
 
     @contextlib.contextmanager

@@ -22,7 +22,6 @@ class PublishedBase:
     """The base of this session's adapters. Used by one thread."""
 
     def __init__(self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator) -> None:
-        """Read nothing before the first call."""
         self._blobs = connections.blobs
         self._writer = writer
         self._coordinator = coordinator

@@ -41,7 +41,6 @@ class ModelFiles:
         self._opened = ExitStack()
 
     def __enter__(self) -> ModelFiles:
-        """Create the files."""
         for number in sorted({number for number, _ in self._places.values()}):
             file = self._opened.enter_context((self._folder / _file_name(self._layout, number)).open("wb"))
             header = shard_header(self._layout.buckets[number])
@@ -58,11 +57,9 @@ class ModelFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors in these files."""
         return self._places.keys()
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor, rounded to the layout's dtype."""
         number, placed = self._places[name]
         file, header_bytes = self._files[number]
         dtype = getattr(torch, self._layout.buckets[number].dtype)

@@ -37,7 +37,6 @@ class FullSnapshots:
     """Tracks the newest full snapshot and the patches since, and writes the next one when it is due."""
 
     def __init__(self, writer: VersionWriter, coordinator: PublishCoordinator, policy: FullSnapshotPolicy) -> None:
-        """Start without a full snapshot."""
         self._writer = writer
         self._coordinator = coordinator
         self._policy = policy
@@ -212,7 +211,6 @@ class ModelVersions:
         return written
 
     def close(self, deadline_s: float) -> None:
-        """Wait for a full snapshot that is being written in the background."""
         self.full_snapshots.close(deadline_s)
 
     def _holds(self, newest: Written | None, layout: WeightLayout) -> bool:

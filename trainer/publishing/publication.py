@@ -141,7 +141,6 @@ class VersionPublisher:
         return True
 
     def close(self, deadline_s: float) -> None:
-        """Wait for what is being stored in the background."""
         for kind in (self._models, self._adapters):
             kind.close(deadline_s)
 

@@ -54,8 +54,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Which version this is."""
-
     version: PolicyVersion
     step: int
     epoch: int
@@ -148,7 +146,6 @@ class VersionWriter:
         return self._small[dtype]
 
     def adapter_files(self, config: bytes) -> tuple[ModelFile, ...]:
-        """Return an adapter's configuration file, stored if missing."""
         return (self._small_file(ADAPTER_CONFIG, config),)
 
     def _small_file(self, name: str, data: bytes) -> ModelFile:

@@ -49,7 +49,6 @@ class WeightBuckets:
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors in these buckets."""
         return self._places.keys()
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -117,7 +116,6 @@ def assign_buckets(layout: WeightLayout, num_shares: int) -> list[list[int]]:
 
 
 def layout_of(tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
-    """Return the layout of tensors in buckets."""
     return build_layout(
         [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()],
         bucket_bytes=bucket_bytes,

@@ -54,7 +54,6 @@ class KeptVersionsKey:
     """The record of kept versions of one run; used by the evaluator's thread and by garbage collection."""
 
     def __init__(self, state: KeyValue, rule: KeepRule) -> None:
-        """Read and write the record in the run's state bucket."""
         self._state, self._rule = state, rule
         self._lock = threading.Lock()
         self._unwritten: list[KeptVersion] = []  # evaluated while NATS did not answer
@@ -206,7 +205,6 @@ class WeightGc:
         self._thread = threading.Thread(target=self._work, name="weight-gc", daemon=True)
 
     def __enter__(self) -> WeightGc:
-        """Start the thread."""
         self._thread.start()
         return self
 

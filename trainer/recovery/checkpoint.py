@@ -52,7 +52,6 @@ def remove_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Write every file and folder below ``folder`` to disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             files.fsync(Path(parent) / name)

@@ -24,7 +24,6 @@ class CommitThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a commit is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, commit: Callable[[], None], *, step: int) -> None:

@@ -64,12 +64,10 @@ class GroupGc:
         self._thread = threading.Thread(target=self._work, name="group-gc", daemon=True)
 
     def __enter__(self) -> GroupGc:
-        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread after the sweep under way."""
         self._stop.set()
         self._thread.join(30.0)
 

@@ -32,8 +32,6 @@ _CLOSE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """Which step it was."""
-
     step: int
     trained_version: int
     made_version: int
@@ -57,7 +55,6 @@ class LogprobWriter:
         return self._num_lost
 
     def __enter__(self) -> LogprobWriter:
-        """Start the thread."""
         self._thread.start()
         return self
 
@@ -71,7 +68,6 @@ class LogprobWriter:
         self._thread.join(_CLOSE_S)
 
     def submit(self, numbers: StepNumbers, batch: Sequence[ReadyGroup], learned: Learned) -> None:
-        """Store the rows that a step kept, if any; returns at once."""
         kept = learned.figures.kept
         if kept is None or not len(kept.rows):
             return

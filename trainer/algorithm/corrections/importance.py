@@ -15,8 +15,6 @@ Bound = Literal["truncate", "clip", "mask"]
 
 
 class ImportanceOptions(Options):
-    """Options of `importance`."""
-
     importance: Literal["none", "token", "sequence", "geometric", "root"] = Field(
         default="none", description="Importance weights of the trainer over the sampler, on top of the loss."
     )

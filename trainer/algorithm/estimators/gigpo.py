@@ -12,8 +12,6 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 
 class GigpoOptions(StdNormalisation):
-    """Options of `gigpo`."""
-
     step_discount: float = Field(
         default=0.95,
         ge=0.0,
