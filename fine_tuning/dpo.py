@@ -140,7 +140,7 @@ def _use_reference(task: PreferenceTask, policy: Policy, settings: TrainerSettin
 def _is_live(chosen: DpoSettings, *, has_adapters: bool) -> bool:
     if chosen.reference != "auto":
         return chosen.reference == "live"
-    return has_adapters or any(one.loss.needs_kl for one in chosen.losses)
+    return has_adapters or any(weighed.loss.needs_kl for weighed in chosen.losses)
 
 
 def _rows_used(plan: Plan) -> list[int]:

@@ -128,7 +128,7 @@ class RewardTask:
         rows = [_row(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
         plain = build(rows, prompts=[len(pair.prompt) for pair in pairs for _ in range(2)])
         margins = torch.tensor([pair.margin if self._use_margin else 0.0 for pair in pairs])
-        return ScoredBatch(**{one.name: getattr(plain, one.name) for one in fields(MicroBatch)}, margins=margins)
+        return ScoredBatch(**{field.name: getattr(plain, field.name) for field in fields(MicroBatch)}, margins=margins)
 
 
 def run(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> Result | None:

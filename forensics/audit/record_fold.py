@@ -61,9 +61,9 @@ class SplitAccount:
         )
 
     def add_abandoned(self, completions: Iterable[AbandonedCompletion]) -> None:
-        for one in completions:
-            self.abandoned[one.reason] += 1
-            self.abandoned_tokens[one.reason] += one.num_tokens
+        for completion in completions:
+            self.abandoned[completion.reason] += 1
+            self.abandoned_tokens[completion.reason] += completion.num_tokens
 
 
 class RecordFold:

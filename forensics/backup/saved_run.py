@@ -80,11 +80,11 @@ class SavedRun(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.size_bytes for one in (*self.streams, *self.objects))
+        return sum(part.size_bytes for part in (*self.streams, *self.objects))
 
     @property
     def num_messages(self) -> int:
-        return sum(int(one.state.get("messages", 0)) for one in self.streams)
+        return sum(int(stream.state.get("messages", 0)) for stream in self.streams)
 
 
 def names(run_id: str) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def chunks(path: Path, size: int) -> Iterator[bytes]:
 
 
 def _named(saved: SavedRun) -> set[str]:
-    return {one.name for one in saved.streams}
+    return {stream.name for stream in saved.streams}
 
 
 COPIES_AT_ONCE = 8
@@ -195,7 +195,7 @@ def save(run: str, bus: Bus, blobs: Blobs, folder: Path, report: Report) -> Save
 def inputs_of(saved: SavedRun, folder: Path) -> list[str]:
     """Return the rescored inputs that a run trained on: replay needs them, and their objects are their own."""
     settings = (one for one in saved.objects if one.key.startswith(f"{blob_keys.lineage_prefix(saved.run_id)}config."))
-    read = (json.loads(object_file(folder, one.sha256).read_bytes()) for one in settings)
+    read = (json.loads(object_file(folder, setting.sha256).read_bytes()) for setting in settings)
     return sorted({name for one in read if (name := one.get("data", {}).get("from_run"))})
 
 

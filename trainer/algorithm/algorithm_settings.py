@@ -291,9 +291,9 @@ class AlgorithmSettings(_AllSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:
-        for one in self.parts:
+        for part in self.parts:
             try:
-                self.options_of(one.value)
+                self.options_of(part.value)
             except ValidationError as err:
                 raise ValueError(explain(err, "algorithm")) from None
         self._refuse_parts_that_disagree()

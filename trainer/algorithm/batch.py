@@ -129,7 +129,7 @@ def prefixes_of(
 
 def of_all_rows(experts: Sequence[Experts | None]) -> list[Experts] | None:
     """Return the experts of rows; None unless they are known of each, for the same layers."""
-    found = [one for one in experts if one is not None]
+    found = [expert for expert in experts if expert is not None]
     return found if found and len(found) == len(experts) and len({one.shape[1:] for one in found}) == 1 else None
 
 

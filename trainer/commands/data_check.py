@@ -169,11 +169,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[TrainerSettings, list[Path]]:
     """Return the settings to read rows with, and the files to check."""
-    overrides = [str(one) for one in options.files if str(one).startswith("data.") and "=" in str(one)]
-    given = [one for one in options.files if str(one) not in overrides]
+    overrides = [str(file) for file in options.files if str(file).startswith("data.") and "=" in str(file)]
+    given = [file for file in options.files if str(file) not in overrides]
     run_files = [str(one) for one in given if one.suffix == ".toml"]
     if run_files:
-        rest = " ".join(str(one) for one in options.files if str(one) not in run_files)
+        rest = " ".join(str(file) for file in options.files if str(file) not in run_files)
         parser.error(
             f"{run_files[0]} is a run file, no data; type: penstock data check {rest} --run {run_files[0]}".replace(
                 "  ", " "

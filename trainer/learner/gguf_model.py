@@ -280,7 +280,9 @@ def _write(path: Path, header: GgufHeader, folder: Path) -> None:
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(path.parent, **source)
     with torch.device("meta"):
-        described = sum(one.numel() for one in cast(Any, AutoModelForCausalLM).from_config(config).parameters())
+        described = sum(
+            parameter.numel() for parameter in cast(Any, AutoModelForCausalLM).from_config(config).parameters()
+        )
     if described > header.num_elements:
         raise UnsupportedModel(
             f"model.path = {path}: its values describe {described} parameters, its tensors have {header.num_elements}; "

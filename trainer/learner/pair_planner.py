@@ -55,9 +55,9 @@ class PairPlanner:
         self._policy = policy
         self._dims = dims
         self._budget = budget_tokens
-        self._couples = any(one.loss.couples_pairs for one in chosen.losses)
+        self._couples = any(weighed.loss.couples_pairs for weighed in chosen.losses)
         self._is_weighted = chosen.weighting == "wpo"
-        self._needs_kl = any(one.loss.needs_kl for one in chosen.losses)
+        self._needs_kl = any(weighed.loss.needs_kl for weighed in chosen.losses)
         self.preference = Preference(
             chosen.losses, chosen.divergence, chosen.alpha, chosen.length_alpha, chosen.reward_scale
         )

@@ -43,7 +43,7 @@ def build_pairs(pairs: Sequence[Pair], references: Tensor | None = None) -> Pair
         for answer, other in ((pair.chosen, pair.rejected), (pair.rejected, pair.chosen))
     ]
     plain = build(rows)
-    held = {one.name: getattr(plain, one.name) for one in fields(MicroBatch)}
+    held = {field.name: getattr(plain, field.name) for field in fields(MicroBatch)}
     return PairBatch(**held, num_pairs=len(pairs), references=references)
 
 
@@ -138,7 +138,7 @@ class Preference:
     def figures(self, answers: Answers) -> dict[str, Tensor]:
         held = answers.weighed.detach()
         rewards = self.reward_scale * (held - answers.reference)
-        if any(one.loss.averages for one in self.losses):
+        if any(weighed.loss.averages for weighed in self.losses):
             rewards = self.reward_scale * held / answers.lengths
         is_there = (answers.lengths > 0).double()
         chosen, rejected = rewards[0::2], rewards[1::2]

@@ -89,7 +89,7 @@ class Shard:
             "rank": self.rank,
             "num_ranks": self.num_ranks,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "starts": {one.name: one.start for one in self.fragments},
+            "starts": {fragment.name: fragment.start for fragment in self.fragments},
             "state": dict(self.state),
         }
         if self.parts:

@@ -139,7 +139,7 @@ class KeptVersionsKey:
 
 def _with_milestones(kept: KeptVersions, stored: Stored, rule: KeepRule) -> KeptVersions:
     """Replace the milestones by those that are due among the kept and the stored versions."""
-    known = {PolicyVersion(one.version): one for one in kept.milestones}
+    known = {PolicyVersion(milestone.version): milestone for milestone in kept.milestones}
     for version, (step, manifest) in stored.items():
         known.setdefault(version, KeptVersion(version=version, step=step, manifest=manifest))
     milestones = tuple(known[version] for version in milestone_versions(known, rule))

@@ -138,7 +138,7 @@ class StoredCheckpoints:
         kept = set[str]()
         for folder, state in committed(self._root):
             sha256 = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
-            kept.update(blob_keys.checkpoint_file(self._run_id, state.epoch, one) for one in state.files.values())
+            kept.update(blob_keys.checkpoint_file(self._run_id, state.epoch, file) for file in state.files.values())
             kept.add(blob_keys.checkpoint_state(self._run_id, state.epoch, sha256).removesuffix(STATE_FILE))
         self._blobs.delete(
             key

@@ -179,9 +179,9 @@ def _by_pass(figures: StepFigures) -> dict[str, Any]:
     if not figures.passes:
         return {}
     return {
-        "updates": sum(one.num_updates for one in figures.passes),
-        "clip_fraction_by_pass": [one.clip_fraction for one in figures.passes],
-        "kl_proximal_by_pass": [one.kl_proximal for one in figures.passes],
+        "updates": sum(measured.num_updates for measured in figures.passes),
+        "clip_fraction_by_pass": [measured.clip_fraction for measured in figures.passes],
+        "kl_proximal_by_pass": [measured.kl_proximal for measured in figures.passes],
     }
 
 
@@ -223,25 +223,25 @@ def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
 
 def environment_figures(batch: Sequence[ReadyGroup]) -> dict[str, dict[str, Any]]:
     """Return the figures by environment; of trajectories that are no episodes there are none."""
-    found: dict[str, list[tuple[Episode, float, int]]] = {}
+    by_environment: dict[str, list[tuple[Episode, float, int]]] = {}
     for group in batch:
         trained = group.trained
         episodes = group.group.episodes[: len(trained.rewards)]
-        for one in zip(episodes, trained.rewards, trained.lengths, strict=False):
-            found.setdefault(one[0].environment, []).append(one)
-    return {name: _figures(episodes) for name, episodes in sorted(found.items())}
+        for played in zip(episodes, trained.rewards, trained.lengths, strict=False):
+            by_environment.setdefault(played[0].environment, []).append(played)
+    return {name: _figures(episodes) for name, episodes in sorted(by_environment.items())}
 
 
 def _figures(played: Sequence[tuple[Episode, float, int]]) -> dict[str, Any]:
     episodes = [episode for episode, _, _ in played]
-    versions = Counter(one.environment_version for one in episodes if one.environment_version)
+    versions = Counter(e.environment_version for e in episodes if e.environment_version)
     return {
         "episodes": len(episodes),
         "reward_mean": fmean(reward for _, reward, _ in played),
-        "turns_mean": fmean(len(one.turns) for one in episodes),
+        "turns_mean": fmean(len(e.turns) for e in episodes),
         "tokens_mean": fmean(length for _, _, length in played),
-        "cut_share": fmean(one.status != "done" for one in episodes),
-        "failures": sum(one.attempt for one in episodes),
+        "cut_share": fmean(e.status != "done" for e in episodes),
+        "failures": sum(e.attempt for e in episodes),
         **({"versions": dict(sorted(versions.items()))} if versions else {}),
     }
 
