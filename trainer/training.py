@@ -175,8 +175,8 @@ class Training:
                 keep_groups = self.settings.trainer.store_logprobs
                 learned = learn(self.planner, self.learner, batch, self.version, keep_groups=keep_groups)
             crash_points.reach(CrashPoint.STEPPED)
-            sums = learned.figures.sums
-            self.engine_check.check(compare_fresh_tokens(sums, learned.figures.maxima), self.version)
+            sums = learned.metrics.sums
+            self.engine_check.check(compare_fresh_tokens(sums, learned.metrics.maxima), self.version)
             self.collapse_check.check(sums["surprise"] / max(1.0, sums["tokens"]), self.num_steps_done)
         except (EngineMismatch, PolicyCollapsed, TrainingDiverged) as err:
             saved = self._save_batch(batch, err, algorithm)
@@ -198,12 +198,12 @@ class Training:
         skipped = dict(learned.skipped)
         timing = StepTiming(self._wait_s, self._step_s, self.publisher.publish_s)
         self._fields = {
-            **step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing),
+            **step_fields(self.num_steps_done, self.version, learned.metrics, batch, ages, timing),
             "mismatch_unseen_steps": self.engine_check.steps_since,
             "skipped": skipped,
             **({"updates_left_out": len(learned.left_out)} if learned.left_out else {}),
             **speed_fields(
-                learned.figures.work, num_tokens=sum(ages.values()), step_s=self._step_s, peak=self._peak_flops()
+                learned.metrics.work, num_tokens=sum(ages.values()), step_s=self._step_s, peak=self._peak_flops()
             ),
             **learned.reported,
             "reused_groups": num_reused,

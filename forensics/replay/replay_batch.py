@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.forensics.replay.replay_verdict import BatchVerdict, group_figures
+from penstock.forensics.replay.replay_verdict import BatchVerdict, group_metrics
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobMissing, ConfigError, MalformedFact, PackError, SignatureRefused, WireError
 from penstock.protocol.facts import BlobRef
@@ -40,7 +40,7 @@ from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner, learn
-from penstock.trainer.learner.step_figures import StepFigures
+from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
@@ -174,7 +174,7 @@ class BatchReplay:
             planner = Planner(self._settings, learner, self._batch.algorithm)
             plan = planner.plan(self._ready, self._batch.version)
             figures = learner.measure(plan, self._ready, keep_rows=len(plan.rows))
-            groups = group_figures(plan, figures, self._ready)
+            groups = group_metrics(plan, figures, self._ready)
             planner = Planner(self._settings, learner, self._batch.algorithm)  # the first plan has moved its state
             failure, made = self._failure(planner, learner, figures)
         fields = self._fields(figures if made is None else made, time.monotonic() - started)
@@ -196,12 +196,12 @@ class BatchReplay:
         )
 
     def _failure(
-        self, planner: Planner, learner: Learner, measured: StepFigures
-    ) -> tuple[Exception | None, StepFigures | None]:
+        self, planner: Planner, learner: Learner, measured: StepMetrics
+    ) -> tuple[Exception | None, StepMetrics | None]:
         """Return the error of this batch alone, and the figures of its step if one was made."""
         trainer = self._settings.trainer
         try:
-            figures = learn(planner, learner, self._ready, self._batch.version).figures
+            figures = learn(planner, learner, self._ready, self._batch.version).metrics
         except TrainingDiverged as err:
             return err, None
         learner.dismiss()
@@ -217,7 +217,7 @@ class BatchReplay:
             ), figures
         return None, figures
 
-    def _fields(self, figures: StepFigures, took_s: float) -> dict[str, Any]:
+    def _fields(self, figures: StepMetrics, took_s: float) -> dict[str, Any]:
         ages = staleness_tokens(self._ready, PolicyVersion(self._batch.version), least=self._settings.data.least_age)
         timing = StepTiming(wait_s=0.0, step_s=took_s, publish_s=0.0)
         fields = step_fields(self._batch.step, self._batch.version, figures, self._ready, ages, timing)

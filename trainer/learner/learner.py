@@ -28,7 +28,7 @@ from penstock.trainer.learner.pair_planner import MixedPairs
 from penstock.trainer.learner.policy import Observer, Policy
 from penstock.trainer.learner.policy_weights import CopyOrder, WeightCopies
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
-from penstock.trainer.learner.step_figures import RowRecorder, StepFigures, batch_figures, pass_figures
+from penstock.trainer.learner.step_metrics import RowRecorder, StepMetrics, batch_metrics, pass_metrics
 from penstock.trainer.learner.step_plan import Capacity, Passes, ReadyGroup, StepPlan
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
@@ -91,25 +91,25 @@ class Learner(RankProgram):
         super().follow()
 
     @on_all_ranks
-    def step(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepFigures:
+    def step(self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0) -> StepMetrics:
         """Make the optimizer step or steps of a batch; groups of the plan that are not ``ready`` are fetched.
 
-        The figures keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
+        The metrics keep the log-probabilities of the plan's first ``keep_rows`` rows, whichever rank computes them.
         """
         return self._learn(plan, ready, keep_rows)
 
     @on_all_ranks
     def measure(
         self, plan: StepPlan, ready: LeaderOnly[Iterable[ReadyGroup]] = (), *, keep_rows: int = 0
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Report what a step on a batch would minimise, without making it; of several optimizer steps the first pass.
 
         Nothing is refused: loss and log-probabilities may be no finite numbers.
         """
         steps_done = self.policy.steps_done
-        figures = self._learn(plan, ready, keep_rows, measures=True)
+        metrics = self._learn(plan, ready, keep_rows, measures=True)
         self.policy.steps_done = steps_done
-        return figures
+        return metrics
 
     @on_all_ranks
     def reference_gaps(
@@ -185,7 +185,7 @@ class Learner(RankProgram):
 
     def _learn(
         self, plan: StepPlan, ready: Iterable[ReadyGroup], keep_rows: int, *, measures: bool = False
-    ) -> StepFigures:
+    ) -> StepMetrics:
         share, objective, critic = self._share.index, self._objective.with_kl(plan.kl_coefficient), self._critic
         groups = groups_of(plan, share, ready, self._packs)
         if objective.needs_teacher or isinstance(self._reference, RemoteReference):
@@ -195,14 +195,14 @@ class Learner(RankProgram):
         built = micro_batches_of(plan, share, groups, self._images)
         batches: Sequence[MicroBatch] = [self._complete(batch, objective, priced) for batch in built]
         if critic is None:
-            figures = self._update(batches, plan.passes, objective, recorder, waits=measures)
+            metrics = self._update(batches, plan.passes, objective, recorder, waits=measures)
         else:
             credited = critic.credit(batches, plan.token_kl)
             waits = measures or critic.learns_alone(self.policy.steps_done)
-            figures = self._update(credited.micro_batches, plan.passes, objective, recorder, waits=waits)
-            figures = figures if measures else replace(figures, critic=critic.learn(credited))
+            metrics = self._update(credited.micro_batches, plan.passes, objective, recorder, waits=waits)
+            metrics = metrics if measures else replace(metrics, critic=critic.learn(credited))
         kept = None if recorder is None else recorder.gather(self._dims)
-        return replace(figures, work=self.policy.take_work(), kept=kept)
+        return replace(metrics, work=self.policy.take_work(), kept=kept)
 
     def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
         """Add the other policies' log-probabilities; ``priced`` is the form of a KL in every token's reward."""
@@ -224,7 +224,7 @@ class Learner(RankProgram):
         observe: Observer | None,
         *,
         waits: bool = False,
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Make the optimizer steps of a batch; with ``waits`` only measure it, in one pass.
 
         ``observe`` is called in the first pass, which takes the micro-batches in their order.
@@ -235,7 +235,7 @@ class Learner(RankProgram):
             return take_step([*batches, *pairs], mixed, self._reference, observe=observe)
         if passes is None:
             return take_step(self._bounded(batches), objective, self._reference, observe=observe)
-        pieces, made = passes.cut(batches), list[list[StepFigures]]()
+        pieces, made = passes.cut(batches), list[list[StepMetrics]]()
         for order in passes.orders[:1] if waits else passes.orders:
             made.append([])
             for number in order:
@@ -243,10 +243,10 @@ class Learner(RankProgram):
                 watching = observe if len(made) == 1 else None
                 made[-1].append(take_step(bounded, objective, self._reference, ends_batch=False, observe=watching))
                 crash_points.reach(CrashPoint.UPDATED)
-            if passes.is_exceeded(pass_figures(made[-1]).kl_proximal):  # the same on every rank
+            if passes.is_exceeded(pass_metrics(made[-1]).kl_proximal):  # the same on every rank
                 break
         self.policy.end_batch(has_learned=not waits)
-        return batch_figures(made)
+        return batch_metrics(made)
 
     def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return the micro-batches of an optimizer step with the drift limit of all of them, if the objective has one."""

@@ -27,7 +27,7 @@ from penstock.trainer.learner.preference_objective import (
     answers_of,
     build_pairs,
     coupled_loss,
-    mean_figures,
+    mean_metrics,
     mismatched,
     plan_pairs,
 )
@@ -249,12 +249,12 @@ def open_mixed_pairs(settings: TrainerSettings) -> PairSet | None:
     return pairs
 
 
-def pair_figures(sums: Mapping[str, float]) -> dict[str, float]:
+def pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Return what a step reports about its pairs, by the names of `telemetry/metrics.py`; empty for a step without pairs."""
     own = {name.removeprefix(_PREFIX): value for name, value in sums.items() if name.startswith(_PREFIX)}
     if not own:
         return {}
-    means = mean_figures(own, int(own["num_chosen"]))
+    means = mean_metrics(own, int(own["num_chosen"]))
     return {
         "pair_loss": own["loss"],
         "pair_accuracy": means["rewards/accuracies"],

@@ -25,7 +25,7 @@ from penstock.trainer.learner.flops import NO_WORK, Load, Work, load_of
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 from penstock.trainer.learner.policy_weights import PolicyWeights
 from penstock.trainer.learner.reference import ReferencePolicy
-from penstock.trainer.learner.step_figures import StepFigures, StepSums
+from penstock.trainer.learner.step_metrics import StepMetrics, StepSums
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -98,7 +98,7 @@ class Policy:
         *,
         ends_batch: bool = True,
         observe: Observer | None = None,
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
@@ -115,7 +115,7 @@ class Policy:
         lr_factor = objective.lr_factor(sums)
         update = self._trainable.update(lr_factor, ends_batch=ends_batch)
         self.steps_done += ends_batch
-        return StepFigures(
+        return StepMetrics(
             loss, update.grad_norm, update.lr, sums, maxima,
             lr_factor=lr_factor, layers=update.layers, left_out=(update.is_left_out,),
         )  # fmt: skip
@@ -128,11 +128,11 @@ class Policy:
         *,
         ends_batch: bool = True,
         observe: Observer | None = None,
-    ) -> StepFigures:
+    ) -> StepMetrics:
         """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
         loss, sums, maxima = self._pass(micro_batches, objective, reference, observe, learns=False)
         self.steps_done += ends_batch
-        return StepFigures(loss, 0.0, 0.0, sums, maxima)
+        return StepMetrics(loss, 0.0, 0.0, sums, maxima)
 
     def _pass(
         self,

@@ -197,7 +197,7 @@ class PreferenceObjective(PlainObjective):
         return Outcome(loss=loss.float() if batch.num_pairs else logprobs.sum(), sums=sums, maxima={})
 
 
-def mean_figures(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
+def mean_metrics(sums: Mapping[str, float], num_pairs: int) -> dict[str, float]:
     """Return the reported means over the pairs of a batch; with rows of one answer over the answers of each kind."""
     counts = {"chosen": sums["num_chosen"], "rejected": sums["num_rejected"]}
     if set(counts.values()) == {float(num_pairs)}:

@@ -36,7 +36,7 @@ from penstock.trainer.learner.deepspeed_config import (
 )
 from penstock.trainer.learner.optimizer_state import OptimizerState
 from penstock.trainer.learner.shard_files import Shard, ShardFiles, has_shards
-from penstock.trainer.learner.step_watch import LayerFigures, Outliers, StepWatch
+from penstock.trainer.learner.step_watch import LayerMetrics, Outliers, StepWatch
 from penstock.trainer.learner.tensor_parallel import WeightShares
 from penstock.trainer.optimizer_settings import OptimizerSettings
 from penstock.trainer.parallel_dims import ParallelDims
@@ -104,7 +104,7 @@ def optimisation(
 class Update:
     grad_norm: float  # before clipping
     lr: float
-    layers: Mapping[str, LayerFigures] = field(default_factory=dict)  # by group of layers, if they are watched
+    layers: Mapping[str, LayerMetrics] = field(default_factory=dict)  # by group of layers, if they are watched
     is_left_out: bool = False  # an outlier: nothing has changed
 
 

@@ -21,7 +21,7 @@ from penstock.protocol.packs import step_logprobs
 from penstock.protocol.packs.step_logprobs import KeptGroup, LogprobsHeader, StepLogprobs
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.learner.planning import Learned
-from penstock.trainer.learner.step_figures import KeptRows
+from penstock.trainer.learner.step_metrics import KeptRows
 from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan
 
 log = structlog.get_logger("trainer.telemetry.logprob_writer")
@@ -68,7 +68,7 @@ class LogprobWriter:
         self._thread.join(_CLOSE_S)
 
     def submit(self, numbers: StepNumbers, batch: Sequence[ReadyGroup], learned: Learned) -> None:
-        kept = learned.figures.kept
+        kept = learned.metrics.kept
         if kept is None or not len(kept.rows):
             return
         try:
