@@ -128,15 +128,9 @@ class Training:
         made = self._task.step([self._plan.order.at(position).prompt for position in positions])
         self._step += 1
         seconds = time.monotonic() - started
-        metrics = made.metrics
-        if not math.isfinite(metrics.loss):
-            raise TrainingDiverged(
-                f"step {self._step}: the loss is {metrics.loss}; nothing of this step is kept. "
-                "Lower the learning rate, and start again: the training resumes from its last checkpoint"
-            )
         self._seconds += seconds
         self._num_tokens += made.num_tokens
-        self._losses = [*self._losses[:1], metrics.loss]
+        self._losses = [*self._losses[:1], made.metrics.loss]
         if self._folder is not None:
             self._report(made, seconds)
 

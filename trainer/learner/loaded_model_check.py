@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.trainer.errors import UnsupportedModel
 
-log = structlog.get_logger("trainer.loaded_model_check")
+check_log = structlog.get_logger("trainer.loaded_model_check")
 
 _LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 _SHOWN = 3
@@ -31,7 +31,7 @@ def check_loaded(model: nn.Module, report: Mapping[str, Any], folder: Path) -> N
                 "be left out; set it to a folder whose config.json belongs to its weights"
             )
     if unused:
-        log.warning("tensors of the model folder are not used", num_tensors=len(unused), first=unused[:_SHOWN])
+        check_log.warning("tensors of the model folder are not used", num_tensors=len(unused), first=unused[:_SHOWN])
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
             raise UnsupportedModel(f"model.path = {folder}: {name} has NaN or infinite numbers; restore the file")
