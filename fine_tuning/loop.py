@@ -24,7 +24,6 @@ from penstock.fine_tuning.checkpoints import BackgroundCheckpoints, TrainingStat
 from penstock.fine_tuning.length import Best, Length
 from penstock.fine_tuning.training_folder import Result, TrainingFolder, move_result, write_result
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.errors import TrainingDiverged
 from penstock.trainer.fine_tuning_settings import FineTuningSettings
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.step_metrics import StepMetrics

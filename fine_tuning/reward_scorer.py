@@ -12,8 +12,7 @@ from penstock.trainer.algorithm.packed_rows import Layout
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.attention.models import WHOLE, pair_cost, read_rows, use_packed_rows
 from penstock.trainer.learner.flops import pass_cost
-from penstock.trainer.learner.load_model import attach_adapters, check_attention, from_folder, prepare
-from penstock.trainer.learner.loaded_model_check import check_loaded
+from penstock.trainer.learner.load_model import attach_adapters, check_attention, check_loaded, from_folder, prepare
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.sequence_parallel import TokenShares
 from penstock.trainer.learner.step_watch import layer_groups

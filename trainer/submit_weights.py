@@ -7,7 +7,7 @@ from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Snapshot, Weights
+from penstock.trainer.publishing.weight_buckets import Snapshot, Weights
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
 

@@ -274,7 +274,7 @@ def _write(path: Path, header: GgufHeader, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
-    from penstock.trainer.learner.loaded_model_check import check_loaded  # noqa: PLC0415
+    from penstock.trainer.learner.load_model import check_loaded  # noqa: PLC0415
 
     transformers_logging.disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}

@@ -32,7 +32,7 @@ from penstock.trainer.learner.step_metrics import RowRecorder, StepMetrics, batc
 from penstock.trainer.learner.step_plan import Capacity, Passes, ReadyGroup, StepPlan
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
-from penstock.trainer.publishing.snapshot import Weights
+from penstock.trainer.publishing.weight_buckets import Weights
 from penstock.trainer.rank_orders import LeaderOnly, RankProgram, on_all_ranks
 
 

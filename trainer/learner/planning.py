@@ -9,8 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from penstock.protocol.packs.step_logprobs import MAX_GROUPS, MAX_ROWS, MAX_TOKENS
-from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.credit import AlgorithmState, Scored, credit_rule
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.step_metrics import StepMetrics
 from penstock.trainer.learner.step_plan import (

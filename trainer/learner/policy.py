@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.distillation import top_of_teacher
+from penstock.trainer.algorithm.kl import top_of_teacher
 from penstock.trainer.algorithm.objective import Objective, Outcome, TokenOutcomes
 from penstock.trainer.errors import CheckpointError, TrainingDiverged, UnsupportedModel
 from penstock.trainer.learner import adapter

@@ -19,8 +19,15 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.rank_publisher import RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Weights
-from penstock.trainer.publishing.weight_buckets import TensorSink, WeightBuckets, assign_buckets
+from penstock.trainer.publishing.weight_buckets import (
+    AdapterBase,
+    AdapterWeights,
+    ModelWeights,
+    TensorSink,
+    WeightBuckets,
+    Weights,
+    assign_buckets,
+)
 
 if TYPE_CHECKING:
     from penstock.trainer.learner.policy import Policy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.distillation import of_teacher
+from penstock.trainer.algorithm.kl import of_teacher
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 
 

@@ -12,8 +12,8 @@ from penstock.protocol.weights.version_reader import UNUSABLE
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, Snapshot
 from penstock.trainer.publishing.version_writer import Content, Label, StoredVersion, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, Snapshot
 
 log = structlog.get_logger("trainer.published_base")
 

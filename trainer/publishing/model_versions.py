@@ -21,8 +21,8 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import PatchSize, PublishCoordinator
-from penstock.trainer.publishing.snapshot import AdapterBase, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import Content, Label, StoredVersion, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, ModelWeights, Snapshot
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 snapshot_log = structlog.get_logger("trainer.full_snapshots")

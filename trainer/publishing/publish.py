@@ -28,8 +28,8 @@ from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.head import PublishedVersions
 from penstock.trainer.publishing.publication import Publication, VersionPublisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import AdapterBase, Snapshot, Weights
 from penstock.trainer.publishing.version_writer import Label, VersionWriter, Written
+from penstock.trainer.publishing.weight_buckets import AdapterBase, Snapshot, Weights
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.model_folder import small_files
 from penstock.trainer.publishing.rank_publisher import StoredObjects
-from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import SigningKey  # its library is imported where a key is configured

@@ -26,9 +26,8 @@ from penstock.protocol.weights.adapter_format import AdapterConfig, published_na
 from penstock.protocol.weights.signature import SigningKey
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
-from penstock.trainer.publishing.snapshot import ModelWeights
 from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, copy_to_buckets
 from penstock.trainer.publishing.weight_gc import Retention, WeightGc
 from penstock.trainer.publishing.weight_retention import KeepRule
 

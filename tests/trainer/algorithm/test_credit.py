@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.algorithm.credit import Credit, Scored, credit_rule
+from penstock.trainer.algorithm.credit import AlgorithmState, Credit, Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.errors import CheckpointError
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from penstock.protocol.teacher_scores import TeacherRow
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
-from penstock.trainer.algorithm.distillation import kl_from_teacher
-from penstock.trainer.algorithm.kl import kl_full
+from penstock.trainer.algorithm.kl import kl_from_teacher, kl_full
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.learner.logprobs import CompletionScorer
 
