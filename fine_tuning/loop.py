@@ -106,7 +106,7 @@ class Training:
         try:
             return self._run()
         finally:
-            self._checkpoints.close()
+            self._checkpoints.thread.close()
 
     def _run(self) -> Result | None:
         self._resume()
@@ -179,9 +179,9 @@ class Training:
         started = time.monotonic()
         choice = None
         if self._folder is not None:
-            self._checkpoints.check()
+            self._checkpoints.thread.check()
             stops = self._stop.is_set() or self._folder.is_pause_requested
-            is_due = self._schedule.is_due(self._step, started, is_writing=self._checkpoints.is_writing)
+            is_due = self._schedule.is_due(self._step, started, is_writing=self._checkpoints.thread.is_busy)
             if is_due or stops:
                 self._wait_for_checkpoint(self._folder)  # before any rank makes its next copy
             choice = [is_due, stops]
@@ -202,7 +202,7 @@ class Training:
 
     def _wait_for_checkpoint(self, folder: TrainingFolder) -> None:
         """Wait until the newest checkpoint is committed; then only its best weights, and newer ones, are needed."""
-        self._checkpoints.wait()
+        self._checkpoints.thread.wait()
         if self._newest_state is not None:
             folder.keep_best({step for step in (self._newest_state.best_step, self._best.step) if step is not None})
 
@@ -275,7 +275,7 @@ class Training:
     def _write_result(self) -> Result:
         plan = self._plan
         if self._folder is not None:
-            self._checkpoints.wait()
+            self._checkpoints.thread.wait()
         uses_best = plan.settings.keep_best and self._best.step != self._step
         best = self._best_folder()
         if not uses_best:

@@ -44,7 +44,7 @@ from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmit
 from penstock.trainer.telemetry.event_writer import EventWriter, StepReporter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 from penstock.trainer.telemetry.logprob_writer import LogprobWriter, StepNumbers
-from penstock.trainer.telemetry.metrics import StepTiming, speed_fields, step_fields
+from penstock.trainer.telemetry.metrics import speed_fields, step_fields
 from penstock.trainer.telemetry.trainer_metrics import TrainerMetrics
 
 log = structlog.get_logger("trainer.training")
@@ -196,9 +196,11 @@ class Training:
         first_uses = {group_id: count for group_id, count in tokens.items() if group_id not in self.ledger}
         num_reused = len(batch) - len(first_uses)
         skipped = dict(learned.skipped)
-        timing = StepTiming(self._wait_s, self._step_s, self.publisher.publish_s)
         self._fields = {
-            **step_fields(self.num_steps_done, self.version, learned.metrics, batch, ages, timing),
+            **step_fields(self.num_steps_done, self.version, learned.metrics, batch, ages),
+            "wait_s": self._wait_s,
+            "step_s": self._step_s,
+            "publish_s": self.publisher.publish_s,
             "mismatch_unseen_steps": self.engine_check.steps_since,
             "skipped": skipped,
             **({"updates_left_out": len(learned.left_out)} if learned.left_out else {}),

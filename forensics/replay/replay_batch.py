@@ -15,7 +15,6 @@ weights come from a checkpoint.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,7 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS, verify_files
 from penstock.trainer.recovery.recorded_settings import named_code, read_settings
 from penstock.trainer.recovery.stored_checkpoints import complete_copy
-from penstock.trainer.telemetry.metrics import StepTiming, step_fields
+from penstock.trainer.telemetry.metrics import step_fields
 
 if TYPE_CHECKING:
     from penstock.protocol.weights.signature import TrustedKeys  # its library is imported where keys are named
@@ -167,7 +166,6 @@ class BatchReplay:
 
     def run(self, store: Blobs) -> BatchVerdict:
         """Train on the batch once, and return what was found; raises ConfigError where the weights before it are not stored."""
-        started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="replay-", dir=self._folder.parent) as scratch:
             weights = self._find_weights(store, Path(scratch))
             learner = self._build(weights)
@@ -177,7 +175,7 @@ class BatchReplay:
             groups = group_metrics(plan, figures, self._ready)
             planner = Planner(self._settings, learner, self._batch.algorithm)  # the first plan has moved its state
             failure, made = self._failure(planner, learner, figures)
-        fields = self._fields(figures if made is None else made, time.monotonic() - started)
+        fields = self._fields(figures if made is None else made)
         if made is None:  # no step was made
             fields = {name: value for name, value in fields.items() if name not in ("grad_norm", "lr", "lr_set")}
         if self._ranks.num_ranks > 1:
@@ -217,11 +215,9 @@ class BatchReplay:
             ), figures
         return None, figures
 
-    def _fields(self, figures: StepMetrics, took_s: float) -> dict[str, Any]:
+    def _fields(self, figures: StepMetrics) -> dict[str, Any]:
         ages = staleness_tokens(self._ready, PolicyVersion(self._batch.version), least=self._settings.data.least_age)
-        timing = StepTiming(wait_s=0.0, step_s=took_s, publish_s=0.0)
-        fields = step_fields(self._batch.step, self._batch.version, figures, self._ready, ages, timing)
-        return {name: value for name, value in fields.items() if name not in ("wait_s", "publish_s", "step_s")}
+        return step_fields(self._batch.step, self._batch.version, figures, self._ready, ages)
 
     def _find_weights(self, store: Blobs, scratch: Path) -> _Weights:
         """Return the weights of the batch's version: of a checkpoint, as published, or the initial ones."""

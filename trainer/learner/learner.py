@@ -26,7 +26,7 @@ from penstock.trainer.learner.image_reader import ImageReader
 from penstock.trainer.learner.micro_batches import PackStore, check_taught, groups_of, micro_batches_of
 from penstock.trainer.learner.pair_planner import MixedPairs
 from penstock.trainer.learner.policy import Observer, Policy
-from penstock.trainer.learner.policy_weights import CopyOrder, WeightCopies
+from penstock.trainer.learner.policy_weights import WeightCopies
 from penstock.trainer.learner.reference import ReferencePolicy, RemoteReference
 from penstock.trainer.learner.step_metrics import RowRecorder, StepMetrics, batch_metrics, pass_metrics
 from penstock.trainer.learner.step_plan import Capacity, Passes, ReadyGroup, StepPlan
@@ -68,7 +68,6 @@ class Learner(RankProgram):
         self.bucket_bytes = BUCKET_BYTES  # of copies: the unit of comparison, and of a full snapshot's files
         self.captured = CaptureSlot()
         self._publisher: RankPublisher | None = None
-        self._num_copies = 0
         self._copies = WeightCopies(policy, dims, self.copied_root)
 
     @property
@@ -151,9 +150,9 @@ class Learner(RankProgram):
         holds more than its buckets and one tensor, even if weights have to be gathered. ``as_adapter`` copies the
         adapters to rank 0, and once the base that they are applied to. Before the first step the base is published.
         """
-        self._num_copies += 1
-        order = CopyOrder(self._num_copies, dtype, as_adapter, tuple(wanted), self.bucket_bytes)
-        return self._copies.copy(order, self._publisher)
+        return self._copies.copy(
+            dtype, self._publisher, as_adapter=as_adapter, wanted=wanted, bucket_bytes=self.bucket_bytes
+        )
 
     @on_all_ranks
     def copied_root(self) -> str:

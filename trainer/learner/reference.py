@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.kl import of_teacher
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
+
+if TYPE_CHECKING:
+    from penstock.trainer.learner.policy import Policy
 
 
 def park(module: nn.Module, device: torch.device) -> None:
@@ -73,22 +76,10 @@ class RemoteReference:
         raise ValueError("whole distributions of a remote reference are not stored; use another form of the KL")
 
 
-class Adapted(Protocol):
-    """A policy whose adapters can be switched off."""
-
-    def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch under the model that training started from; [N] float32."""
-        ...
-
-    def logits_without_adapter(self, batch: MicroBatch) -> Logits:
-        """Return the logits of a micro-batch under the model that training started from."""
-        ...
-
-
 class WithoutAdapter:
     """The policy with its adapters switched off: the model that it started from, without extra memory."""
 
-    def __init__(self, policy: Adapted) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
     def logprobs(self, batch: MicroBatch) -> Tensor:

@@ -84,7 +84,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -97,24 +96,14 @@ from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.learner.step_watch import ALL, LayerMetrics
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """Seconds of wall-clock time."""
-
-    wait_s: float
-    step_s: float
-    publish_s: float
-
-
 def step_fields(
     step: int,
     version: int,
     metrics: StepMetrics,
     batch: Sequence[ReadyGroup],
     staleness_tokens: Mapping[int, int],
-    timing: StepTiming,
 ) -> dict[str, Any]:
-    """Return the fields of one step's event, without the counts of the whole run."""
+    """Return the fields of one step's event, without its times and the counts of the whole run."""
     trained = [group.trained for group in batch]
     rewards = [reward for group in trained for reward in group.rewards]
     baselines = [group.baseline[0] for group in trained if group.baseline is not None]
@@ -155,9 +144,6 @@ def step_fields(
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),
-        "wait_s": timing.wait_s,
-        "step_s": timing.step_s,
-        "publish_s": timing.publish_s,
     }
 
 
