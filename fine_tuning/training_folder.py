@@ -3,7 +3,7 @@
 metrics.jsonl     one line for each step and each validation, as docs/metrics.md describes
 checkpoints/      removed when the result is written
 best/             model folder of the lowest validation loss, with keep_best; moved to the result
-result.json       what the training came to; written when the model folder is complete, removed when it trains again
+result.json       the outcome of the training; written when the model folder is complete, removed when it trains again
 lock              held while a process trains
 
 The result is a model folder, and with LoRA the adapter beside it in PEFT's format.

@@ -92,8 +92,8 @@ class ParallelLayout:
         if family not in DIVIDED:
             raise ConfigError(
                 f"trainer.tensor_parallel = {ranks}, and {where} is a {family} model: only the weights of {', '.join(DIVIDED)} are "
-                "divided, which are compared with one process; DeepSpeed 0.19 refuses experts, and trains others wrongly without a "
-                "word where a weight is read by a part of the heads. Set trainer.tensor_parallel = 1, and trainer.zero_stage = 3"
+                "divided, which are compared with one process; DeepSpeed 0.19 refuses experts, and trains others wrongly without an "
+                "error where a weight is read by a part of the heads. Set trainer.tensor_parallel = 1, and trainer.zero_stage = 3"
             )
         width = config.get("intermediate_size")
         if isinstance(width, int) and width % ranks:

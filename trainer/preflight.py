@@ -111,7 +111,7 @@ def check_is_newest(
 ) -> None:
     """Refuse to resume from anything but the newest checkpoint that the run committed.
 
-    The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without a word. A
+    The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without an error. A
     checkpoint that is newer than NATS knows is accepted: the trainer was killed before it wrote the key.
 
     Args:

@@ -52,7 +52,7 @@ class RankActivity:
     since: float = field(default_factory=time.monotonic)
 
     def begin(self, phase: str, step: int) -> None:
-        """Take note that a phase begins, after ``step`` steps of the run."""
+        """Record the start of a phase, after ``step`` steps of the run."""
         self.phase, self.step, self.since = phase, step, time.monotonic()
 
     def describe(self) -> str:

@@ -306,7 +306,7 @@ class Training:
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
 
     def on_committed(self, took_s: float) -> None:
-        """Take note of a checkpoint that was committed ``took_s`` after its copy in memory (called on its thread)."""
+        """Record a checkpoint that was committed ``took_s`` after its copy in memory (called on its thread)."""
         self.schedule.committed(took_s)
         self.metrics.checkpoint_written(took_s)
 

@@ -47,7 +47,7 @@ class ChosenParts:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ChosenParts:
-        """Find the parts by the values of [algorithm]; raises ConfigError for a part that there is not."""
+        """Find the parts by the values of [algorithm]; raises ConfigError for an unknown part."""
         return cls(
             LOSSES.find(values["loss"]),
             ESTIMATORS.find(values["advantage"]),

@@ -37,7 +37,7 @@ def build_learner(
     """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings.
 
     Ranks fetch groups from ``packs``; ``pairs`` are those that are trained on beside the groups (`open_mixed_pairs`). The adapters
-    begin with those in the folder ``adapter``; None: anew.
+    begin with those in the folder ``adapter``; None: from their first values.
     """
     trainer = settings.trainer
     how = replace(

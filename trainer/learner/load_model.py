@@ -85,7 +85,7 @@ def load_policy(
         how: Optimizer, schedule, ZeRO stage and dtype.
         dims: How the ranks share the work.
         temperature: Divides the logits; the sampling temperature of the rollouts.
-        adapters: Folder of published adapters, in PEFT's form, that those of the policy begin with; None: they begin anew.
+        adapters: Folder of published adapters, in PEFT's form, that those of the policy begin with; None: they start from their first values.
 
     Raises:
         UnsupportedModel: The folder is missing or holds no causal language model, or the adapters are others than ``how`` says.
@@ -168,7 +168,7 @@ def from_folder(
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # `check_loaded` says in our words what is missing
+    transformers_logging.set_verbosity_error()  # `check_loaded` reports what is missing
     try:
         if dims is not None and dims.layout.ranks_of_rows > 1:
             _check_layout(getattr(transformers, loader), folder, dims, **options)

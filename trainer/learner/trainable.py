@@ -229,7 +229,7 @@ class Trainable:
         self._engine.step({"ends_batch": ends_batch})  # the scheduler sets the next step's rate
         norm = self._engine.get_global_grad_norm()
         norm = self._own_norm if norm is None else float(norm)
-        if not self._engine.was_step_applied():  # the other stages leave such a step out without a word
+        if not self._engine.was_step_applied():  # the other stages leave such a step out without an error
             raise _diverged(norm, self._engine.global_steps)
         if self._watch is None:
             return Update(norm, lr)

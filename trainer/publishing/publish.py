@@ -261,7 +261,7 @@ class Publisher:
             try:
                 fact = decode(message.data, WeightsPublished)
             except WireError as err:
-                log.warning("announcement of weights skipped: it is none", error=str(err))
+                log.warning("message that is no announcement of weights skipped", error=str(err))
                 continue
             found[PolicyVersion(fact.version)] = fact
         return found

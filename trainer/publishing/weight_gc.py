@@ -78,7 +78,7 @@ class KeptVersionsKey:
     def update(self, stored: Stored) -> KeptVersions:
         """Add what is due and return the record: results not written yet, milestones, and where the versions are stored.
 
-        Raises BusError when it cannot be written, but not for ever: a NATS user made before this key existed has no right
+        Raises BusError when it cannot be written, but only in its first attempts: a NATS user made before this key existed has no right
         to write it, and garbage must be collected all the same. Then no further version is kept.
         """
         try:
