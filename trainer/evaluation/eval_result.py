@@ -219,6 +219,11 @@ class Evaluation:
         return bool(self.waiting_for) and self.waiting_for <= self.dead_lettered.keys()
 
     @property
+    def missing(self) -> str:
+        """The groups that have not arrived, as a failure begins with them."""
+        return f"evaluation of version {self.version}: {len(self.waiting_for)} of {self.source.num_prompts} groups"
+
+    @property
     def is_over(self) -> bool:
         return bool(self.failure) or not self.waiting_for
 
