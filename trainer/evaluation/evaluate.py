@@ -88,13 +88,9 @@ class Evaluator:
         self._sources = NumberedSources(sources)
         self._publisher = publisher
         self._deadline_s, self._silent_s = deadline_s, silent_s
-        self._on_end = on_end
-        self._accounting = accounting
+        self._on_end, self._accounting, self._success = on_end, accounting, success
         self._reader = reader or PackReader(connections.blobs.get)
-        self._success = success
-        self._settings_before = settings_before
-        self._seed = seed
-        self._mixture = mixture
+        self._settings_before, self._seed, self._mixture = settings_before, seed, mixture
         self._evaluations: dict[tuple[PolicyVersion, str], Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
