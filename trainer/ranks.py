@@ -132,9 +132,8 @@ class RankSubgroup:
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """Send ``parts[n]`` to rank n of the group, and return what each sent to this one, [size, …] as ``parts``."""
         given = parts.contiguous()
-        found = torch.empty(
-            given.shape, dtype=given.dtype, device=given.device
-        )  # `empty_like` could keep other strides
+        # `empty_like` could keep other strides.
+        found = torch.empty(given.shape, dtype=given.dtype, device=given.device)
         dist.all_to_all_single(found, given, group=self._group)
         return found
 

@@ -160,9 +160,7 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         )
         baselines = rewards[is_baseline][index[~is_baseline]] if estimator.needs_baseline else None
         rewards, shaped, lengths, index = (values[~is_baseline] for values in (rewards, shaped, lengths, index))
-        if (
-            settings.reward_kl_coefficient and not estimator.has_critic
-        ):  # with a critic, the KL of each token is in its own reward
+        if settings.reward_kl_coefficient and not estimator.has_critic:  # with a critic, it is in each token's reward
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
             rewards = rewards - running.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         turns = turns_of(groups, rewards) if estimator.by_turn or any(g.turns for g in groups) else None

@@ -53,9 +53,7 @@ class FileReport:
     formats: Counter[str] = field(default_factory=Counter)
     num_grpo: int = 0  # rows with a prompt to answer
     num_sft: int = 0  # rows with something to imitate
-    num_pairs: int | None = (
-        None  # rows with two answers, of a run that trains on them beside its groups; None: of no such run
-    )
+    num_pairs: int | None = None  # rows with two answers; None: the run does not train on them
     data_sources: Counter[str] = field(default_factory=Counter)
     num_ground_truths: Counter[str] = field(default_factory=Counter)  # by data_source
     prompt_lengths: list[int] = field(default_factory=list)

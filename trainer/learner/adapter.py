@@ -32,9 +32,8 @@ class Lora:
     rank: int
     alpha: float
     dropout: float = 0.0
-    targets: tuple[
-        str, ...
-    ] = ()  # endings of module names; none: every linear layer but the output head, of a mixture of experts those of attention
+    # Endings of module names; none: every linear layer but the output head, of a mixture of experts those of attention.
+    targets: tuple[str, ...] = ()
     seed: int = 0  # of A: the same on every rank and after a restart
 
 

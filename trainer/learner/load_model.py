@@ -215,9 +215,8 @@ def prepare(model: Any, how: Optimisation) -> None:
     backends.use(how.attention)
     model.config.use_cache = False
     if how.gradient_checkpointing:
-        enable = getattr(
-            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-        )  # its name before
+        # transformers renamed the method, and warns about the former name.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     if how.activation_offload:
         offload_activations(model.base_model)

@@ -30,9 +30,7 @@ from penstock.trainer.errors import CheckpointError
 
 WEIGHT = "weight"  # the kind of a fragment that holds float32 master weights; other kinds are the optimizer's
 _FORMAT = "penstock_shard.v1"
-_FORMAT_OF_PARTS = (
-    "penstock_shard.v2"  # with parameters that are cut; releases before it would read parts as whole parameters
-)
+_FORMAT_OF_PARTS = "penstock_shard.v2"  # parameters that are cut, which earlier releases would read as whole ones
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _PATTERN = "rank*.safetensors"
 

@@ -143,9 +143,7 @@ class StepPlan:
     token_kl: float = 0.0  # coefficient of the KL in every token's reward, in a run with a critic
     least_age: int = 0  # of any token: 1 if no version of this run sampled it
     kl_coefficient: float | None = None  # of the KL in the loss, if it is adaptive; None: that of the objective
-    passes: Passes | None = (
-        None  # the optimizer steps, of which each share's micro-batches are in order; None: one step
-    )
+    passes: Passes | None = None  # the optimizer steps, in the order of each share's micro-batches; None: one step
 
 
 def make_plan(
