@@ -43,14 +43,7 @@ from penstock.trainer.learner.pair_planner import open_mixed_pairs
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.vision_check import check_vision
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.preflight import (
-    RunData,
-    check_rewards,
-    check_shared,
-    connect,
-    newest_checkpoint,
-    open_data,
-)
+from penstock.trainer.preflight import RunData, check_rewards, check_shared, connect, newest_checkpoint, open_data
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.rank_publisher import PublishCoordinator, RankPublisher
 from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc

@@ -78,11 +78,7 @@ class WeightSubmitter:
         is_last = step == self._settings.trainer.steps
         self._publisher.submit(
             Snapshot(
-                version=version,
-                step=step,
-                weights=weights,
-                dtype=self.dtype,
-                must_publish=must_publish or is_last,
+                version=version, step=step, weights=weights, dtype=self.dtype, must_publish=must_publish or is_last
             )
         )
 

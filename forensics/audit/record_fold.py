@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from penstock.protocol.facts import AbandonedCompletion, BlobRef, Split
-from penstock.protocol.record.lineage import (
-    DroppedGroup,
-    EvaluatedGroup,
-    LineageChapter,
-    RecordedStep,
-    SplitTotals,
-)
+from penstock.protocol.record.lineage import DroppedGroup, EvaluatedGroup, LineageChapter, RecordedStep, SplitTotals
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 _NEVER_VERIFIED = frozenset({"unreadable", "quarantined"})  # reasons for which the trainer had no readable pack

@@ -186,8 +186,7 @@ class _GeneralSettings(Section):
         description="Weight of the KL to the reference inside the reward, summed over the trajectory's tokens; 0: off.",
     )
     reward_kl_form: RewardKlForm = Field(
-        default="k1",
-        description="Estimator of the KL inside the reward; full: exact, of the policy before the step.",
+        default="k1", description="Estimator of the KL inside the reward; full: exact, of the policy before the step."
     )
     kl_target: float | None = Field(
         default=None,

@@ -311,11 +311,7 @@ class CrossEntropy(PlainObjective):
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, **scores: Tensor) -> Outcome:
         weights = batch.weights if self._form == "nll" else batch.weights * logprobs.detach().exp()
-        return Outcome(
-            loss=-(logprobs * weights).sum(),
-            sums={"tokens": torch.tensor(float(len(logprobs)))},
-            maxima={},
-        )
+        return Outcome(loss=-(logprobs * weights).sum(), sums={"tokens": torch.tensor(float(len(logprobs)))}, maxima={})
 
 
 def build_objective(settings: AlgorithmSettings) -> PolicyGradient:

@@ -144,9 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.model or options.run:
         path = model_folder(options.model, "--model") if options.model else settings.model.path
         tokenizer = ChatTokenizer.read(
-            gguf_model.model_folder(path),
-            arguments=data.template_arguments,
-            needs_template=data.text_prompts == "chat",
+            gguf_model.model_folder(path), arguments=data.template_arguments, needs_template=data.text_prompts == "chat"
         )
         images = ImageRows(read_processor(path))
     max_new_tokens = settings.rollout.max_new_tokens if options.run else 1

@@ -58,12 +58,7 @@ class ValueScorer(nn.Module):
         self.value_head = ValueHead(config.hidden_size, next(language_model.parameters()).dtype)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        predictors: Tensor,
-        *,
-        position_ids: Tensor | None = None,
-        layout: Layout | None = None,
+        self, input_ids: Tensor, predictors: Tensor, *, position_ids: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
         """Return the value [N] float32 before each sampled token; arguments as in `CompletionScorer`."""
         hidden = read_rows(self.body, input_ids, position_ids, layout, self._packed, self._shares)

@@ -240,11 +240,7 @@ class Policy:
             logits = reference.logits(batch)
         top = top_of_teacher(batch) if objective.needs_teacher_kl else None
         read = self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits, kl_from=top)
-        is_read = {
-            "entropies": objective.needs_entropy,
-            "full_kl": logits is not None,
-            "teacher_kl": top is not None,
-        }
+        is_read = {"entropies": objective.needs_entropy, "full_kl": logits is not None, "teacher_kl": top is not None}
         logprobs, *scores = torch.atleast_2d(read)
         names = [name for name, is_on in is_read.items() if is_on]
         outcome = objective(logprobs, batch, **dict(zip(names, scores, strict=True)))

@@ -249,13 +249,7 @@ def _micro_batches(
 
 def all_rows(groups: Sequence[ReadyGroup], capacity: Capacity) -> StepPlan:
     """Return a plan with every trajectory of a batch, in its order, to measure them before `make_plan`."""
-    return make_plan(
-        groups,
-        credit=_equal_credit,
-        aggregation="token-sum",
-        max_completion_tokens=1,
-        capacity=capacity,
-    )
+    return make_plan(groups, credit=_equal_credit, aggregation="token-sum", max_completion_tokens=1, capacity=capacity)
 
 
 def by_trajectory(groups: Sequence[ReadyGroup], values: Sequence[float]) -> list[float]:

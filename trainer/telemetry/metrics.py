@@ -97,11 +97,7 @@ from penstock.trainer.learner.step_watch import ALL, LayerMetrics
 
 
 def step_fields(
-    step: int,
-    version: int,
-    metrics: StepMetrics,
-    batch: Sequence[ReadyGroup],
-    staleness_tokens: Mapping[int, int],
+    step: int, version: int, metrics: StepMetrics, batch: Sequence[ReadyGroup], staleness_tokens: Mapping[int, int]
 ) -> dict[str, Any]:
     """Return the fields of one step's event, without its times and the counts of the whole run."""
     trained = [group.trained for group in batch]

@@ -34,12 +34,7 @@ class ImportanceOptions(Options):
         return self
 
 
-@correction(
-    options=ImportanceOptions,
-    source="TIS; IcePop, arXiv 2510.18855",
-    switch="importance",
-    repeats_ratio=True,
-)
+@correction(options=ImportanceOptions, source="TIS; IcePop, arXiv 2510.18855", switch="importance", repeats_ratio=True)
 def importance(
     drift: Drift, *, importance: Level, importance_bound: Bound, importance_high: float, importance_low: float
 ) -> Tensor:
