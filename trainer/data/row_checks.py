@@ -134,11 +134,11 @@ def encode_texts(texts: Sequence[str], begin_plain: Sequence[bool], tokenizer: C
     ]
 
 
-def read_tokenizer(settings: TrainerSettings) -> ChatTokenizer:
-    """Return the tokenizer of ``model.path`` with its chat template, which must exist where the settings render chats with it."""
+def read_tokenizer(settings: TrainerSettings, *, renders_chats: bool = True) -> ChatTokenizer:
+    """Return the tokenizer of ``model.path``; it must have a chat template if the settings render chats with it."""
     data = settings.data
-    renders_chats = data.text_prompts == "chat" and data.from_run is None
-    return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=renders_chats)
+    needs_template = renders_chats and data.text_prompts == "chat"
+    return ChatTokenizer.read(settings.model.path, arguments=data.template_arguments, needs_template=needs_template)
 
 
 _PAIR = ("chosen", "rejected")
