@@ -32,8 +32,7 @@ from penstock.rollout_service.weights.mirror import Mirror
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
-from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 RUN = "flow"

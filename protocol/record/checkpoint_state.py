@@ -39,7 +39,7 @@ class CheckpointState(Wire):
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
     letters_read: Count = 0  # sequence number of the last dead letter that this state knows
     totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/counters.py` writes them
-    algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/algorithm_state.py` writes it
+    algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/credit.py` writes it
     abandoned: tuple[
         tuple[Count, Count], ...
     ] = ()  # versions between both were published by sessions that were rolled back
