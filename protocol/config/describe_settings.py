@@ -161,7 +161,7 @@ def _values(members: Sequence[Any], field: FieldInfo) -> list[str]:
 
 def _type_name(annotation: Any, *, many: bool = False) -> str:
     members = members_of(annotation)
-    if len(members) > 1:
+    if len(members) != 1:
         return " or ".join(dict.fromkeys(_type_name(one, many=many) for one in members if one is not type(None)))
     (annotation,) = members
     origin = get_origin(annotation)

@@ -65,7 +65,7 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
     rids = _rids(body.rid, len(prompts))
     adapters = _adapters(body.lora_path, len(prompts), model)
     positions = _image_positions(body.image_positions, len(prompts), model)
-    sequences, their_params = [], []
+    sequences = []
     for given, shown, places, requested, rid, adapter in zip(
         prompts, images or [()] * len(prompts), positions, params, rids, adapters, strict=True
     ):
@@ -77,10 +77,9 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
         start = _input_logprob_start(body, prompt)
         for index in range(num_samples):
             sampling = _sampling(requested, index, len(prompt), model)
-            name = rid if num_samples == 1 else f"{rid}-{index}"
             sequences.append(
                 Sequence(
-                    name,
+                    rid if num_samples == 1 else f"{rid}-{index}",
                     prompt,
                     sampling,
                     extra_key=body.extra_key,
@@ -91,10 +90,9 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
                     wants_experts=body.return_routed_experts,
                 )
             )
-            their_params.append(requested)
     return RequestedJob(
         sequences,
-        their_params,
+        [requested for requested in params for _ in range(num_samples)],
         is_list=is_batch or num_samples > 1,
         return_logprob=bool(body.return_logprob),
         return_prompt_token_ids=body.return_prompt_token_ids,

@@ -91,11 +91,7 @@ def prepare_adapter(
         )
 
     def layer(index: int) -> Mapping[Site, LowRank]:
-        changed: dict[Site, LowRank] = {}
-        for site, parts in sites.items():
-            if (pair := fuse(index, parts)) is not None:
-                changed[site] = pair
-        return changed
+        return {site: pair for site in _SITES if (pair := fuse(index, sites[site])) is not None}
 
     return Adapter(name, path, tuple(map(layer, range(config.num_layers))), next(_numbers))
 

@@ -156,8 +156,6 @@ async def over_http(
     from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415
 
     class Counted(httpx2.AsyncByteStream):
-        """A response's body, up to a limit."""
-
         def __init__(self, stream: Any) -> None:
             self._stream = stream
 
