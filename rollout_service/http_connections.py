@@ -26,7 +26,7 @@ _CONNECT_S = 5.0
 
 
 class ConnectionFailed(PenstockError):
-    """No connection, or it broke before the answer was complete: what became of the request is not known."""
+    """No connection, or it broke before the answer was complete: whether the request was processed is unknown."""
 
 
 class AnswerRefused(PenstockError):

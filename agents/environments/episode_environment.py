@@ -1,4 +1,4 @@
-"""What environments of several turns and programs share: a group of episodes for each task, begun again where they fail.
+"""What environments of several turns and programs share: a group of episodes for each task, restarted where they fail.
 
 `TurnEnvironment` plays an author's class, `Program` runs a program; each makes one attempt at an episode, recorded token for token by
 `proxy/`.
@@ -213,7 +213,7 @@ class EpisodeEnvironment(Environment):
                     await self._store.keep(task, episode)
                 return _Attempted(episode, "")
             problem = f"{attempt.played.status}: {attempt.played.problem}"
-            log.warning("episode begun again", episode=begun.name, attempt=number, problem=problem)
+            log.warning("episode restarted", episode=begun.name, attempt=number, problem=problem)
         return _Attempted(None, problem)
 
     def _continues(self, task: Task, episode: Episode) -> bool:

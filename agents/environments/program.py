@@ -1,13 +1,13 @@
 """`program`: a program that somebody else wrote, run once for each episode against a URL of the token-exact proxy.
 
-| how it ends                                                       | status      | what becomes of it             |
+| how it ends                                                       | status      | outcome                        |
 |-------------------------------------------------------------------|-------------|--------------------------------|
 | exit status 0                                                     | `done`      | trained                        |
 | the turns, the model's context or the record were used up         | `truncated` | trained                        |
 | the time is used up, most of it by the policy                     | `timeout`   | trained                        |
-| the time is used up, most of it by the program                    | `timeout`   | begun again with the same seed |
-| another exit status, no request, no result where one is needed    | `failed`    | begun again with the same seed |
-| its tokens are of versions too far apart                          | `expired`   | begun again with the same seed |
+| the time is used up, most of it by the program                    | `timeout`   | restarted with the same seed |
+| another exit status, no request, no result where one is needed    | `failed`    | restarted with the same seed |
+| its tokens are of versions too far apart                          | `expired`   | restarted with the same seed |
 
 A program that ends with an error after the engine failed did not fail itself: the pack is requeued.
 """
@@ -158,7 +158,7 @@ class ProgramOptions(PlayOptions):
             )
         for one in self.readable:
             if not Path(one).is_absolute():
-                raise ValueError(f"readable: {one!r} is no absolute path")
+                raise ValueError(f"readable: {one!r} is not an absolute path")
         return self
 
 

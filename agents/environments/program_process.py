@@ -2,7 +2,7 @@
 
 The kernel kills the program when its worker exits (`protocol/parent_death.py`). What the program itself had started then, or what had
 left its process group, carries the worker's mark in its environment variables, as the folders do in their names: every worker with
-programs on the machine looks for those of workers that are gone, when it begins and every half minute, and ends and deletes both.
+programs on the machine looks for those of workers that have exited, when it begins and every half minute, and ends and deletes both.
 
 A confined program has namespaces of its own for processes, network and users. The only network is a loopback interface on which
 `inside_sandbox.py` listens and passes every connection on to the proxy's Unix socket. All of its processes end with the sandbox: none
@@ -126,7 +126,7 @@ def mark() -> str:
 
 
 def sweep(parent: Path) -> tuple[int, int]:
-    """Kill programs and delete folders in ``parent`` of workers of this PID namespace that are gone; return how many."""
+    """Kill programs and delete folders in ``parent`` of workers of this PID namespace that have exited; return how many."""
     killed = deleted = 0
     for pid in left_processes():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -139,7 +139,7 @@ def sweep(parent: Path) -> tuple[int, int]:
 
 
 def left_processes() -> list[int]:
-    """Return the programs of workers of this PID namespace that are gone, and what these have started."""
+    """Return the programs of workers of this PID namespace that have exited, and what these have started."""
     found = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
     return [pid for pid in found if pid != os.getpid()]
 
@@ -170,7 +170,9 @@ class Sweeper:
         while True:
             killed, deleted = sweep(self._parent)
             if killed or deleted:
-                log.warning("programs of a worker that is gone", processes_killed=killed, folders_deleted=deleted)
+                log.warning(
+                    "ended programs of a worker that has exited", processes_killed=killed, folders_deleted=deleted
+                )
             if self._closed.wait(self._period_s):
                 return
 

@@ -190,6 +190,6 @@ def _check(found: StepLogprobs) -> None:
     if len(np.unique(places)) != len(places):
         raise _Refused("a row twice")
     if len(logprobs) and not (np.isfinite(logprobs).all() and float(logprobs.max()) <= _MAX_LOGPROB):
-        raise _Refused("a value that is no log-probability")
+        raise _Refused("a value that is not a log-probability")
     if len(outcomes) and int(outcomes.max()) > CLIPPED + DUAL_CLIPPED + REJECTED:
         raise _Refused(f"an outcome of {int(outcomes.max())}")

@@ -48,7 +48,7 @@ class StoredRecord:
             fetch: Returns a verified object (`Blobs.get`).
 
         Raises:
-            BlobMissing, BlobCorrupt: A chapter is gone or altered.
+            BlobMissing, BlobCorrupt: A chapter is missing or altered.
             WireError: An object is no chapter.
             RecordBroken: Chapters, steps or versions are not consecutive, or a group has no pack.
         """

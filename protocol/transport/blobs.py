@@ -182,7 +182,7 @@ def _require_key(key: str) -> None:
     """
     parts = key.split("/")
     if not key.isprintable() or any(p.strip() in {"", ".", ".."} or len(p.encode()) > _MAX_PART_BYTES for p in parts):
-        raise BlobMissing(f"{key[:200]!r} is no valid object key; the message that names it is wrong")
+        raise BlobMissing(f"{key[:200]!r} is not a valid object key; the message that names it is wrong")
 
 
 def _verified(

@@ -48,7 +48,7 @@ _REMEDIES: dict[int, tuple[type[BusError], str]] = {
     ),
     10074: (
         BusRefused,
-        "this server is no cluster: set nats.replicas = 1, or start a cluster (docs/guides/nats_cluster.md)",
+        "this server is not a cluster: set nats.replicas = 1, or start a cluster (docs/guides/nats_cluster.md)",
     ),
     **dict.fromkeys(
         (10007, *ERR_NO_LEADER, ERR_PUBLICATION_UNDER_WAY, ERR_SWAP_UNDER_WAY),

@@ -81,7 +81,7 @@ def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
 def _count(status: int | None, code: str | None = None) -> None:
     """Count an answer that said that the store failed; None is no answer."""
     if status is not None:
-        store_errors.take_note("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
+        store_errors.count("s3", "full" if status == _FULL_STATUS or code in _FULL else "error")
 
 
 class _XmlPool(urllib3.PoolManager):

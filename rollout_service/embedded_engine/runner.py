@@ -173,7 +173,7 @@ class Runner:
         finite = torch.isfinite(last_hidden[: len(prompts)]).all(1).tolist()
         for prompt, row, end, is_finite in zip(prompts, starts, ends.tolist(), finite, strict=True):
             self._report_prompt(prompt, hidden[end - len(prompt.new_tokens) : end])
-            if is_finite:  # one value that is not spoils those of the tokens before it too: 0 x NaN in a masked product
+            if is_finite:  # one NaN makes those of the tokens before it NaN too: 0 x NaN in a masked product
                 self.kept.keep(prompt.prefix, partial(self._cache.read, row))
         for row, sequence in enumerate((one for prompt in prompts for one in prompt.sequences), start=first):
             self._rows.fill(row, sequence, merge_size=self._merge_size)

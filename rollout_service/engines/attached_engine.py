@@ -137,7 +137,11 @@ class AttachedEngine:
             try:
                 served = await self.client.served_version()
                 if served != self._serving.base:
-                    log.warning("the engine lost its weights; loading them again", url=self.client.url, served=served)
+                    log.warning(
+                        "the engine serves other weights than it loaded; loading them again",
+                        url=self.client.url,
+                        served=served,
+                    )
                     self.client.mark_unverified(f"it loaded version {self._serving.base} but serves {served}")
                     self.ready.clear()
                     await self._load("drain")

@@ -159,7 +159,7 @@ class PlacesEpisodes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptCompletions:
-    """The completions of one prompt that ended first, and what became of the others that were started."""
+    """The completions of one prompt that ended first, and the others that were started."""
 
     completions: list[Completion]
     abandoned: tuple[AbandonedCompletion, ...]

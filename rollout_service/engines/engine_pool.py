@@ -168,7 +168,7 @@ class _Router:
         adapter: PolicyVersion | None,
         seeds: Sequence[int] | None,
     ) -> list[list[Completion]]:
-        """Sample at an episode's place, which is chosen anew where its engine cannot be asked."""
+        """Sample at an episode's place, or at another one where its engine cannot be asked."""
         usable = self._usable()
         if place.number not in usable:
             self.move(place, None)

@@ -83,7 +83,7 @@ class SwapSemaphore:
             return None, 0
         taken = {entry.key for entry in await self._leases.entries()}
         for number in range(self._num_permits):
-            key = streams.swap_turn_key(number)
+            key = streams.swap_permit_key(number)
             if key not in taken:
                 with contextlib.suppress(CompareAndSwapFailed):
                     return key, await self._leases.swap(key, self._worker_id.encode(), None)

@@ -190,7 +190,7 @@ class WeightFollower:
     async def pinned(self, version: PolicyVersion) -> AsyncIterator[None]:
         """Have the engine serve exactly ``version`` inside the block, with other versions where they share its model.
 
-        Raises TaskRefused when the version is gone: a later attempt could not find it either.
+        Raises TaskRefused when the version was deleted: a later attempt could not find it either.
         """
         await self._wait_until_published(version)
 

@@ -7,7 +7,7 @@
 | `turns_mean`    |          | answers of the policy that are trained, of one episode                            |
 | `tokens_mean`   | tokens   | sampled tokens of one episode                                                     |
 | `cut_share`     | share    | ended by a limit instead of by the environment                                    |
-| `failures`      |          | attempts at these episodes that failed before; each was begun again with its seed |
+| `failures`      |          | attempts at these episodes that failed before; each was restarted with its seed |
 | `versions`      | episodes | by version of the environment's rules, where it has versions                      |
 """
 

@@ -101,7 +101,7 @@ class Gem(StepEnvironment):
     options = GemOptions
 
     def make(self, options: GemOptions) -> World:
-        """Return the environment, made anew for one episode."""
+        """Return the environment, made for one episode."""
         return _GemWorld(options)
 
 

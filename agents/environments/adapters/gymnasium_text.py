@@ -154,7 +154,7 @@ class Gymnasium(StepEnvironment):
     options = GymnasiumOptions
 
     def make(self, options: GymnasiumOptions) -> World:
-        """Return the environment, made anew for one episode."""
+        """Return the environment, made for one episode."""
         return _GymnasiumWorld(options)
 
 

@@ -87,7 +87,7 @@ _FULL_S = 1.0  # between two questions of a server without a free session
 
 
 class OpenEnvFailed(PenstockError):
-    """The server failed, or answers what the protocol does not know: the episode is begun again."""
+    """The server failed, or answers what the protocol does not know: the episode is restarted."""
 
 
 class ActionRefused(Exception):
@@ -111,7 +111,7 @@ class OpenEnvSession:
         try:
             answer = strict_json.loads(received.data.encode())
         except strict_json.AmbiguousJson as err:
-            raise OpenEnvFailed(f"{url} answers {kind} with what is no JSON: {err}") from None
+            raise OpenEnvFailed(f"{url} answers {kind} with something other than JSON: {err}") from None
         said = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(said, dict):
             raise OpenEnvFailed(f"{url} answers {kind} with {str(answer)[:200]!r}")

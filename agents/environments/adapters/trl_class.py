@@ -131,7 +131,7 @@ def _schema(method: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(method)
     except Exception as err:
-        raise ConfigError(f"the method {method.__name__} is no tool: {type(err).__name__}: {err}") from err
+        raise ConfigError(f"the method {method.__name__} is not a tool: {type(err).__name__}: {err}") from err
 
 
 class Trl(TurnEnvironment):

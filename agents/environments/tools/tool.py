@@ -41,7 +41,7 @@ class ToolError(PenstockError):
 
 
 class ToolUnavailable(PenstockError):
-    """The tool cannot answer now, through no fault of the policy: its episode is begun again with the same seed."""
+    """The tool cannot answer now, for a reason other than the policy: its episode is restarted with the same seed."""
 
 
 class ToolArguments(BaseModel):

@@ -9,7 +9,7 @@
 | beyond `max_parallel_calls` or `max_calls`                | an error                              | `refused_calls`    |
 | with an answer longer than `max_output_chars`             | its beginning, its end or both        | `shortened_outputs`|
 
-A tool that raises ToolUnavailable, or answers with something else than a text, fails the episode: it is begun again.
+A tool that raises ToolUnavailable, or answers with something else than a text, fails the episode: it is restarted.
 """
 
 from __future__ import annotations

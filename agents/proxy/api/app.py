@@ -1,4 +1,4 @@
-"""The HTTP application: a request is read, answered and marked as delivered; a client that is gone is noticed."""
+"""The HTTP application: a request is read, answered and marked as delivered; a client that disconnected is noticed."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class _Exchange:
     async def _wait(
         self, answer: asyncio.Task[SampledTurn], gone: asyncio.Task[None], wait_s: float | None, comment_s: float
     ) -> bool:
-        """Wait for the answer or until the client is gone; return True if a stream was begun meanwhile."""
+        """Wait for the answer or until the client has disconnected; return True if a stream was begun meanwhile."""
         await asyncio.wait({answer, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         began = False
         while not (answer.done() or gone.done()):

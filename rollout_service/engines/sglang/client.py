@@ -152,8 +152,8 @@ class SglangClient:
             replies = [await self._http.call("POST", "/generate", one, self._request_deadline_s) for one in requests]
             if not sees(replies):
                 raise EngineMisconfigured(
-                    f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: it does not look at "
-                    "images, or drops them; start it with the model's vision tower, or train on data without images"
+                    f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: it ignores "
+                    "images; start it with the model's vision tower, or train on data without images"
                 )
             self._sees = True
 

@@ -176,7 +176,7 @@ def _report(folder: Path, environ: Mapping[str, str], run: Path, cpu_s: float) -
     replayed = _command(folder, environ, "replay", "registered")
     calls = turns + 2 * episodes
     print(f"steps {len(steps)}, groups {groups}")
-    print(f"episodes {episodes}: {dict(totals)}; by version {dict(versions)}; failed attempts, begun again: {failures}")
+    print(f"episodes {episodes}: {dict(totals)}; by version {dict(versions)}; failed attempts, restarted: {failures}")
     print(
         f"CPU of the servers {cpu_s:.1f} s, {1000 * cpu_s / calls:.2f} ms for each of {calls:.0f} calls of trained episodes"
     )

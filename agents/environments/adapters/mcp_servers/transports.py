@@ -1,6 +1,6 @@
 """How an MCP server is reached: a process of the episode over its standard input and output, or a URL over streamable HTTP.
 
-Each is what the client of the library `mcp` takes as a transport. A process gets a session of its own, dies with the worker, and is killed with
+Each is what the client of the library `mcp` takes as a transport. A process gets a session of its own, exits with the worker, and is killed with
 all that it started when the episode ends.
 """
 

@@ -33,7 +33,7 @@ class GymRow:
         """Return what a row holds; raises ValueError, which names the field."""
         params = row.extra_info.get(_PARAMS)
         if not isinstance(params, dict):
-            raise ValueError(f"its extra_info has no object {_PARAMS}: it is no row of NeMo-Gym")  # noqa: TRY004 - a row's, not the caller's
+            raise ValueError(f"its extra_info has no object {_PARAMS}: it is not a row of NeMo-Gym")  # noqa: TRY004 - a row's, not the caller's
         try:
             asked = read_request({name: params[name] for name in _READ if name in params}, 0.0)
         except RequestRefused as err:
