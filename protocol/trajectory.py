@@ -208,7 +208,7 @@ class Group:
     @property
     def trained_rows(self) -> list[Trajectory]:
         """The trajectories that may be trained on: all but those of the baseline."""
-        return [one for one in self.trajectories if not one.is_baseline]
+        return [trajectory for trajectory in self.trajectories if not trajectory.is_baseline]
 
     def _check_processor(self) -> None:
         found = {row.images.processor for row in self.trajectories if row.images is not None}

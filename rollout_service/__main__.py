@@ -73,11 +73,11 @@ def main() -> int:
 
 
 def _flatten(group: BaseExceptionGroup[PenstockError]) -> Iterator[BaseException]:
-    for one in group.exceptions:
-        if isinstance(one, BaseExceptionGroup):
-            yield from _flatten(one)
+    for exception in group.exceptions:
+        if isinstance(exception, BaseExceptionGroup):
+            yield from _flatten(exception)
         else:
-            yield one
+            yield exception
 
 
 async def _serve(settings: RolloutSettings) -> None:
@@ -242,7 +242,7 @@ async def _environments(
 
 async def _registry(bus: Bus, environments: Iterable[Environment]) -> ServerRegistry | None:
     """Return the registry of environment servers, if one of the environments finds its servers there."""
-    registered = [one for one in environments if one.registered]
+    registered = [environment for environment in environments if environment.registered]
     if not registered:
         return None
     registry = registered[0].new_registry(await bus.key_value(streams.environments_bucket().bucket))

@@ -197,7 +197,7 @@ class WorkerSettings(Section):
             try:
                 kind.options.model_validate(self.engine_options)
             except ValidationError as err:
-                problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
+                problems = (f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in err.errors())
                 raise ValueError("; ".join(f"worker.engine_options.{problem}" for problem in problems)) from None
         return self
 

@@ -122,7 +122,7 @@ class EpisodeEnvironment(Environment):
         try:
             chosen = self.options.model_validate(definition.options)
         except ValidationError as err:
-            problems = (f"{'.'.join(map(str, one['loc'])) or 'options'}: {one['msg']}" for one in err.errors())
+            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
             raise ConfigError(
                 f"environment.define.{name}.options: {'; '.join(problems)}; {self.name} has "
                 f"{', '.join(self.options.model_fields) or 'no options'}"

@@ -150,6 +150,6 @@ async def _timed(function: Callable[[], Any], settings: EpisodeSettings, executo
 
 def _state_of(messages: Sequence[Message]) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    for one in messages:
-        digest.update(f"{one.role}\0{one.content}\0".encode("utf-8", "surrogatepass"))
+    for message in messages:
+        digest.update(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

@@ -183,7 +183,14 @@ def _mark_of(process: Path) -> str:
     except OSError:  # another user's, or it has ended
         return ""
     start = f"{MARK}=".encode()
-    return next((one.removeprefix(start).decode("ascii", "replace") for one in variables if one.startswith(start)), "")
+    return next(
+        (
+            variable.removeprefix(start).decode("ascii", "replace")
+            for variable in variables
+            if variable.startswith(start)
+        ),
+        "",
+    )
 
 
 def _is_left(found: str) -> bool:

@@ -162,7 +162,9 @@ def _values(members: Sequence[Any], field: FieldInfo) -> list[str]:
 def _type_name(annotation: Any, *, many: bool = False) -> str:
     members = members_of(annotation)
     if len(members) != 1:
-        return " or ".join(dict.fromkeys(_type_name(one, many=many) for one in members if one is not type(None)))
+        return " or ".join(
+            dict.fromkeys(_type_name(member, many=many) for member in members if member is not type(None))
+        )
     (annotation,) = members
     origin = get_origin(annotation)
     parts: tuple[Any, ...] = get_args(annotation)

@@ -83,4 +83,4 @@ def of_groups(rows: Rows, trajectories: Sequence[Trajectory], vocab_size: int | 
 
 def num_sampled(trajectories: Sequence[Trajectory]) -> list[int]:
     """Return how many tokens of each trajectory a teacher is asked about: the sampled ones, none of a baseline."""
-    return [0 if one.is_baseline else one.num_completion_tokens for one in trajectories]
+    return [0 if trajectory.is_baseline else trajectory.num_completion_tokens for trajectory in trajectories]

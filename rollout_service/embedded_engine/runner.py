@@ -256,11 +256,11 @@ class Runner:
 
     def _prompt_adapters(self, prompts: list[Prompt]) -> RowAdapters | None:
         """Return the adapters of packed prompts; None when none has one."""
-        adapters = [one.sequences[0].adapter for one in prompts]
+        adapters = [prompt.sequences[0].adapter for prompt in prompts]
         given = [adapter for adapter in adapters if adapter is not None]
         if not given:
             return None
-        lengths = [len(one.new_tokens) for one in prompts]
+        lengths = [len(prompt.new_tokens) for prompt in prompts]
         numbers = [NO_ADAPTER if adapter is None else adapter.number for adapter in adapters]
         padding = padded_rows(sum(lengths)) - sum(lengths)
         return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))

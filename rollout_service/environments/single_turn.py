@@ -55,7 +55,9 @@ class SingleTurn(Environment):
         for indices, reply in replies:
             for index, kept in zip(indices, reply.result(), strict=True):
                 task = tasks[index]
-                trajectories = [build_trajectory(task.prompt_ids, one, task.images) for one in kept.completions]
+                trajectories = [
+                    build_trajectory(task.prompt_ids, completion, task.images) for completion in kept.completions
+                ]
                 is_redundant = tasks[index].redundant_completions > 0
                 groups[index] = KeptTrajectories(trajectories, kept.abandoned) if is_redundant else trajectories
         return groups

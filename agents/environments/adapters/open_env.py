@@ -279,14 +279,14 @@ class OpenEnvPlay(Play):
             {
                 "type": "function",
                 "function": {
-                    "name": one["name"],
-                    "description": one.get("description") or "",
-                    "parameters": one.get("inputSchema")
-                    or one.get("input_schema")
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("inputSchema")
+                    or tool.get("input_schema")
                     or {"type": "object", "properties": {}},
                 },
             }
-            for one in tools
+            for tool in tools
         )
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,8 +334,10 @@ def _reward(result: Mapping[str, Any]) -> float:
 def _tool_text(result: Any) -> str:
     """Return the result of a tool as text: the text of its blocks, or the value as JSON."""
     blocks = result.get("content") if isinstance(result, dict) else None
-    if isinstance(blocks, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in blocks):
-        return "\n".join(one["text"] for one in blocks)
+    if isinstance(blocks, list) and all(
+        isinstance(block, dict) and isinstance(block.get("text"), str) for block in blocks
+    ):
+        return "\n".join(block["text"] for block in blocks)
     return text_of(result)
 
 

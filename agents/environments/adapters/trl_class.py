@@ -93,7 +93,7 @@ class TrlPlay(Play):
     def _columns(self) -> dict[str, Any]:
         """Return what `reset` gets: the prompt, the columns of extra_info, the ground truth, and the seed if it has a parameter for it."""
         columns: dict[str, Any] = {
-            "prompt": [{"role": one.role, "content": one.content} for one in self._row.messages],
+            "prompt": [{"role": message.role, "content": message.content} for message in self._row.messages],
             **self._row.extra_info,
         }
         taken = inspect.signature(self._instance.reset).parameters

@@ -59,7 +59,7 @@ def find_action(answer: str, options: PatternOptions) -> str:
 
 def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[Message, ...]:
     """Return the first messages: the row's system messages, then one of the user with the instructions and the state."""
-    system = tuple(one for one in row.messages if one.role == "system")
+    system = tuple(message for message in row.messages if message.role == "system")
     prompt = row.messages[-1].content if row.messages else ""
     text = rules if options.instructions == "rules" else prompt
     return (*system, Message("user", "\n".join(filter(None, [text, state]))))

@@ -79,7 +79,7 @@ class Tool(ABC):
         try:
             chosen = self.options.model_validate(dict(given))
         except ValidationError as err:
-            problems = (f"{'.'.join(map(str, one['loc'])) or 'options'}: {one['msg']}" for one in err.errors())
+            problems = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in err.errors())
             known = ", ".join(self.options.model_fields) or "no options"
             raise ConfigError(f"{place}: {'; '.join(problems)}; {self.name} has {known}") from None
         made = copy.copy(self)

@@ -133,7 +133,7 @@ class ToolsPlay(Play):
 
     def _going_on(self, messages: tuple[Message, ...], reward: float, parts: dict[str, float]) -> Reply:
         """Return a reply after which the policy answers again; its state is what the tools said, without the note."""
-        said = "\0".join(f"{one.role}\0{one.content}" for one in messages)
+        said = "\0".join(f"{message.role}\0{message.content}" for message in messages)
         state = hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
         if self._options.note:
             left = str(max(self._max_turns - self._turn, 0))
@@ -209,7 +209,7 @@ class Tools(TurnEnvironment):
         return self._reached
 
     def _prepare(self) -> Site:
-        if self.chosen is not None and any(one.command for one in self.chosen.servers.values()):
+        if self.chosen is not None and any(server.command for server in self.chosen.servers.values()):
             sweep()
         return super()._prepare()
 

@@ -104,7 +104,7 @@ class SglangClient:
         body: dict[str, Any] = {
             "rid": [uuid.uuid4().hex for _ in prompts] if request.single is None else [request.single.name],
             "input_ids": prompts,
-            "sampling_params": params[0] if all(one == params[0] for one in params) else params,
+            "sampling_params": params[0] if all(param == params[0] for param in params) else params,
             "return_logprob": True,
         }
         shown = [one.prompt for one in sequences[::n]]
@@ -149,7 +149,9 @@ class SglangClient:
                 return
             assert self.limits.images is not None  # else no prompt has images
             requests = sight_requests(self.limits.images)
-            replies = [await self._http.call("POST", "/generate", one, self._request_deadline_s) for one in requests]
+            replies = [
+                await self._http.call("POST", "/generate", request, self._request_deadline_s) for request in requests
+            ]
             if not sees(replies):
                 raise EngineMisconfigured(
                     f"{self.url} gives a prompt with a red picture the log-probabilities of one with a blue picture: it ignores "

@@ -109,7 +109,7 @@ class VllmClient:
                     continue  # it arrived after the pause had begun
                 raise
             interrupted = self._aborting or num_aborts != self._num_aborts
-            return read_completions(answer, [one.num_left for one in sequences], interrupted=interrupted)
+            return read_completions(answer, [sequence.num_left for sequence in sequences], interrupted=interrupted)
 
     def mark_unverified(self, reason: str) -> None:
         self._sampler.mark_unverified(reason)

@@ -78,7 +78,7 @@ def _shown(messages: tuple[Message, ...], row: Row) -> tuple[Message, ...]:
     if not messages or messages[-1].role not in ("user", "tool"):
         last = f"the last is of the {messages[-1].role}" if messages else "there is none"
         raise ValueError(f"{_PARAMS}.input: expected messages, the last one of the user; {last}")
-    if any(one.images for one in messages):
+    if any(message.images for message in messages):
         raise ValueError(f"{_PARAMS}.input: a message has an image, which this environment does not show")
     if row.messages and row.messages[0].role == "system" and messages[0].role != "system":
         raise ValueError(

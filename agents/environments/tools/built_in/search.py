@@ -192,7 +192,7 @@ class SearchTool(Tool):
         """Read the corpus; raises ConfigError for one that cannot be read."""
         chosen: SearchOptions = self.chosen
         self._passages = read_corpus(chosen.corpus, chosen.passage_chars)
-        self._index = Bm25(f"{one.title}\n{one.text}" for one in self._passages)
+        self._index = Bm25(f"{passage.title}\n{passage.text}" for passage in self._passages)
 
     def call(self, arguments: SearchArguments, episode: ToolEpisode) -> str:
         """Return the best passages, numbered, with their titles."""
