@@ -24,9 +24,8 @@ def main() -> None:
         status = subprocess.call(command)
     except OSError as err:
         sys.exit(f"cannot start {command[0]}: {err.strerror}")
-    os._exit(
-        status if status >= 0 else 128 - status
-    )  # as a shell says a signal; open connections have threads, which would be waited for
+    # as a shell says a signal; open connections have threads, which would be waited for
+    os._exit(status if status >= 0 else 128 - status)
 
 
 def pass_on(listener: socket.socket, target: str) -> None:

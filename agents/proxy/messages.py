@@ -84,9 +84,8 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""  # of a tool's result
     name: str = ""
-    unparsed_calls: int = field(
-        default=0, compare=False
-    )  # begun in the content, and no calls; of an answer of the policy
+    # begun in the content, and no calls; of an answer of the policy
+    unparsed_calls: int = field(default=0, compare=False)
     parts: tuple[Part, ...] = ()  # texts and images in order, if it has an image; ``content`` is the texts
 
     @classmethod

@@ -69,9 +69,8 @@ class SampledTurn:
 
     number: int
     follows: SampledTurn | None  # the turn whose answer the messages continue
-    parent: (
-        SampledTurn | None
-    )  # the turn whose tokens the prompt continues; another one where the history was rendered again
+    # the turn whose tokens the prompt continues; another one where the history was rendered again
+    parent: SampledTurn | None
     parent_tokens: int  # so many tokens of the parent's path precede the context
     context_ids: Int32s
     token_ids: Int32s  # as sampled, the stop token included

@@ -183,11 +183,8 @@ def _one_line(err: Exception) -> str:
 
 
 Source: TypeAlias = Any  # bytes, a text, or a mapping of these
-IMAGE_TYPES = (
-    "image",
-    "image_url",
-    "input_image",
-)  # of parts of a message: transformers, OpenAI's chat and Responses APIs
+# of parts of a message: transformers, OpenAI's chat and Responses APIs
+IMAGE_TYPES = "image", "image_url", "input_image"
 _KEYS = ("image", "image_url", "source", "base64", "bytes", "path", "url")
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)

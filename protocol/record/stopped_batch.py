@@ -26,9 +26,8 @@ class StoppedBatch(Wire):
     reason: str
     error: str = ""  # the kind of the error; empty: written by an earlier release, as are the next two
     epoch: Count = 0  # of the trainer's lease
-    algorithm: dict[str, Any] = Field(
-        default_factory=dict
-    )  # the state before the step: `trainer/algorithm/algorithm_state.py`
+    # the state before the step: `trainer/algorithm/algorithm_state.py`
+    algorithm: dict[str, Any] = Field(default_factory=dict)
     groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]  # in the order of their use
 
 

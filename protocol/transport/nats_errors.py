@@ -12,9 +12,8 @@ from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, Missi
 
 BOOTSTRAP = "create it with: penstock bootstrap run.toml"
 ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
-ERR_NO_LEADER = frozenset(
-    {10004, 10008, 10009, 10118, 10119}
-)  # of a cluster: it goes on when its servers have elected one
+# of a cluster: it goes on when its servers have elected one
+ERR_NO_LEADER = frozenset({10004, 10008, 10009, 10118, 10119})
 # A majority does not have an earlier try of the same request yet, whose answer was lost: it may still be stored, or not.
 ERR_PUBLICATION_UNDER_WAY = 10158  # a message of the same id
 ERR_SWAP_UNDER_WAY = 10164  # a swap of the same key

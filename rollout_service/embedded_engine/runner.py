@@ -36,9 +36,8 @@ class Rows:
 
     last_token: np.ndarray  # int64, sampled, not yet in the cache
     position: np.ndarray  # int64, position of the last token; equals the number of tokens in the cache
-    skipped: (
-        np.ndarray
-    )  # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
+    # int64, by how much the position for rotary embeddings is less: tokens of an image share positions
+    skipped: np.ndarray
     adapter: np.ndarray  # int64, the adapter's number or NO_ADAPTER
     num_output: np.ndarray  # int64
     max_output: np.ndarray  # int64
@@ -96,9 +95,8 @@ class Rows:
 
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
-_MAX_FEATURE_BYTES = (
-    256 * 2**20
-)  # of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
+# of images that were computed; a picture of 1,920 x 1,080 has 22 MiB with 2,048 numbers a token
+_MAX_FEATURE_BYTES = 256 * 2**20
 _KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
 
 

@@ -78,9 +78,8 @@ async def _sample(
 ) -> list[KeptCompletions]:
     tasks, prompts = [task for task, _ in given], [prompt for _, prompt in given]
     if redundancy.extra:  # which completions are kept depends on when they end: no seed would repeat them
-        assert isinstance(
-            sampler, SamplesRedundantly
-        )  # tasks with redundant completions come from a worker's queue only
+        # tasks with redundant completions come from a worker's queue only
+        assert isinstance(sampler, SamplesRedundantly)
         return await sampler.generate_redundantly(prompts, sampling, redundancy)
     seeds = [task.seed for task in tasks if task.seed is not None]
     if len(seeds) < len(tasks):  # of a trainer that sets none

@@ -130,9 +130,8 @@ class _Exchange:
         answer: asyncio.Task[SampledTurn] = asyncio.create_task(answering)
         try:
             began = await self._wait(answer, gone, wait_s if stream else None, comment_s)
-            await asyncio.sleep(
-                0
-            )  # a connection that was lost is reported now; afterwards its end is that of the answer
+            # a connection that was lost is reported now; afterwards its end is that of the answer
+            await asyncio.sleep(0)
             if not answer.done() or gone.done():
                 return None
             created, model = int(time.time()), str(self._body.get("model") or MODEL)

@@ -126,9 +126,8 @@ class AdapterMix:
                 continue
             device = pairs[0][1].down.device
             owners = [torch.full((pair.down.shape[1],), number, device=device) for number, pair in pairs]
-            self._owners[site] = torch.cat(
-                owners
-            )  # equal in all layers: an adapter has a site in all of them, or in none
+            # equal in all layers: an adapter has a site in all of them, or in none
+            self._owners[site] = torch.cat(owners)
             if len(pairs) == 1:
                 joined[site] = pairs[0][1]
             else:
