@@ -75,7 +75,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def fsync(path: Path) -> None:
-    """Write a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

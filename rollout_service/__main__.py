@@ -52,7 +52,6 @@ _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 
 
 def main() -> int:
-    """Run a worker; returns the exit status."""
     configure("rollout")
     log = structlog.get_logger("rollout")
     problems: list[BaseException] = []

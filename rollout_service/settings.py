@@ -38,7 +38,6 @@ def default_worker_id() -> str:
 
 @contextlib.contextmanager
 def _config_errors() -> Iterator[None]:
-    """Turn a ConfigError of an extension into the ValueError that pydantic collects."""
     try:
         yield
     except ConfigError as err:

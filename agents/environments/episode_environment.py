@@ -135,7 +135,6 @@ class EpisodeEnvironment(Environment):
 
     @property
     def kept_staleness(self) -> int:
-        """The most versions by which an ended episode of an earlier delivery may be behind."""
         return self.settings.kept_staleness
 
     def never_call(self, servers: Sequence[OwnServer]) -> None:

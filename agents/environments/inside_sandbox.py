@@ -16,7 +16,6 @@ _BACKLOG = 128
 
 
 def main() -> None:
-    """Listen, start the program, and end as it ends."""
     target, port, *command = sys.argv[1:]
     listener = socket.create_server(("127.0.0.1", int(port)), backlog=_BACKLOG)
     threading.Thread(target=pass_on, args=(listener, target), daemon=True).start()

@@ -318,7 +318,6 @@ class _TimedSampler:
                 self._seconds += time.monotonic() - self._since
 
     def seconds(self) -> float:
-        """Return the seconds so far."""
         return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
 
 

@@ -63,7 +63,6 @@ class ToolCall:
     arguments: str  # JSON, or whatever the client wrote
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the call as the chat completions API writes it."""
         return {
             "id": self.id,
             "type": "function",
@@ -96,7 +95,6 @@ class Message:
 
     @property
     def images(self) -> tuple[bytes | AdmittedImage, ...]:
-        """Its images, in order."""
         return tuple([part for part in self.parts if not isinstance(part, str)])
 
     def for_template(self, *, with_reasoning: bool = True) -> dict[str, Any]:

@@ -134,7 +134,6 @@ class SampledTurn:
             end, turn = start, turn.parent
 
     def path(self) -> Int32s:
-        """Return the tokens from the root to the end of the answer."""
         ids = np.empty(self.num_tokens, dtype=np.int32)
         end = self.num_tokens
         turn: SampledTurn | None = self

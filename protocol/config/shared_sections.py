@@ -98,7 +98,6 @@ class RetentionSettings(Section):
         return value
 
     def limits(self) -> StreamLimits:
-        """Return the limits of the run's streams with these maximum ages."""
         return StreamLimits(events_age_s=self.events_h * _HOUR_S, dead_age_s=self.dead_letters_h * _HOUR_S)
 
 
@@ -158,7 +157,6 @@ class TeacherSettings(Section):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs in ``url``."""
         return tuple(url.strip().rstrip("/") for url in self.url.split(",") if url.strip())
 
     @field_validator("url")

@@ -133,7 +133,6 @@ def _row_values(group: Group) -> Iterator[dict[str, Any]]:
 
 
 def has_episodes(rows: Rows) -> bool:
-    """Return True if the columns of episodes are there."""
     return "episode_number" in rows.table.column_names
 
 

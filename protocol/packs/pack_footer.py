@@ -34,7 +34,6 @@ class StoredColumn:
 
     @property
     def is_list(self) -> bool:
-        """Whether a row has any number of values."""
         return self.max_repetition_level > 0
 
 

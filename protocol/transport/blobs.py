@@ -74,13 +74,11 @@ class Blobs:
             self._requests.make_bucket(deadline_s=30.0)
 
     def put(self, key: str, data: bytes) -> BlobRef:
-        """Store an object and return the reference that a message carries."""
         sha256 = hashlib.sha256(data).hexdigest()
         self._requests.put(key, data)
         return BlobRef(key=key, size_bytes=len(data), sha256=sha256)
 
     def put_file(self, key: str, path: Path) -> BlobRef:
-        """Store a file; large ones are sent in parts."""
         digest, size = hashlib.sha256(), 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):

@@ -136,7 +136,6 @@ class S3Requests:
         self._retry(once, f"put {key}")
 
     def put_file(self, key: str, path: Path) -> None:
-        """Store a file; a large one is sent in parts."""
         self._retry(lambda: self._client.fput_object(self.bucket, key, str(path)), f"put {key}")
 
     def get(self, key: str, *, offset: int = 0, size_bytes: int = 0, most: int | None = None) -> bytes:

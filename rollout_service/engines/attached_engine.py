@@ -121,7 +121,6 @@ class AttachedEngine:
                 raise EngineUnreachable(f"{problem}; no answer for {self._unreachable_limit_s:.0f} s")
 
     async def stop(self) -> None:
-        """Close the connections; the server keeps running."""
         await self.client.close()
 
     def cpu_seconds(self) -> float:

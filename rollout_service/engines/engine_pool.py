@@ -221,7 +221,6 @@ class _Router:
         return [found[index] for index in range(num_prompts)]
 
     def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
-        """Assign each prompt to the engine with the fewest pending tokens: engine number → prompt numbers."""
         usable = self._usable()
         assigned: dict[int, list[int]] = {}
         for index in range(num_prompts):

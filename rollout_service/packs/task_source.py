@@ -60,7 +60,6 @@ class TaskSource:
 
     @property
     def num_held(self) -> int:
-        """Packs fetched and not yet settled."""
         return sum(inbox.num_held for inbox in self._inboxes.values())
 
     async def take(self) -> ReceivedPack | None:

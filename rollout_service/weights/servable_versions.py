@@ -67,11 +67,9 @@ class ServableVersions:
         self._adapters.clear()
 
     def add_adapter(self, version: PolicyVersion) -> None:
-        """Record that requests may name an adapter of the model."""
         self._adapters.add(version)
 
     def remove_adapter(self, version: PolicyVersion) -> None:
-        """Record that requests may not name an adapter any more."""
         self._adapters.discard(version)
 
     def shares_model(self, mirrored: MirroredVersion) -> bool:
@@ -100,7 +98,6 @@ class ServableVersions:
 
     @contextlib.contextmanager
     def using(self, adapter: PolicyVersion | None) -> Iterator[None]:
-        """Keep an adapter loaded inside the block."""
         if adapter is None:
             yield
             return

@@ -90,7 +90,6 @@ class SwapSemaphore:
         return None
 
     async def _count_workers(self) -> None:
-        """Set the number of permits from the workers that have a heartbeat."""
         live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
         own = streams.heartbeat_key("rollout", self._worker_id)
         others = {e.key for e in await live.entries() if e.key.startswith(streams.heartbeat_key("rollout", ""))} - {own}

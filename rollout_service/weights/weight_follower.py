@@ -162,7 +162,6 @@ class WeightFollower:
         return True
 
     async def _remove_unused(self) -> None:
-        """Remove what is not used any more: adapters from the engine, then folders."""
         await self._swap.unload_unused(self._needed)
         async with self._fetching:
             await asyncio.to_thread(self._mirror.trim, self._in_use())

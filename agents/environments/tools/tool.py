@@ -101,7 +101,6 @@ class Tool(ABC):
         """Give up what the tool holds, at the end of the worker."""
 
     def schema(self) -> dict[str, Any]:
-        """Return the tool as the chat completions API writes it."""
         parameters = _without_titles(self.arguments.model_json_schema())
         for name in ("description", "additionalProperties"):
             parameters.pop(name, None)

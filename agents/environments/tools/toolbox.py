@@ -75,7 +75,6 @@ class Toolbox:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """Return the tools as the chat completions API writes them."""
         return tuple(tool.schema() for tool in self.tools.values())
 
     async def answer(

@@ -125,7 +125,6 @@ class _Exchange:
         self._id = api.prefix + secrets.token_hex(12)
 
     async def run(self, answering: Any, *, stream: bool, wait_s: float, comment_s: float) -> SampledTurn | None:
-        """Send the answer; return its turn if the client received it."""
         gone = asyncio.create_task(self._disconnected())
         answer: asyncio.Task[SampledTurn] = asyncio.create_task(answering)
         try:

@@ -35,7 +35,6 @@ class ReadImage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it occupies."""
         return len(self.admitted.data) + self.image.pixel_values.nbytes
 
 

@@ -117,7 +117,6 @@ def _data(prompt: Sequence[int]) -> list[str]:
 
 
 def _positions(images: RowImages | None) -> list[int]:
-    """Return the places of the placeholders among the collapsed ids."""
     places: list[int] = []
     skipped = 0
     for ref in images.refs if images is not None else ():

@@ -140,7 +140,6 @@ class McpConnection:
         return ServerFailed(f"MCP server {self._name} {problem}{reason}{self._known()}")
 
     async def close(self) -> None:
-        """End the session and the server's process."""
         await self._close()
 
     async def _close(self) -> BaseException | None:

@@ -74,7 +74,6 @@ class McpPlay(Play):
         return await self._rewarded("")
 
     async def close(self) -> None:
-        """End the sessions, and the processes of servers."""
         await self._sessions.close()
 
     async def _result(self, call: ToolCall, number: int) -> Result:

@@ -195,7 +195,6 @@ class SearchTool(Tool):
         self._index = Bm25(f"{passage.title}\n{passage.text}" for passage in self._passages)
 
     def call(self, arguments: SearchArguments, episode: ToolEpisode) -> str:
-        """Return the best passages, numbered, with their titles."""
         if self._index is None:
             raise ToolUnavailable("the corpus was not read")
         chosen: SearchOptions = self.chosen
