@@ -220,7 +220,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    found = {}
+    texts = {}
     for name in _SPECIAL_TOKENS:
         token = config.get(name)
         text = token.get("content") if isinstance(token, dict) else token
@@ -229,8 +229,8 @@ def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
                 f"{folder / 'tokenizer_config.json'}: {name}: expected a text, or an object with content, got {str(token)[:80]}"
             )
         if token:
-            found[name] = text
-    return found
+            texts[name] = text
+    return texts
 
 
 def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -183,13 +183,13 @@ class EpisodeEnvironment(Environment):
         async with asyncio.TaskGroup() as playing:
             numbers = [index for index in range(task.group_size) if index not in ended]
             attempts = [playing.create_task(self._episode(site, task, index, sampler)) for index in numbers]
-        found = [attempt.result() for attempt in attempts]
-        episodes = [*ended.values(), *(one.episode for one in found if one.episode is not None)]
+        results = [attempt.result() for attempt in attempts]
+        episodes = [*ended.values(), *(one.episode for one in results if one.episode is not None)]
         episodes.sort(key=lambda one: one.index)
         needed = task.group_size if task.min_episodes is None else task.min_episodes
         if len(episodes) >= max(needed, 1):
             return episodes
-        problems = dict.fromkeys(one.problem for one in found if one.episode is None)
+        problems = dict.fromkeys(one.problem for one in results if one.episode is None)
         return TaskRefused(
             _FAILED,
             f"{task.group_id}: {len(episodes)} of {task.group_size} episodes of {self.name} could be played, {needed} are needed; "

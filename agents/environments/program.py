@@ -110,9 +110,11 @@ def _with_reward(
             raise ValueError(f"more than {MAX_RESULT_BYTES} bytes")
         given = ProgramResult.model_validate_json(result)
     except ValidationError as err:
-        found = "; ".join(f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}" for error in err.errors()[:4])
+        problems = "; ".join(
+            f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}" for error in err.errors()[:4]
+        )
         return Played(
-            "failed", problem=f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {found[:1000]}'
+            "failed", problem=f'its program\'s result is not {{"reward": NUMBER, "parts": {{...}}}}: {problems[:1000]}'
         )
     except ValueError as err:
         return Played("failed", problem=f"its program's result: {err}")

@@ -140,18 +140,18 @@ def sweep(parent: Path) -> tuple[int, int]:
 
 def left_processes() -> list[int]:
     """Return the programs of workers of this PID namespace that have exited, and what these have started."""
-    found = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
-    return [pid for pid in found if pid != os.getpid()]
+    pids = (int(one.name) for one in Path("/proc").glob("[0-9]*") if _is_left(_mark_of(one)))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def left_folders(parent: Path) -> list[Path]:
     """Return the folders in ``parent`` of such programs, as far as they are this user's."""
-    found = []
+    folders = []
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):  # another worker deletes it too
             if _is_left(folder.name.removeprefix(PREFIX).rpartition("-")[0]) and folder.lstat().st_uid == os.getuid():
-                found.append(folder)
-    return found
+                folders.append(folder)
+    return folders
 
 
 class Sweeper:
@@ -231,12 +231,12 @@ _SYSTEM = (
 
 def program() -> str:
     """Return the path of bubblewrap; raises ConfigError when it is not installed."""
-    found = shutil.which("bwrap")
-    if found is None:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
         raise ConfigError(
             "options.sandbox needs bubblewrap: apt install bubblewrap, or leave it out and name a command that confines the program"
         )
-    return found
+    return bwrap
 
 
 def confined(

@@ -152,11 +152,11 @@ def _default(field: FieldInfo) -> str:
 def _values(members: Sequence[Any], field: FieldInfo) -> list[str]:
     if members == [bool]:
         return ["true", "false"]
-    found = [str(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
+    choices = [str(value) for member in members if get_origin(member) is Literal for value in get_args(member)]
     for one in field.metadata:
         if choice := _CHOICE_PATTERN.match(str(getattr(one, "pattern", ""))):
-            found += choice[1].split("|")
-    return found
+            choices += choice[1].split("|")
+    return choices
 
 
 def _type_name(annotation: Any, *, many: bool = False) -> str:

@@ -118,14 +118,14 @@ def expired(
         settings: The retention times.
         now: The current time; compared with times of the object store's clock.
     """
-    found = []
+    old_keys = []
     for stat in stored:
         if stat.key in named:
             continue
         hours = settings.trained_packs_h if stat.key in trained else settings.unused_packs_h
         if hours and (now - stat.modified).total_seconds() > hours * _HOUR_S:
-            found.append(stat.key)
-    return found
+            old_keys.append(stat.key)
+    return old_keys
 
 
 class TeacherSettings(Section):

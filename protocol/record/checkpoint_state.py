@@ -72,5 +72,5 @@ def committed(root: Path) -> list[tuple[Path, CheckpointState]]:
     Raises MalformedFact or OSError for one that cannot be read.
     """
     folders = [path for path in root.glob(f"{_PREFIX}*") if path.is_dir() and PARTIAL not in path.suffixes]
-    found = [(path, read_state(path)) for path in folders]
-    return sorted(found, key=lambda pair: (pair[1].epoch, pair[1].step))
+    states = [(path, read_state(path)) for path in folders]
+    return sorted(states, key=lambda pair: (pair[1].epoch, pair[1].step))

@@ -151,8 +151,8 @@ class Blobs:
         return True
 
     def list(self, prefix: str) -> Iterator[BlobStat]:
-        found = self._requests.list(prefix)
-        return (BlobStat(item.object_name or "", item.size or 0, item.last_modified or _NO_DATE) for item in found)
+        stats = self._requests.list(prefix)
+        return (BlobStat(item.object_name or "", item.size or 0, item.last_modified or _NO_DATE) for item in stats)
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete objects; missing ones are no error. Returns the number of keys."""

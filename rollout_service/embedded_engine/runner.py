@@ -238,11 +238,11 @@ class Runner:
         return ImageTokens(self._to_device(rows), torch.cat(features))
 
     def _features_of(self, image: Image) -> torch.Tensor:
-        found = self._features.find(image.number)
-        if found is None:
-            found = self._model.features(self.weights, torch.from_numpy(image.pixel_values), image.grid)
-            self._features.keep(image.number, found)
-        return found
+        features = self._features.find(image.number)
+        if features is None:
+            features = self._model.features(self.weights, torch.from_numpy(image.pixel_values), image.grid)
+            self._features.keep(image.number, features)
+        return features
 
     def _rotary_positions(self, num_rows: int) -> torch.Tensor | None:
         """Return the positions for rotary embeddings of the running sequences and of padding rows; None: those in the cache."""

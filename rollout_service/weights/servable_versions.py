@@ -55,11 +55,11 @@ class ServableVersions:
     @property
     def newest_adapter(self) -> PolicyVersion | None:
         """The newest adapter; None while the model itself is served."""
-        found = None
+        best = None
         for version in self._adapters:
-            if is_newer(version, found):
-                found = version
-        return found
+            if is_newer(version, best):
+                best = version
+        return best
 
     def set_model(self, version: PolicyVersion) -> None:
         """Record that the engine holds this model now; adapters of the one before are gone."""

@@ -39,8 +39,8 @@ class TrlOptions(PlayOptions):
 
 def methods_of(instance: Any) -> dict[str, Callable[..., Any]]:
     """Return the tools of an instance by name; listed on its class, as TRL does, since properties are none."""
-    found = inspect.getmembers(type(instance), predicate=inspect.isfunction)
-    names = [name for name, _ in found if name not in ("reset", "get_reward") and not name.startswith("_")]
+    methods = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    names = [name for name, _ in methods if name not in ("reset", "get_reward") and not name.startswith("_")]
     return {name: getattr(instance, name) for name in names}
 
 

@@ -53,8 +53,8 @@ def find_action(answer: str, options: PatternOptions) -> str:
     """Return the action that an answer holds, without spaces around it; empty if the pattern does not match."""
     if not options.action_pattern:
         return answer.strip()
-    found = re.findall(options.action_pattern, answer, re.DOTALL)
-    return found[-1].strip() if found else ""
+    matches = re.findall(options.action_pattern, answer, re.DOTALL)
+    return matches[-1].strip() if matches else ""
 
 
 def opening(row: Row, options: ActionOptions, rules: str, state: str) -> tuple[Message, ...]:

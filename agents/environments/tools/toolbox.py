@@ -170,5 +170,5 @@ def _checked(tool: Tool, value: Any) -> str:
 def _problems(err: ValueError) -> str:
     if not isinstance(err, ValidationError):
         return str(err)[:_SHOWN]
-    found = err.errors(include_input=False, include_url=False, include_context=False)
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'all'}: {one['msg'][:_SHOWN]}" for one in found[:3])
+    errors = err.errors(include_input=False, include_url=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'all'}: {one['msg'][:_SHOWN]}" for one in errors[:3])

@@ -223,11 +223,11 @@ def _check_messages(request: AgentRequest, most: int) -> None:
 
 def _mark(headers: Sequence[tuple[bytes, bytes]], name: str, data: bytes) -> RetryMark:
     digest = hashlib.blake2b(name.encode() + b"\0" + data, digest_size=16).digest()
-    found = {key: value for key, value in headers if key in (b"idempotency-key", b"x-stainless-retry-count")}
-    key = found.get(b"idempotency-key", b"").decode("latin-1")
+    retry_headers = {key: value for key, value in headers if key in (b"idempotency-key", b"x-stainless-retry-count")}
+    key = retry_headers.get(b"idempotency-key", b"").decode("latin-1")
     if len(key) > _MAX_KEY:
         raise invalid(f"Idempotency-Key of {len(key)} characters, at most {_MAX_KEY}")
-    count = found.get(b"x-stainless-retry-count", b"0")
+    count = retry_headers.get(b"x-stainless-retry-count", b"0")
     return RetryMark(digest, key or None, is_retry=count.isdigit() and count.strip(b"0") != b"")
 
 

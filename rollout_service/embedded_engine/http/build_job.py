@@ -69,10 +69,10 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
     for given, shown, places, requested, rid, adapter in zip(
         prompts, images or [()] * len(prompts), positions, params, rids, adapters, strict=True
     ):
-        prompt, found = given, None
+        prompt, placed = given, None
         if model.image_processor is not None:
             _check_prompt(given, model)  # while a number below 0 is the sender's
-            prompt, found = with_images(given, shown, places, model.image_processor)
+            prompt, placed = with_images(given, shown, places, model.image_processor)
         _check_prompt(prompt, model)
         start = _input_logprob_start(body, prompt)
         for index in range(num_samples):
@@ -84,7 +84,7 @@ def build_job(body: GenerateBody, model: ServedModel, images: Sequences[Sequence
                     sampling,
                     extra_key=body.extra_key,
                     adapter=adapter,
-                    images=found,
+                    images=placed,
                     input_logprobs_from=start,
                     num_top_logprobs=_num_top_logprobs(body, start, sampling, model),
                     wants_experts=body.return_routed_experts,

@@ -73,15 +73,15 @@ def prepare_adapter(
         return up.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
 
     def fuse(index: int, parts: Sequence[tuple[str, int]]) -> LowRank | None:
-        found = {part: factors.get(f"model.layers.{index}.{part}") for part, _ in parts}
-        given = {part: pair for part, pair in found.items() if pair is not None}
+        pairs = {part: factors.get(f"model.layers.{index}.{part}") for part, _ in parts}
+        given = {part: pair for part, pair in pairs.items() if pair is not None}
         if not given:
             return None
         down = torch.cat([pair.down for pair in given.values()])
         up = torch.zeros(sum(width for _, width in parts), down.shape[0])
         row = column = 0
         for part, width in parts:
-            if (pair := found[part]) is not None:
+            if (pair := pairs[part]) is not None:
                 rank = pair.up.shape[1]
                 up[row : row + width, column : column + rank] = ordered(part, pair.up)
                 column += rank

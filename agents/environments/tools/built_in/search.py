@@ -198,10 +198,12 @@ class SearchTool(Tool):
         if self._index is None:
             raise ToolUnavailable("the corpus was not read")
         chosen: SearchOptions = self.chosen
-        found = [self._passages[place] for place, _ in self._index.best(arguments.query, chosen.top)]
-        if not found:
+        passages = [self._passages[place] for place, _ in self._index.best(arguments.query, chosen.top)]
+        if not passages:
             return "no passage holds any of these words"
-        return "\n\n".join(f"[{n}] {f'{one.title}: ' if one.title else ''}{one.text}" for n, one in enumerate(found, 1))
+        return "\n\n".join(
+            f"[{n}] {f'{one.title}: ' if one.title else ''}{one.text}" for n, one in enumerate(passages, 1)
+        )
 
 
 SEARCH_TOOL = SearchTool()
