@@ -46,9 +46,9 @@ from penstock.trainer.evaluation.evaluate import EvaluatedSource, Evaluator
 from penstock.trainer.evaluation.evaluation_log import EvaluationLog
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.evaluation.success import SuccessRules
-from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_reader, open_stored
+from penstock.trainer.groups.group_source import open_generated, open_reader, open_stored
 from penstock.trainer.groups.mixture import Mixture
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import evaluation_sampling
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.captured_state import CheckpointWriter
@@ -360,7 +360,11 @@ def _training(
         bus=connections.bus, run_id=connections.run_id, activity=activity, gpus=gpus, clock=_EVENT_CLOCK
     )
     heartbeat.metrics_url, session.metrics.heartbeat = session.metrics.url, lambda: heartbeat.newest
-    history = GroupHistory.resume(resumed)
+    groups = RunGroups.of(
+        resumed,
+        max_staleness=settings.rollout.max_staleness,
+        max_trained_count=settings.algorithm.max_trained_count,
+    )
     publisher = Publisher(
         connections,
         model_folder=settings.model.path,
@@ -371,12 +375,12 @@ def _training(
         signing_key=settings.trainer.signing_key(),
     )
     if data.train is None:
-        source = open_stored(settings, connections, history, resumed)
+        source = open_stored(settings, connections, groups, resumed)
     else:
         source = open_generated(
             settings,
             connections,
-            history,
+            groups,
             resumed,
             prompts=data.train,
             tokenizer=data.tokenizer,
@@ -402,7 +406,7 @@ def _training(
     evaluator = None
     if data.eval:
         before = tuple(dict.fromkeys(each.evaluation for each in source.issued_before.all_settings()))
-        evaluator = _evaluator(session, publisher, on_end, history.accounting, success, before)
+        evaluator = _evaluator(session, publisher, on_end, groups, success, before)
     planner = Planner(settings, learner, resumed.algorithm if resumed else {})
     logprobs = LogprobWriter(
         connections.blobs,
@@ -427,7 +431,6 @@ def _training(
         activity=activity,
         metrics=session.metrics,
         traced=connections.traced,
-        ledger=history.ledger,
         lease=session.lease,
         record_writer=record_writer,
         committer=Committer(
@@ -439,7 +442,6 @@ def _training(
             issuer=source.issuer,
             collector=source.collector,
             evaluator=evaluator,
-            ledger=history.ledger,
             lease=session.lease,
             record_writer=record_writer,
             stored=stored,
@@ -476,7 +478,7 @@ def _evaluator(
     session: _Session,
     publisher: Publisher,
     on_end: Callable[[EvalResult | LostEvaluation], None],
-    accounting: Accounting,
+    groups: RunGroups,
     success: SuccessRules,
     settings_before: Sequence[TaskSettings],
 ) -> Evaluator:
@@ -487,7 +489,7 @@ def _evaluator(
         publisher=publisher,
         deadline_s=settings.trainer.collect_deadline_s,
         on_end=on_end,
-        accounting=accounting,
+        groups=groups,
         success=success,
         reader=open_reader(
             settings,

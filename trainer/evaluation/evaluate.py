@@ -33,11 +33,11 @@ from penstock.trainer.eval_settings import EvalSettings
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
 from penstock.trainer.evaluation.success import SuccessRules
 from penstock.trainer.groups import waiting
-from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.image_uploads import ImageUploads
 from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
 
@@ -77,7 +77,7 @@ class _Evaluation:
     dead_lettered: dict[str, str] = field(default_factory=dict)  # the reason, by group id; they may arrive all the same
     changed_at: float = field(default_factory=time.monotonic)  # when a group or a dead letter arrived
     failure: str = ""
-    is_closed: bool = False  # its result is reported and its groups are closed in the accounting
+    is_closed: bool = False  # its result is reported and its groups are closed
 
     def note_dead_letter(self, group_ids: Iterable[str], reason: str) -> None:
         """Note the reason for those of the groups that it waits for."""
@@ -105,7 +105,7 @@ class Evaluator:
         publisher: Publisher,
         deadline_s: float,
         on_end: Callable[[EvalResult | LostEvaluation], None],
-        accounting: Accounting,
+        groups: RunGroups,
         success: SuccessRules,
         reader: PackReader | None = None,
         silent_s: float = 5.0,
@@ -121,7 +121,7 @@ class Evaluator:
             publisher: Publishes the versions, and keeps their weights while they are evaluated.
             deadline_s: Longest duration of an evaluation.
             on_end: Called with the result of an evaluation, on the evaluator's thread, or in `resume` when it is lost.
-            accounting: Of all groups of the run.
+            groups: Of the run.
             success: Which completions are correct.
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
             silent_s: Seconds without an arrival after which dead-lettered groups are no longer waited for.
@@ -138,7 +138,7 @@ class Evaluator:
         self._publisher = publisher
         self._deadline_s, self._silent_s = deadline_s, silent_s
         self._on_end = on_end
-        self._accounting = accounting
+        self._groups = groups
         self._reader = reader or PackReader(connections.blobs.get)
         self._success = success
         self._settings_before = settings_before
@@ -177,13 +177,14 @@ class Evaluator:
         ``names`` are the sources, None for all. Groups that an earlier session issued for it are in flight already.
         """
         with self._changed:
-            in_flight = self._accounting.in_flight("eval")
+            in_flight = self._open_groups()
             for source in self._sources:
                 key = (version, source.name)
                 if key in self._evaluations or (names is not None and source.name not in names):
                     continue
                 ids = self._ids(version, source.name)
-                self._accounting.issue("eval", sorted(ids - in_flight))
+                with self._groups.lock:
+                    self._groups.held_out.issue(sorted(ids - in_flight))
                 is_new = ids.isdisjoint(in_flight)
                 self._evaluations[key] = _Evaluation(
                     version, source, step, time.monotonic(), set(ids), is_of_session=is_new
@@ -198,7 +199,7 @@ class Evaluator:
         workers can still fetch it; otherwise it is reported as lost. Raises BusError or BlobError.
         """
         in_flight: dict[PolicyVersion, set[str]] = {}
-        for group_id in self._accounting.in_flight("eval"):
+        for group_id in self._open_groups():
             in_flight.setdefault(_version_of(group_id), set()).add(group_id)
         of_version = in_flight.pop(version, set())
         steps = self._publisher.stored_steps(in_flight)  # without the lock, since the bus's thread needs it
@@ -254,7 +255,7 @@ class Evaluator:
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
         with self._changed:
-            open_ids = self._accounting.in_flight("eval")
+            open_ids = self._open_groups()
             return [
                 delivery
                 for delivery in self._held.values()
@@ -408,7 +409,9 @@ class Evaluator:
     def _accept(self, group: ScoredGroup, pack: BlobRef) -> None:
         summary, evaluation = group.generated, self._awaiting(group)
         if evaluation is None:
-            self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
+            with self._groups.lock:
+                refused = Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group))
+                self._groups.held_out.totals.refuse(refused)
         else:
             evaluation.waiting_for.discard(summary.group_id)
             evaluation.changed_at = time.monotonic()
@@ -448,7 +451,8 @@ class Evaluator:
             result = summarise(groups, rules, step=step, version=version, eval_s=elapsed_s)
             self._on_end(replace(result, split=evaluation.source.name))
             tokens = {group.generated.group_id: claimed_tokens(group) for group in groups}
-            self._accounting.use("eval", tokens, evaluation.packs)
+            with self._groups.lock:
+                self._groups.held_out.evaluate(tokens, evaluation.packs)
         if not any(one.version == evaluation.version and one is not evaluation for one in self._open()):
             self._publisher.unpin(evaluation.version)
         with self._changed:
@@ -471,7 +475,13 @@ class Evaluator:
             group = evaluation.groups.get(group_id) if evaluation else None
             pack = evaluation.packs.get(group_id) if evaluation else None
             num_tokens = claimed_tokens(group) if group else 0
-            self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
+            with self._groups.lock:
+                self._groups.held_out.drop(Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
+
+    def _open_groups(self) -> frozenset[str]:
+        """Return the ids that are issued, and neither evaluated nor dropped."""
+        with self._groups.lock:
+            return frozenset(self._groups.held_out.outstanding())
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 

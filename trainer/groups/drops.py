@@ -28,7 +28,7 @@ class DropReason(StrEnum):
     ABANDONED = "abandoned"  # held-out: its evaluation failed, or ended with the trainer that started it
 
 
-_CURES: dict[DropReason, str] = {
+_CURES: dict[str, str] = {
     DropReason.NO_SIGNAL: "all rewards of each were equal, and algorithm.dynamic_sampling waits for others: check the reward with "
     "`penstock reward test`, use easier or harder prompts, raise rollout.group_size or rollout.temperature, or set "
     "algorithm.dynamic_sampling = false",
@@ -39,7 +39,7 @@ _CURES: dict[DropReason, str] = {
 }
 
 
-def describe_drops(counts: Mapping[DropReason, int]) -> str:
+def describe_drops(counts: Mapping[str, int]) -> str:
     """Return how many groups were dropped for which reason, most first, with what to do; empty for none."""
     most_first = sorted(counts.items(), key=lambda one: -one[1])
     return "; ".join(
@@ -58,6 +58,7 @@ class Drop:
     num_tokens: int
     pack: BlobRef | None = None
     abandoned: tuple[AbandonedCompletion, ...] = ()  # completions of it that were started and not kept
+    is_final: bool = False  # its prompt is not issued again
 
 
 def claimed_tokens(scored: ScoredGroup) -> int:

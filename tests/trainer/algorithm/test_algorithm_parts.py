@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from tests.trainer.groups.stored_groups import invent_group
+from tests.trainer.groups.test_batcher import Box
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.facts import BlobRef, ScoredGroup
@@ -18,9 +19,8 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
-from penstock.trainer.groups.batcher import Batcher, staleness_tokens
+from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.drops import DropReason
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.micro_batches import rows_of
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan
@@ -177,7 +177,7 @@ def test_a_teacher_beside_a_correction_and_as_a_reference(trained: dict[str, lis
 
 def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:
     """Such a group is dropped under its own reason."""
-    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_signal=True)
+    box = Box(groups_per_step=1, needs_signal=True)
     drop = box.offer(ready(1, (1.0, 1.0)))
     assert drop is not None
     assert drop.reason is DropReason.NO_SIGNAL
@@ -277,7 +277,7 @@ def test_a_baseline_is_shaped_like_the_rewards_it_is_compared_with() -> None:
 
 def test_groups_without_a_baseline_are_issued_again_under_remax() -> None:
     """Groups that another algorithm issued before the run was resumed are dropped under a reason that is not final."""
-    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_baseline=True)
+    box = Box(groups_per_step=1, needs_baseline=True)
     drop = box.offer(ready(1, (1.0, 0.0)))
     assert drop is not None
     assert drop.reason is DropReason.NO_BASELINE
