@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.console.report.drop_reasons import MEANINGS
+from penstock.console.report.drop_reasons import MEANINGS, OF_A_FILTER
 from penstock.console.report.measures import mean
 from penstock.console.report.run_summary import Diagnosis
 
@@ -188,7 +188,7 @@ def _dropped(run: RunFigures) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="dropped",
             what=f"{total} of {run.issued} groups were dropped, {number} of them as {reason}.",
-            cause=f"{reason}: {MEANINGS.get(reason, 'a reason of another build')}.",
+            cause=f"{reason}: {MEANINGS.get(reason, OF_A_FILTER)}.",
             cure=_DROPPED_CURES.get(reason, "See the groups by reason in the report: penstock runs show RUN."),
         )
 

@@ -19,6 +19,7 @@ MEANINGS: dict[str, str] = {
     "abandoned": "held-out: its evaluation failed, or ended with the trainer that started it",
 }
 
+OF_A_FILTER = "left out by a group filter of the run file (algorithm.group_filters), or a reason of another build"
 REPEATS = (
     "more than once: NATS redelivers a task whose worker was stopped or killed, whose engine failed, or which was not "
     "confirmed within 9 s (a machine under load). The second result is dropped as duplicate: nothing is trained twice"

@@ -206,6 +206,25 @@ INTERFACE: dict[str, list[str]] = {
         "stop(self) -> 'None'",
         "wait(self, timeout: 'float | None' = None) -> 'Self'",
     ],
+    "GroupCandidate": [
+        "dataclass() (rewards: 'tuple[float, ...]', lengths: 'tuple[int, ...]', finish_reasons: 'tuple[str, ...]', has_baseline: 'bool', oldest_version: 'int', newest_version: 'int', prompt_text: 'str', row: 'RewardRequest | None') -> None",
+        "finish_reasons",
+        "has_baseline",
+        "lengths",
+        "newest_version",
+        "oldest_version",
+        "prompt_text",
+        "rewards",
+        "row",
+    ],
+    "GroupFilter": [
+        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, reason: 'str', switch: 'str' = '', precedence: 'int' = 100) -> None",
+        "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
+        "option_names",
+        "precedence",
+        "summary",
+        "switch",
+    ],
     "Loss": [
         "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, uses_ratio: 'bool' = True) -> None",
         "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
@@ -465,6 +484,9 @@ INTERFACE: dict[str, list[str]] = {
     ],
     "done": [
         "function(reward: 'float', **parts: 'float') -> 'Reply'",
+    ],
+    "group_filter": [
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', reason: 'str', switch: 'str' = '', precedence: 'int' = 100) -> 'Callable[[GroupFilterFunction], GroupFilter[OptionsT_co]]'",
     ],
     "none_of": [
         "function(like: 'Tensor') -> 'Tensor'",

@@ -15,12 +15,14 @@ from penstock.protocol.extensions import Extension, Registry
 from penstock.trainer.algorithm.corrections.interface import Correction
 from penstock.trainer.algorithm.estimators.interface import Estimator
 from penstock.trainer.algorithm.filters.interface import Filter
+from penstock.trainer.algorithm.group_filters.interface import GroupFilter
 from penstock.trainer.algorithm.losses.interface import Loss
 from penstock.trainer.algorithm.parts import Part
-from penstock.trainer.algorithm.registries import ALL, CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
+from penstock.trainer.algorithm.registries import ALL, CORRECTIONS, ESTIMATORS, FILTERS, GROUP_FILTERS, LOSSES
 
 BY_KEY: dict[str, Registry[Any]] = {
-    "loss": LOSSES, "advantage": ESTIMATORS, "filters": FILTERS, "corrections": CORRECTIONS,
+    "loss": LOSSES, "advantage": ESTIMATORS, "filters": FILTERS, "group_filters": GROUP_FILTERS,
+    "corrections": CORRECTIONS,
 }  # fmt: skip
 
 
@@ -31,6 +33,7 @@ class ChosenParts:
     loss: Extension[Loss[Any]]
     estimator: Extension[Estimator[Any]]
     filters: tuple[Extension[Filter[Any]], ...]
+    group_filters: tuple[Extension[GroupFilter[Any]], ...]
     corrections: tuple[Extension[Correction[Any]], ...]
 
     @classmethod
@@ -40,12 +43,13 @@ class ChosenParts:
             LOSSES.find(values["loss"]),
             ESTIMATORS.find(values["advantage"]),
             tuple(sorted(_found(FILTERS, values, "filters"), key=lambda one: one.value.precedence)),
+            tuple(sorted(_found(GROUP_FILTERS, values, "group_filters"), key=lambda one: one.value.precedence)),
             tuple(_found(CORRECTIONS, values, "corrections")),
         )
 
     def __iter__(self) -> Iterator[Extension[Any]]:
         """Yield every part."""
-        yield from (self.loss, self.estimator, *self.filters, *self.corrections)
+        yield from (self.loss, self.estimator, *self.filters, *self.group_filters, *self.corrections)
 
     @property
     def option_names(self) -> frozenset[str]:
@@ -55,7 +59,9 @@ class ChosenParts:
     @property
     def digests(self) -> dict[str, str]:
         """Digest of the source of every part that is user code, by kind and name."""
-        kinds = {Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, Correction: CORRECTIONS}
+        kinds = {
+            Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, GroupFilter: GROUP_FILTERS, Correction: CORRECTIONS,
+        }  # fmt: skip
         return {f"extension {kinds[type(one.value)].kind} {one.name}": one.digest for one in self if one.digest}
 
 
@@ -64,7 +70,7 @@ def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iter
     for name, part in registry.built_in.items():
         if part.switch and values[part.switch] != part.options.model_fields[part.switch].default:
             yield Extension(name, part)
-    for name in dict.fromkeys(values[key]):
+    for name in dict.fromkeys(values.get(key, ())):  # a record of an earlier release has no group filters
         yield registry.find(name)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.protocol.extensions import Registry
 from penstock.trainer.algorithm.chosen_parts import ChosenParts
-from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
+from penstock.trainer.algorithm.registries import CORRECTIONS, ESTIMATORS, FILTERS, GROUP_FILTERS, LOSSES
 
 # What a setting that belongs to no part does nothing without: any one of these must be on.
 _SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -44,7 +44,7 @@ def refuse_idle(changed: frozenset[str], values: Mapping[str, Any], parts: Chose
                 f"algorithm.{idle[0]} does nothing with algorithm.{key} = {values[key]}, "
                 f"which reads {', '.join(chosen.value.option_names) or 'none of these'}"
             )
-    for registry, key in ((FILTERS, "filters"), (CORRECTIONS, "corrections")):
+    for registry, key in ((FILTERS, "filters"), (GROUP_FILTERS, "group_filters"), (CORRECTIONS, "corrections")):
         _refuse_parts_off(registry, key, changed - by_choice - read)
     for switches, settings in _SWITCHES.items():
         idle = sorted(changed & set(settings))

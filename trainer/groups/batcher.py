@@ -21,7 +21,8 @@ from typing import Protocol
 from penstock.protocol.errors import ReaderKilled
 from penstock.protocol.facts import DeadLetter, ScoredGroup
 from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
-from penstock.trainer.algorithm.group_rules import ONCE, Reuse, rewards_differ
+from penstock.trainer.algorithm.group_filters.interface import GroupRule, drop_reason
+from penstock.trainer.algorithm.group_rules import ONCE, Reuse
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.groups.prompt_cursor import GroupKey
@@ -57,7 +58,7 @@ class Batcher:
         *,
         groups_per_step: int,
         max_staleness: int,
-        needs_signal: bool = False,
+        rules: Sequence[GroupRule] = (),
         needs_baseline: bool = False,
         reuse: Reuse = ONCE,
         max_dead: int = _NO_LIMIT,
@@ -69,14 +70,14 @@ class Batcher:
             issued: Decides about groups that were issued; of the same ``groups``.
             groups_per_step: Groups of a batch.
             max_staleness: Most versions a group may be behind.
-            needs_signal: Drop groups whose rewards are all equal.
+            rules: Filters of whole groups (`algorithm.group_filters`).
             needs_baseline: Drop groups without a greedy completion.
             reuse: How often, and how far apart, a group may be trained on.
             max_dead: Consecutive dead-lettered groups, without one that arrives, that end a run.
         """
         self._groups, self._issued = groups, issued
         self._reuse = reuse
-        self._needs_signal, self._needs_baseline = needs_signal, needs_baseline
+        self._rules, self._needs_baseline = rules, needs_baseline
         self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
         self._max_dead = max_dead
         self._excess_dead = 0  # dead-lettered groups minus arrived ones, since it was last 0
@@ -113,7 +114,10 @@ class Batcher:
         return wanted
 
     def offer(self, groups: Iterable[ReadyGroup]) -> None:
-        """Hold groups whose pack was read, and drop those without a signal or a baseline."""
+        """Hold groups whose pack was read, and drop those that a filter leaves out, or that have no baseline.
+
+        Raises ConfigError for a filter that fails.
+        """
         for group in groups:
             self._excess_dead = max(0, self._excess_dead - 1)
             self.dead_in_a_row = 0
@@ -245,8 +249,8 @@ class Batcher:
         return self._issued.accept(group_id)
 
     def _rejected(self, group: ReadyGroup) -> Drop | None:
-        if self._needs_signal and not rewards_differ(group.scored.rewards):
-            return Drop(group.group_id, DropReason.NO_SIGNAL, group.num_tokens, group.pack, is_final=True)
+        if (reason := drop_reason(group.scored, group.group, self._rules)) is not None:
+            return Drop(group.group_id, reason, group.num_tokens, group.pack, is_final=True)
         if self._needs_baseline and not group.scored.generated.has_baseline:
             return Drop(group.group_id, DropReason.NO_BASELINE, group.num_tokens, group.pack)
         return None

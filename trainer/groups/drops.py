@@ -21,7 +21,7 @@ class DropReason(StrEnum):
     UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
     QUARANTINED = "quarantined"  # two readers were killed while they processed its message
     DEAD = "dead"  # it went to the dead letters of another service
-    NO_SIGNAL = "no_signal"  # all its rewards are equal, and algorithm.dynamic_sampling replaces such groups
+    NO_SIGNAL = "no_signal"  # all its rewards are equal (group filter `equal_rewards`, algorithm.dynamic_sampling)
     NO_BASELINE = "no_baseline"  # issued under another algorithm: it has no greedy completion, and remax needs one
     LOST = "lost"  # every queue is empty and it never arrived
     SUPERSEDED = "superseded"  # an earlier session had dropped it, and its next attempt has arrived
@@ -54,7 +54,7 @@ class Drop:
     """One group that is not trained on; ``pack`` is set if its pack was read and verified."""
 
     group_id: str
-    reason: DropReason
+    reason: str  # a `DropReason`, or that of a group filter
     num_tokens: int
     pack: BlobRef | None = None
     abandoned: tuple[AbandonedCompletion, ...] = ()  # completions of it that were started and not kept

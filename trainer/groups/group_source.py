@@ -15,7 +15,7 @@ from penstock.protocol.facts import RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
-from penstock.trainer.algorithm.group_rules import Reuse
+from penstock.trainer.algorithm.group_rules import Reuse, group_rules
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
@@ -104,7 +104,7 @@ def open_generated(
         issuer,
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
-        needs_signal=algorithm.dynamic_sampling,
+        rules=group_rules(algorithm),
         needs_baseline=algorithm.needs_baseline,
         reuse=Reuse(algorithm.max_trained_count, algorithm.retrained_interval),
         max_dead=rollout.max_outstanding,

@@ -17,7 +17,8 @@ from penstock.protocol.record.rescored import RescoredInput, find_input, pieces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.algorithm.group_rules import rewards_differ
+from penstock.trainer.algorithm.group_filters.interface import drop_reason
+from penstock.trainer.algorithm.group_rules import group_rules
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.issue import IssuerState, outcomes
@@ -44,7 +45,7 @@ class StoredGroups:
         self._stored: list[StoredGroup] = [
             (group, piece.packs[group.pack]) for piece in pieces(self._of, blobs) for group in piece.groups
         ]
-        self._algorithm = settings.algorithm
+        self._algorithm, self._rules = settings.algorithm, group_rules(settings.algorithm)
         self.position = 0
         _check(settings, self._of, sum(self._reason(group) is None for group, _ in self._stored))
 
@@ -81,9 +82,9 @@ class StoredGroups:
                 drops.append(Drop(group.group_id, reason, group.num_tokens, pack))
         return taken, drops
 
-    def _reason(self, group: RecordedGroup) -> DropReason | None:
-        if self._algorithm.dynamic_sampling and not rewards_differ(group.scored.rewards):
-            return DropReason.NO_SIGNAL
+    def _reason(self, group: RecordedGroup) -> str | None:
+        if (reason := drop_reason(group.scored, None, self._rules)) is not None:
+            return reason
         if self._algorithm.needs_baseline and not group.scored.generated.has_baseline:
             return DropReason.NO_BASELINE
         return None

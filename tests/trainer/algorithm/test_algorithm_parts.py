@@ -19,6 +19,7 @@ from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.group_rules import group_rules
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.learner.learner import Learner
@@ -177,10 +178,10 @@ def test_a_teacher_beside_a_correction_and_as_a_reference(trained: dict[str, lis
 
 def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:
     """Such a group is dropped under its own reason."""
-    box = Box(groups_per_step=1, needs_signal=True)
+    box = Box(groups_per_step=1, rules=group_rules(AlgorithmSettings(dynamic_sampling=True)))
     drop = box.offer(ready(1, (1.0, 1.0)))
     assert drop is not None
-    assert drop.reason is DropReason.NO_SIGNAL
+    assert drop.reason == DropReason.NO_SIGNAL
     assert drop.num_tokens == ready(1, (1.0, 1.0)).num_tokens
     assert not box.holds("e0.p1.a0")
     assert box.offer(ready(2, (1.0, 0.0))) is None

@@ -30,7 +30,8 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, next_version
-from penstock.trainer.algorithm.group_rules import Reuse
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.group_rules import Reuse, group_rules
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
@@ -81,7 +82,7 @@ class Session:
     """One session of the trainer's group handling: issuer, collector, and what they share."""
 
     def __init__(self, connections: Connections, prompts: PromptSet, saved: IssuerState | None = None,
-        *, uses: int = 1, log: Path | None = None, needs_signal: bool = False, max_dead: int = 100, **options: Any,
+        *, uses: int = 1, log: Path | None = None, dynamic_sampling: bool = False, max_dead: int = 100, **options: Any,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         account = saved.entries.account if saved else AccountState()
@@ -101,7 +102,7 @@ class Session:
             self.issuer.keep_log(IssueLog(log, cursor.order_id, may_arrive=cursor.may_arrive))
         batcher = Batcher(
             groups, self.issuer, groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness,
-            reuse=Reuse(uses), needs_signal=needs_signal, max_dead=max_dead,
+            reuse=Reuse(uses), rules=group_rules(AlgorithmSettings(dynamic_sampling=dynamic_sampling)), max_dead=max_dead,
         )  # fmt: skip
         settings: dict[str, Any] = {"deadline_s": 20.0, "silent_s": 30.0, **options}
         self.collector = Collector(connections, groups=run_groups, batcher=batcher, issuer=self.issuer, **settings)
@@ -704,7 +705,7 @@ def test_the_deadline_of_a_batch_names_the_groups_dropped_without_signal(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
     """With dynamic sampling and a reward that never differs: how many were dropped, for which reason, and what to do."""
-    with Session(connections, prompts, deadline_s=0.5, needs_signal=True) as session:
+    with Session(connections, prompts, deadline_s=0.5, dynamic_sampling=True) as session:
         session.issuer.advance(V0, 4)
         for message in manual.tasks(2):
             scored = manual.scored(message)
