@@ -257,7 +257,7 @@ class Batcher:
 
     def _drop(self, drop: Drop) -> None:
         self._issued.drop(drop)
-        self.dropped[drop.reason] += 1
+        self.dropped[str(drop.reason)] += 1
 
     def _check(self, version: PolicyVersion) -> None:
         """Find the ready groups that are too old for ``version``; those known from an earlier call are not checked again."""
