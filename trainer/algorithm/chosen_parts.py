@@ -70,7 +70,7 @@ def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iter
     for name, part in registry.built_in.items():
         if part.switch and values[part.switch] != part.options.model_fields[part.switch].default:
             yield Extension(name, part)
-    for name in dict.fromkeys(values.get(key, ())):  # a record of an earlier release has no group filters
+    for name in dict.fromkeys(values[key]):
         yield registry.find(name)
 
 
