@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,11 +53,11 @@ from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.dispatch_state import GroupKey
 from penstock.trainer.groups.drops import Drop
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.prompt_cursor import GroupKey
 from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.groups.run_groups import RunGroups
 
 #: name: (trajectories, tokens of each, of these prompt tokens, characters of a completion)
 SIZES = {"long": (8, 4096, 512, 14_000), "tiny": (8, 24, 15, 9)}
@@ -205,29 +205,22 @@ _NEVER_STALE = 10**9
 class _EveryGroup:
     """Replace the issuer: every group that arrives counts as issued."""
 
-    def __init__(self, size: str) -> None:
+    def __init__(self, size: str, groups: RunGroups) -> None:
         self._promises = [_promise(make_template(size, seed)) for seed in range(NUM_TEMPLATES)]
-
-    def outstanding(self) -> Collection[str]:
-        return ()
+        self._groups = groups.train
 
     def promise(self, group_id: str) -> TaskPromise:
         """Return what the worker's templates are; as the real issuer it has it at hand."""
         return self._promises[GroupKey.parse(group_id).prompt % len(self._promises)]
 
-    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+    def is_late(self, version: PolicyVersion) -> bool:
         return False
 
-    def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        return not holds(group_id)
+    def accept(self, group_id: str) -> None:
+        self._groups.issue([group_id])
 
     def drop(self, drop: Drop) -> None:
         raise AssertionError(drop)
-
-    refuse = drop
-
-    def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
-        raise AssertionError((drops, sequence))
 
     def pause(self, is_paused: bool) -> None:
         assert not is_paused
@@ -243,17 +236,18 @@ def _promise(group: Group) -> TaskPromise:
 
 def consume(bus: Bus, s3: S3Settings, folder: Path, *, size: str, num_groups: int) -> dict[str, float]:
     """Take batches as the trainer does, commit their ids, acknowledge; raises when a group comes twice or not at all."""
-    ledger = Ledger()
-    batcher = Batcher(groups_per_step=GROUPS_PER_STEP, max_staleness=_NEVER_STALE, ledger=ledger)
+    groups = RunGroups.of(None, max_staleness=_NEVER_STALE)
+    issuer: Any = _EveryGroup(size, groups)
+    batcher = Batcher(groups.train, issuer, groups_per_step=GROUPS_PER_STEP, max_staleness=_NEVER_STALE, max_dead=1)
     seen: set[str] = set()
     commit_s = 0.0
     blobs = Blobs(s3)
     collector = Collector(
         Connections(RUN_ID, bus, blobs),
+        groups=groups,
         batcher=batcher,
-        issued=_EveryGroup(size),
+        issuer=issuer,
         deadline_s=60.0,
-        max_dead=1,
         reader=PackReader(blobs.get, vocab_size=VOCABULARY, mark=ReadingMark(folder)),
     )
     gc.freeze()  # as the service does
@@ -261,11 +255,12 @@ def consume(bus: Bus, s3: S3Settings, folder: Path, *, size: str, num_groups: in
         print("ready", flush=True)
         cpu = time.process_time()
         for step in range(num_groups // GROUPS_PER_STEP):
-            ids = [group.group_id for group in collector.collect(PolicyVersion(0))]
+            batch = collector.collect(PolicyVersion(0))
+            ids = [group.group_id for group in batch]
             assert not seen & set(ids), "trained twice"
             seen.update(ids)
-            ledger.record(PolicyVersion(0), ids, max_staleness=_NEVER_STALE)
-            collector.mark_trained(ids)
+            with groups.lock:
+                groups.train.train(PolicyVersion(0), batch, {})
             settled = collector.settled()
             commit_s -= time.monotonic()
             commit(folder / f"step{step:08d}", ids)

@@ -24,7 +24,7 @@ from penstock.protocol.config.run_file import SECTIONS
 from penstock.reward_service.registry.built_in import BUILT_INS
 from penstock.rollout_service.engines.engine_kind import ENGINES
 from penstock.rollout_service.environments.environment import ENVIRONMENTS
-from penstock.trainer.algorithm.chosen_parts import CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
+from penstock.trainer.algorithm.chosen_parts import CORRECTIONS, ESTIMATORS, FILTERS, GROUP_FILTERS, LOSSES
 from penstock.trainer.algorithm.presets import PRESETS
 
 _NAMES = ("trainer", "rollout worker", "reward service", "trackers")
@@ -40,6 +40,7 @@ def reference_document() -> dict[str, Any]:
             "algorithm.loss": tuple(LOSSES.built_in),
             "algorithm.advantage": tuple(ESTIMATORS.built_in),
             "algorithm.filters": tuple(FILTERS.built_in),
+            "algorithm.group_filters": tuple(GROUP_FILTERS.built_in),
             "algorithm.corrections": tuple(CORRECTIONS.built_in),
             "worker.engine": tuple(ENGINES.built_in),
             "rollout.environment": tuple(ENVIRONMENTS.built_in),

@@ -46,6 +46,7 @@ from penstock.rollout_service.weights.version_gate import VersionGate
 from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 from penstock.rollout_service.weights.weight_swap import WeightSwap
+from penstock.serving import target_policy
 
 _BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 

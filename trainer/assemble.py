@@ -33,9 +33,9 @@ from penstock.trainer.data.pairs import PairSet
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, SuccessRules
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, EvaluationLog, EvaluationSchedule, stored_scores
-from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.group_source import GroupHistory, GroupSource, open_generated, open_reader, open_stored
+from penstock.trainer.groups.group_source import GroupSource, open_generated, open_reader, open_stored
 from penstock.trainer.groups.mixture import Mixture
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.captured_state import CheckpointWriter
 from penstock.trainer.learner.learner import Learner
@@ -250,7 +250,11 @@ def _training(
     activity, gpus = Activity(), GpuSampler()
     heartbeat = HeartbeatWriter(bus=bus, run_id=run_id, activity=activity, gpus=gpus, clock=_EVENT_CLOCK)
     heartbeat.metrics_url, session.metrics.heartbeat = session.metrics.url, lambda: heartbeat.newest
-    history = GroupHistory.resume(resumed)
+    groups = RunGroups.of(
+        resumed,
+        max_staleness=settings.rollout.max_staleness,
+        max_trained_count=settings.algorithm.max_trained_count,
+    )
     publisher = Publisher(
         connections,
         model_folder=settings.model.path,
@@ -260,7 +264,7 @@ def _training(
         coordinator=coordinator,
         signing_key=settings.trainer.signing_key(),
     )
-    source = _group_source(session, publisher, history, resumed)
+    source = _group_source(session, publisher, groups, resumed)
     weight_gc = _weight_gc(session, publisher)
     best = settings.eval.best(has_data_eval=bool(settings.data.eval_files))
     early_stop = EarlyStop(settings.eval.early_stop, stored_scores(settings.run.folder / METRICS_FILE, best))
@@ -268,7 +272,7 @@ def _training(
     evaluator = None
     if session.data.eval:
         before = tuple(dict.fromkeys(each.evaluation for each in source.issued_before.all_settings()))
-        evaluator = _evaluator(session, publisher, evaluation_log.add, history.accounting, success, before)
+        evaluator = _evaluator(session, publisher, evaluation_log.add, groups, success, before)
     planner = Planner(settings, learner, resumed.algorithm if resumed else {})
     logprobs = LogprobWriter(
         connections.blobs, run_id, epoch=epoch, on_first_loss=lambda text: events.write("log", {"text": text})
@@ -282,7 +286,6 @@ def _training(
         issuer=source.issuer,
         collector=source.collector,
         evaluator=evaluator,
-        ledger=history.ledger,
         lease=session.lease,
         record_writer=record_writer,
         stored=stored,
@@ -305,7 +308,6 @@ def _training(
         activity=activity,
         metrics=session.metrics,
         traced=connections.traced,
-        ledger=history.ledger,
         lease=session.lease,
         record_writer=record_writer,
         committer=committer,
@@ -329,15 +331,15 @@ def _training(
 
 
 def _group_source(
-    session: _Session, publisher: Publisher, history: GroupHistory, resumed: CheckpointState | None
+    session: _Session, publisher: Publisher, groups: RunGroups, resumed: CheckpointState | None
 ) -> GroupSource:
     settings, connections, data = session.settings, session.connections, session.data
     if data.train is None:
-        return open_stored(settings, connections, history, resumed)
+        return open_stored(settings, connections, groups, resumed)
     return open_generated(
         settings,
         connections,
-        history,
+        groups,
         resumed,
         prompts=data.train,
         tokenizer=data.tokenizer,
@@ -356,7 +358,7 @@ def _evaluator(
     session: _Session,
     publisher: Publisher,
     on_end: Callable[[EvalResult | LostEvaluation], None],
-    accounting: Accounting,
+    groups: RunGroups,
     success: SuccessRules,
     settings_before: Sequence[TaskSettings],
 ) -> Evaluator:
@@ -368,7 +370,7 @@ def _evaluator(
         publisher=publisher,
         deadline_s=settings.trainer.collect_deadline_s,
         on_end=on_end,
-        accounting=accounting,
+        groups=groups,
         success=success,
         reader=open_reader(settings, connections, session.data.tokenizer, mark, publisher.never_published),
         settings_before=settings_before,

@@ -32,7 +32,6 @@ from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
 from penstock.trainer.learner.captured_state import CheckpointWriter
 from penstock.trainer.learner.learner import Learner
@@ -61,7 +60,6 @@ class Committer:
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
     evaluator: Evaluator | None
-    ledger: Ledger
     lease: HeldLease
     record_writer: RunRecordWriter
     stored: StoredCheckpoints | None  # None: checkpoints stay in the run's folder alone
@@ -96,7 +94,7 @@ class Committer:
             weights_digest=digest,
             weights_dtype=weights_dtype,
             weights_are="adapter" if self.settings.publishes_adapters else "model",
-            ledger=self.ledger.rows(),
+            ledger=issued.ledger,
             dispatch=issued.dispatch,
             unsent=issued.unsent,
             letters_read=issued.letters_read,

@@ -14,6 +14,7 @@ PenstockError
     ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
     ├── TrainingDiverged      a loss or gradient is not a finite number
     ├── PolicyCollapsed       the policy samples with less entropy than trainer.min_entropy
+    ├── GroupStateError       a group is in a state that does not allow what happens to it: an internal error
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
     ├── ExportFailed          the exported model cannot be loaded, or computes something else than the trained one
     ├── NoAttentionKernel     no exact attention without [T, T] matrices works for the model's heads on this device
@@ -77,6 +78,10 @@ class TrainingDiverged(TrainerError):
 
 class PolicyCollapsed(TrainerError):
     """The entropy of the sampled tokens is below ``trainer.min_entropy``."""
+
+
+class GroupStateError(TrainerError, ValueError):
+    """A group is in a state that does not allow the event: an internal error; the text names group, state and event."""
 
 
 class CheckpointError(TrainerError):

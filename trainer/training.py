@@ -26,7 +26,6 @@ from penstock.trainer.evaluation.evaluation_schedule import EarlyStop, Evaluatio
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
 from penstock.trainer.learner.flops import peak_of
 from penstock.trainer.learner.learner import Learner
@@ -74,7 +73,6 @@ class Training:
     activity: Activity
     metrics: TrainerMetrics
     traced: HeldGroups
-    ledger: Ledger
     lease: HeldLease
     record_writer: RunRecordWriter
     committer: Committer
@@ -188,12 +186,11 @@ class Training:
         return learned
 
     def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
-        """Enter the step in ledger, accounting and run record, and move to the next version."""
+        """Record the step in the states of its groups and in the run record, and move to the next version."""
         started = time.monotonic()
         ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
-        tokens = {group.group_id: group.num_tokens for group in batch}
-        first_uses = {group_id: count for group_id, count in tokens.items() if group_id not in self.ledger}
-        num_reused = len(batch) - len(first_uses)
+        made = next_version(self.version)
+        uses = self.issuer.mark_trained(batch, ages, version=self.version, made=made)
         skipped = dict(learned.skipped)
         self._fields = {
             **step_fields(self.num_steps_done, self.version, learned.metrics, batch, ages),
@@ -207,16 +204,9 @@ class Training:
                 learned.metrics.work, num_tokens=sum(ages.values()), step_s=self._step_s, peak=self._peak_flops()
             ),
             **learned.reported,
-            "reused_groups": num_reused,
+            "reused_groups": sum(count > 1 for count in uses.values()),
             "logprobs_lost": self.logprobs.num_lost,
         }
-        ids = [group.group_id for group in batch]
-        made = next_version(self.version)
-        self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
-        abandoned = [one for group in batch if group.group_id in first_uses for one in group.scored.generated.abandoned]
-        self.issuer.mark_trained(first_uses, ages, made=made, num_reused=num_reused, abandoned=abandoned)
-        self.collector.mark_trained(ids)
-        uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
         digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]
         digest = step_digest(self.lease.epoch, self.num_steps_done, self.version, made, digests)
         self._fields[STEP_DIGEST] = digest.model_dump()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from penstock.console.report.learning import mean
 from penstock.console.report.run_summary import Diagnosis
 
+OF_A_FILTER = "left out by a group filter of the run file (algorithm.group_filters), or a reason of another build"
 MEANINGS: dict[str, str] = {
     "stale": "older than rollout.max_staleness when it was its turn; its prompt is sampled again. Many: a worker "
     "or a reward is slow (penstock watch shows which), or raise rollout.max_staleness",
@@ -204,7 +205,7 @@ def _dropped(run: RunMetrics) -> Iterator[Diagnosis]:
         yield Diagnosis(
             key="dropped",
             what=f"{total} of {run.issued} groups were dropped, {number} of them as {reason}.",
-            cause=f"{reason}: {MEANINGS.get(reason, 'a reason of another build')}.",
+            cause=f"{reason}: {MEANINGS.get(reason, OF_A_FILTER)}.",
             cure=_DROPPED_CURES.get(reason, "See the groups by reason in the report: penstock runs show RUN."),
         )
 

@@ -174,7 +174,7 @@ def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
 
 def _explanations(s: RunSummary) -> Iterator[str]:
     for reason in s.groups.dropped:
-        yield f"{reason}: {diagnoses.MEANINGS.get(reason, 'a reason of another build')}."
+        yield f"{reason}: {diagnoses.MEANINGS.get(reason, diagnoses.OF_A_FILTER)}."
     twice = s.groups.generated - s.groups.issued
     if twice > 0:
         failed = f" Engines failed {s.packs_given_back} messages." if s.packs_given_back else ""

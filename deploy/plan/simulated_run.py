@@ -2,8 +2,8 @@
 
     issue ──▶ queue ──▶ worker ──▶ engine (slots) ──▶ score ──▶ collect ──▶ step ──▶ publish ──▶ issue, and swap on every worker
 
-`Dispatch`, `DeliveryTracker`, `Batcher`, `Ledger` and `OvertakeBackoff` are those that a trainer runs, `RedundantGroup` and
-`PackLimit` those of a worker. A worker takes packs as `rollout_service.loop` does: one request at a time, up to its packs
+`Dispatch`, `Batcher`, `GroupStates` and `OvertakeBackoff` are those that a trainer runs, `RedundantGroup` and `PackLimit`
+those of a worker. A worker takes packs as `rollout_service.loop` does: one request at a time, up to its packs
 in flight; it keeps a pack until its engine serves the version that the pack was issued for. The version of a swap is chosen when
 the swap begins, and one that takes long needs a permit (`swap_semaphore`). So what this module decides is only when things
 happen: an engine's decode step takes longer the more sequences run (`EnginePace`), and lengths are those of a mix.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.deploy.plan.lengths import Durations, Fleet, LengthMix, Outcome, Step
 from penstock.deploy.plan.simulated_engine import Pack, SimulatedEngine, SimulatedSequence
-from penstock.deploy.plan.simulated_groups import SimulatedIssuer, SimulatedPrompts, scored_group
+from penstock.deploy.plan.simulated_groups import SimulatedPrompts, scored_group
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.versions import PolicyVersion, is_newer, next_version, staleness
 from penstock.rollout_service.engines.redundancy import Redundancy, RedundantGroup
@@ -28,9 +28,7 @@ from penstock.rollout_service.weights.weight_follower import ISSUED_VERSION_DEAD
 from penstock.rollout_service.weights.weight_swap import NEEDS_PERMIT_S
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.dispatch import Dispatch, Prompts
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.task_packs import TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -63,8 +61,13 @@ class SimulatedRun:
         self._dispatch = Dispatch(
             prompts, order=DataOrder(len(prompts), seed=seed), rollout=rollout, stop_token_ids=(0,)
         )
-        batcher = Batcher(groups_per_step=rollout.groups_per_step, max_staleness=rollout.max_staleness, ledger=Ledger())
-        self._tracker = DeliveryTracker(batcher, SimulatedIssuer(self._dispatch, self.outcome.dropped))
+        self._batcher = Batcher(
+            self._dispatch.groups,
+            self._dispatch,
+            groups_per_step=rollout.groups_per_step,
+            max_staleness=rollout.max_staleness,
+        )
+        self.outcome.dropped = self._batcher.dropped
         self._backoff = OvertakeBackoff()
         self._now = 0.0
         self._numbers = itertools.count()
@@ -107,13 +110,13 @@ class SimulatedRun:
         if self._training:
             return
         wait_s = self._patience * self._last_step_s
-        overtakes = wait_s > 0.0 and self._tracker.overtakes(self._version)
+        overtakes = wait_s > 0.0 and self._batcher.overtakes(self._version)
         rest_s = self._backoff.rest_s(wait_s, overtakes=overtakes, now=self._now)
         if rest_s > 0.0:
             self._wake(rest_s)
             return
         dropped = self.outcome.dropped.total()
-        batch = self._tracker.take(self._version)
+        batch = self._batcher.take(self._version)
         if self.outcome.dropped.total() > dropped:
             self._issue()
         if not batch:
@@ -139,12 +142,11 @@ class SimulatedRun:
         ids = [one.group_id for one in batch]
         step = Step(self._now, self._now + self._last_step_s, lengths, ages, ids)
         self._training = True
-        self._after(self._last_step_s, lambda: self._stepped(step))
+        self._after(self._last_step_s, lambda: self._stepped(step, batch))
 
-    def _stepped(self, step: Step) -> None:
-        self._dispatch.settle(step.groups)
-        self._tracker.mark_trained(step.groups)
-        self._tracker.forget(self._tracker.settled())
+    def _stepped(self, step: Step, batch: Sequence[ReadyGroup]) -> None:
+        self._dispatch.train(self._version, batch, {})
+        self._dispatch.groups.forget_messages(self._dispatch.groups.settled())
         self._version = next_version(self._version)
         self.outcome.steps.append(step)
         for engine in self._engines:
@@ -337,6 +339,6 @@ class SimulatedRun:
     def _arrive(self, pack: Pack, newest: PolicyVersion) -> None:
         assert pack.oldest is not None
         scored = [scored_group(g, pack.kept[place], pack.oldest, newest) for place, g in enumerate(pack.groups)]
-        wanted = self._tracker.receive(next(self._numbers), scored)
-        self._tracker.offer(ReadyGroup(one, _PACK, None) for one in wanted)  # pyright: ignore[reportArgumentType]  no tokens
+        wanted = self._batcher.receive(next(self._numbers), scored)
+        self._batcher.offer(ReadyGroup(one, _PACK, None) for one in wanted)  # pyright: ignore[reportArgumentType]  no tokens
         self._collect()

@@ -33,11 +33,11 @@ class CheckpointState(Wire):
     weights_dtype: str  # of their publication
     weights_are: Literal["model", "adapter"] = "model"  # in their publication
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids), within the window
-    # the data cursor and the outstanding groups, as `trainer/groups/dispatch_state.py` writes it
+    # the data cursor and the open groups, as `trainer/groups/prompt_cursor.py` writes it
     dispatch: dict[str, Any]
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
     letters_read: Count = 0  # sequence number of the last dead letter that this state knows
-    totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/counters.py` writes them
+    totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/group_totals.py` writes them
     algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/credit.py` writes it
     # versions between both were published by sessions that were rolled back
     abandoned: tuple[tuple[Count, Count], ...] = ()

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from penstock.trainer.algorithm.filters.interface import Candidate as Candidate
     from penstock.trainer.algorithm.filters.interface import Filter as Filter
     from penstock.trainer.algorithm.filters.interface import trajectory_filter as trajectory_filter
+    from penstock.trainer.algorithm.group_filters.interface import GroupCandidate as GroupCandidate
+    from penstock.trainer.algorithm.group_filters.interface import GroupFilter as GroupFilter
+    from penstock.trainer.algorithm.group_filters.interface import group_filter as group_filter
     from penstock.trainer.algorithm.losses.interface import ClipRange as ClipRange
     from penstock.trainer.algorithm.losses.interface import DualClip as DualClip
     from penstock.trainer.algorithm.losses.interface import Loss as Loss
@@ -96,6 +99,8 @@ _MODULES = {
     "Extension": "penstock.protocol.extensions",
     "Filter": "penstock.trainer.algorithm.filters.interface",
     "FineTuning": "penstock.client.fine_tuning",
+    "GroupCandidate": "penstock.trainer.algorithm.group_filters.interface",
+    "GroupFilter": "penstock.trainer.algorithm.group_filters.interface",
     "Loss": "penstock.trainer.algorithm.losses.interface",
     "LossTerms": "penstock.trainer.algorithm.losses.interface",
     "Message": "penstock.agents.proxy.messages",
@@ -131,6 +136,7 @@ _MODULES = {
     "advantage_estimator": "penstock.trainer.algorithm.estimators.interface",
     "correction": "penstock.trainer.algorithm.corrections.interface",
     "done": "penstock.agents.environments.play",
+    "group_filter": "penstock.trainer.algorithm.group_filters.interface",
     "none_of": "penstock.trainer.algorithm.losses.interface",
     "policy_loss": "penstock.trainer.algorithm.losses.interface",
     "say": "penstock.agents.environments.play",
@@ -157,6 +163,8 @@ __all__ = [
     "Extension",
     "Filter",
     "FineTuning",
+    "GroupCandidate",
+    "GroupFilter",
     "Loss",
     "LossTerms",
     "Message",
@@ -193,6 +201,7 @@ __all__ = [
     "advantage_estimator",
     "correction",
     "done",
+    "group_filter",
     "none_of",
     "policy_loss",
     "say",

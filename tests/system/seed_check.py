@@ -27,6 +27,7 @@ from penstock.rollout_service.environments.single_turn import SINGLE_TURN
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.learner.build_learner import build_learner
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -89,7 +90,8 @@ async def run(settings: TrainerSettings, dims: ParallelDims, folder: Path, url: 
         found["groups"].append([group.group_id for group in batch])
         found["tokens"].append([row.token_ids.tolist() for group in batch for row in group.group.trajectories])
         learn(planner, learner, batch, version)
-        dispatch.settle([group.group_id for group in batch])
+        for group in batch:
+            dispatch.drop(Drop(group.group_id, DropReason.NO_SIGNAL, 0, is_final=True))
     tensors = learner.snapshot()
     found["digests"].append(hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors.values())).hexdigest())
     await client.engine.close()

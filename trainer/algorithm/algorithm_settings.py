@@ -1,7 +1,7 @@
 """The algorithm section of the run file: a preset, every part by name, and the options of every part; imports no torch.
 
 The keys are those of `_GeneralSettings` and the options of all built-in parts, so that a new file in `losses/`,
-`estimators/`, `filters/` or `corrections/` adds its options here by itself. Options of user code are in a table of
+`estimators/`, `filters/`, `group_filters/` or `corrections/` adds its options here by itself. Options of user code are in a table of
 their own, [algorithm.options], since a run file is checked key by key before its loss is known.
 """
 
@@ -107,8 +107,9 @@ class _GeneralSettings(Section):
         default=(),
         description="Further trajectory filters: built-in ones that no key turns on, or your own as module:attribute.",
     )
-    dynamic_sampling: bool = Field(
-        default=False, description="Groups whose rewards are all equal are replaced by other prompts before the step."
+    group_filters: tuple[str, ...] = Field(
+        default=(),
+        description="Filters that drop whole groups when they arrive, each under its reason: your own as module:attribute.",
     )
 
     max_trained_count: int = Field(
@@ -275,7 +276,7 @@ class AlgorithmSettings(_AllSettings):
         """Read a record's "cpu", where the reference was also computed on the CPU: the same numbers where a CPU trained."""
         return "parked" if value == "cpu" and info.context == RECORDED else value
 
-    @field_validator("loss", "advantage", "filters", "corrections")
+    @field_validator("loss", "advantage", "filters", "group_filters", "corrections")
     @classmethod
     def _is_registered(cls, value: str | tuple[str, ...], info: ValidationInfo) -> str | tuple[str, ...]:
         for name in (value,) if isinstance(value, str) else value:

@@ -15,6 +15,7 @@ from penstock.protocol.extensions import Extension, Registry
 from penstock.trainer.algorithm.corrections.interface import Correction
 from penstock.trainer.algorithm.estimators.interface import Estimator
 from penstock.trainer.algorithm.filters.interface import Filter
+from penstock.trainer.algorithm.group_filters.interface import GroupFilter
 from penstock.trainer.algorithm.losses.interface import Loss
 from penstock.trainer.algorithm.parts import Part
 
@@ -27,14 +28,18 @@ ESTIMATORS: Final[Registry[Estimator[Any]]] = Registry(
 FILTERS: Final[Registry[Filter[Any]]] = Registry(
     "trajectory filter", Filter, package="penstock.trainer.algorithm.filters", group="penstock.filters"
 )
+GROUP_FILTERS: Final[Registry[GroupFilter[Any]]] = Registry(
+    "group filter", GroupFilter, package="penstock.trainer.algorithm.group_filters", group="penstock.group_filters"
+)
 CORRECTIONS: Final[Registry[Correction[Any]]] = Registry(
     "correction", Correction, package="penstock.trainer.algorithm.corrections", group="penstock.corrections"
 )
-ALL: Final[tuple[Registry[Any], ...]] = (LOSSES, ESTIMATORS, FILTERS, CORRECTIONS)
+ALL: Final[tuple[Registry[Any], ...]] = (LOSSES, ESTIMATORS, FILTERS, GROUP_FILTERS, CORRECTIONS)
 
 
 BY_KEY: dict[str, Registry[Any]] = {
-    "loss": LOSSES, "advantage": ESTIMATORS, "filters": FILTERS, "corrections": CORRECTIONS,
+    "loss": LOSSES, "advantage": ESTIMATORS, "filters": FILTERS, "group_filters": GROUP_FILTERS,
+    "corrections": CORRECTIONS,
 }  # fmt: skip
 
 
@@ -43,6 +48,7 @@ class ChosenParts:
     loss: Extension[Loss[Any]]
     estimator: Extension[Estimator[Any]]
     filters: tuple[Extension[Filter[Any]], ...]
+    group_filters: tuple[Extension[GroupFilter[Any]], ...]
     corrections: tuple[Extension[Correction[Any]], ...]
 
     @classmethod
@@ -52,11 +58,12 @@ class ChosenParts:
             LOSSES.find(values["loss"]),
             ESTIMATORS.find(values["advantage"]),
             tuple(sorted(_found(FILTERS, values, "filters"), key=lambda one: one.value.precedence)),
+            tuple(sorted(_found(GROUP_FILTERS, values, "group_filters"), key=lambda one: one.value.precedence)),
             tuple(_found(CORRECTIONS, values, "corrections")),
         )
 
     def __iter__(self) -> Iterator[Extension[Any]]:
-        yield from (self.loss, self.estimator, *self.filters, *self.corrections)
+        yield from (self.loss, self.estimator, *self.filters, *self.group_filters, *self.corrections)
 
     @property
     def option_names(self) -> frozenset[str]:
@@ -65,7 +72,9 @@ class ChosenParts:
     @property
     def digests(self) -> dict[str, str]:
         """Digest of the source of every part that is user code, by kind and name."""
-        kinds = {Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, Correction: CORRECTIONS}
+        kinds = {
+            Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, GroupFilter: GROUP_FILTERS, Correction: CORRECTIONS,
+        }  # fmt: skip
         return {f"extension {kinds[type(one.value)].kind} {one.name}": one.digest for one in self if one.digest}
 
 
@@ -179,7 +188,7 @@ def refuse_idle(changed: frozenset[str], values: Mapping[str, Any], parts: Chose
                 f"algorithm.{idle[0]} does nothing with algorithm.{key} = {values[key]}, "
                 f"which reads {', '.join(chosen.value.option_names) or 'none of these'}"
             )
-    for registry, key in ((FILTERS, "filters"), (CORRECTIONS, "corrections")):
+    for registry, key in ((FILTERS, "filters"), (GROUP_FILTERS, "group_filters"), (CORRECTIONS, "corrections")):
         _refuse_parts_off(registry, key, changed - by_choice - read)
     for switches, settings in _SWITCHES.items():
         idle = sorted(changed & set(settings))

@@ -1,10 +1,13 @@
-"""Which groups may enter a step: rewards that differ, and how often a group may be trained on; pure, without torch."""
+"""Which groups may enter a step: what the filters of groups keep, and how often one may be trained on; pure, without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.group_filters.interface import GroupRule
 
 
 class ReuseRefused(StrEnum):
@@ -12,11 +15,6 @@ class ReuseRefused(StrEnum):
 
     TRAINED_OFTEN = "trained_often"
     TRAINED_RECENTLY = "trained_recently"
-
-
-def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Return True if a group carries a signal: at least two rewards that differ (DAPO's dynamic sampling)."""
-    return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9 * max(abs(r) for r in rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +34,11 @@ class Reuse:
 
 
 ONCE = Reuse()
+
+
+def group_rules(settings: AlgorithmSettings) -> tuple[GroupRule, ...]:
+    """Return the filters of groups that are chosen, each with its options, in the order in which they are asked."""
+    return tuple(
+        GroupRule(one.name, one.value.reason, partial(one.value.fn, **settings.options_of(one.value).model_dump()))
+        for one in settings.parts.group_filters
+    )

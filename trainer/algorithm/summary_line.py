@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.presets import DEFAULT
 
-_PARTS = frozenset({"name", "advantage", "loss", "aggregation", "filters", "corrections", "options"})
+_PARTS = frozenset({"name", "advantage", "loss", "aggregation", "filters", "group_filters", "corrections", "options"})
 _AGAINST_STALENESS = (
     "dual_clip", "stale_negative_weight", "ess_level", "importance", "rejection", "m2po_budget", "opsm_delta", "veto",
     "age_band_cap", "token_tis_cap",
@@ -21,7 +21,7 @@ def summary_line(algorithm: AlgorithmSettings, *, max_staleness: int) -> str:
     loss = algorithm.parts.loss.value
     options = {name: value for name, value in algorithm.options_of(loss).model_dump().items() if value is not None}
     parts = [f"{algorithm.advantage} advantages", f"{algorithm.loss}{_listed(options)}", algorithm.aggregation]
-    parts += [*algorithm.filters, *algorithm.corrections]
+    parts += [*algorithm.filters, *algorithm.group_filters, *algorithm.corrections]
     others = {
         name: value
         for name, info in type(algorithm).model_fields.items()

@@ -16,7 +16,15 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from penstock.protocol.extensions import Registry
-from penstock.trainer.algorithm.chosen_parts import ALL, CORRECTIONS, ESTIMATORS, FILTERS, LOSSES, option_fields
+from penstock.trainer.algorithm.chosen_parts import (
+    ALL,
+    CORRECTIONS,
+    ESTIMATORS,
+    FILTERS,
+    GROUP_FILTERS,
+    LOSSES,
+    option_fields,
+)
 
 START = "<!-- made by python -m penstock.trainer.commands.algorithm_reference; edit the files of the parts instead -->"
 _SHAPE = re.compile(r", \[[A-Z]\](?: bool)?")  # of a result; of no use in a table
@@ -34,7 +42,10 @@ def with_reference(page: str) -> str:
 
 def reference() -> str:
     """Return the tables of losses, estimators, filters, corrections and options."""
-    chosen = {LOSSES: "loss", ESTIMATORS: "advantage", FILTERS: "filters", CORRECTIONS: "corrections"}
+    chosen = {
+        LOSSES: "loss", ESTIMATORS: "advantage", FILTERS: "filters", GROUP_FILTERS: "group_filters",
+        CORRECTIONS: "corrections",
+    }  # fmt: skip
     tables = [_parts(registry, key) for registry, key in chosen.items()]
     return "\n".join([*tables, _options()])
 

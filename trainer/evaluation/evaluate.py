@@ -41,11 +41,11 @@ from penstock.trainer.evaluation.eval_result import (
     version_of,
 )
 from penstock.trainer.groups import waiting
-from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.image_uploads import ImageUploads
 from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import in_environment, make_task, pack_tasks, seeded
 from penstock.trainer.publishing.publish import Publisher
 
@@ -67,7 +67,7 @@ class Evaluator:
         publisher: Publisher,
         deadline_s: float,
         on_end: Callable[[EvalResult | LostEvaluation], None],
-        accounting: Accounting,
+        groups: RunGroups,
         success: SuccessRules,
         reader: PackReader | None = None,
         silent_s: float = 5.0,
@@ -88,7 +88,7 @@ class Evaluator:
         self._sources = NumberedSources(sources)
         self._publisher = publisher
         self._deadline_s, self._silent_s = deadline_s, silent_s
-        self._on_end, self._accounting, self._success = on_end, accounting, success
+        self._on_end, self._groups, self._success = on_end, groups, success
         self._reader = reader or PackReader(connections.blobs.get)
         self._settings_before, self._seed, self._mixture = settings_before, seed, mixture
         self._evaluations: dict[tuple[PolicyVersion, str], Evaluation] = {}
@@ -120,13 +120,14 @@ class Evaluator:
     def start(self, version: PolicyVersion, step: int, names: Collection[str] | None = None) -> None:
         """Start to evaluate a version that was submitted with ``must_publish``, on all sources or those in ``names``."""
         with self._changed:
-            in_flight = self._accounting.in_flight("eval")
+            in_flight = self._open_groups()
             for source in self._sources.sources:
                 key = (version, source.name)
                 if key in self._evaluations or (names is not None and source.name not in names):
                     continue
                 ids = self._sources.ids(version, source.name)
-                self._accounting.issue("eval", sorted(ids - in_flight))
+                with self._groups.lock:
+                    self._groups.held_out.issue(sorted(ids - in_flight))
                 is_new = ids.isdisjoint(in_flight)
                 self._evaluations[key] = Evaluation(
                     version, source, step, time.monotonic(), set(ids), is_of_session=is_new
@@ -141,7 +142,7 @@ class Evaluator:
         workers can still fetch it; otherwise it is reported as lost. Raises BusError or BlobError.
         """
         in_flight: dict[PolicyVersion, set[str]] = {}
-        for group_id in self._accounting.in_flight("eval"):
+        for group_id in self._open_groups():
             in_flight.setdefault(version_of(group_id), set()).add(group_id)
         of_version = in_flight.pop(version, set())
         steps = self._publisher.stored_steps(in_flight)  # without the lock, since the bus's thread needs it
@@ -184,7 +185,7 @@ class Evaluator:
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
         with self._changed:
-            open_ids = self._accounting.in_flight("eval")
+            open_ids = self._open_groups()
             return [
                 delivery
                 for delivery in self._held.values()
@@ -331,7 +332,9 @@ class Evaluator:
     def _accept(self, group: ScoredGroup, pack: BlobRef) -> None:
         summary, evaluation = group.generated, self._awaiting(group)
         if evaluation is None:
-            self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
+            with self._groups.lock:
+                refused = Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group))
+                self._groups.held_out.totals.refuse(refused)
         else:
             evaluation.waiting_for.discard(summary.group_id)
             evaluation.changed_at = time.monotonic()
@@ -364,7 +367,8 @@ class Evaluator:
             result = summarise(groups, rules, step=step, version=version, eval_s=elapsed_s)
             self._on_end(replace(result, split=source.name))
             tokens = {group.generated.group_id: claimed_tokens(group) for group in groups}
-            self._accounting.use("eval", tokens, evaluation.packs)
+            with self._groups.lock:
+                self._groups.held_out.evaluate(tokens, evaluation.packs)
         if not any(e.version == version and e is not evaluation for e in self._open()):
             self._publisher.unpin(version)
         with self._changed:
@@ -387,7 +391,13 @@ class Evaluator:
             group = evaluation.groups.get(group_id) if evaluation else None
             pack = evaluation.packs.get(group_id) if evaluation else None
             num_tokens = claimed_tokens(group) if group else 0
-            self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
+            with self._groups.lock:
+                self._groups.held_out.drop(Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
+
+    def _open_groups(self) -> frozenset[str]:
+        """Return the ids that are issued, and neither evaluated nor dropped."""
+        with self._groups.lock:
+            return frozenset(self._groups.held_out.outstanding())
 
     def _on_dead_letter(self, letter: DeadLetter) -> None:
         """Note the dead letters of an evaluation (called on the bus's thread)."""

@@ -1,63 +1,92 @@
-"""Decides which scored groups make the next batch, and which are dropped and why; pure.
+"""Decides which arriving groups are wanted, which of them make the next batch, and which are dropped and why; pure.
 
-```
-offer ──▶ ready ──▶ take ──▶ in use ──▶ settle (trained) ──▶ kept for another use ──▶ retired
-  │                  │  ▲                                        │
-  └▶ dropped         │  └────────────────────────────────────────┘
-                     └▶ dropped: stale at the moment of use
-```
+A message is settled when each of its groups was trained for the last time, dropped, or refused on arrival. Only then may
+a checkpoint cover it, and only after that checkpoint may it be acknowledged.
 
-Groups are kept only if `algorithm.max_trained_count` is above 1. New groups go first: a kept one fills a batch that
+New groups go first: one that was trained and is kept, if `algorithm.max_trained_count` is above 1, fills a batch that
 would otherwise wait, and is retired when it was used often enough or is too old.
+
+Every service may write dead letters, and a letter may name a group that is well and on its way. So letters alone end no
+run. They close groups until the groups arrive after all, and they stop the issue of others once more than ``max_dead``
+were closed in excess of those that arrived. Then the queues run empty unless groups are on their way, and only if all
+queues are empty the letters were true.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from penstock.protocol.errors import ReaderKilled
+from penstock.protocol.facts import DeadLetter, ScoredGroup
 from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
-from penstock.trainer.algorithm.group_rules import ONCE, Reuse, rewards_differ
-from penstock.trainer.groups.drops import Drop, DropReason
-from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.algorithm.group_filters.interface import GroupRule, drop_reason
+from penstock.trainer.algorithm.group_rules import ONCE, Reuse
+from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
+from penstock.trainer.groups.group_states import GroupStates, State
+from penstock.trainer.groups.prompt_cursor import GroupKey
 from penstock.trainer.learner.step_plan import ReadyGroup
+
+_OWN_STAGE = "scored"
+_NO_LIMIT = 10**9
+
+
+class IssuedGroups(Protocol):
+    """The decisions about groups that were issued: a `Dispatch`, or the `Issuer` that has one."""
+
+    def accept(self, group_id: str) -> DropReason | None:
+        """Record that a group comes which has not arrived yet; return why it must not be used."""
+        ...
+
+    def is_late(self, trainer_version: PolicyVersion) -> bool:
+        """Return True if a group under way may be too old for every step after the one at ``trainer_version``."""
+        ...
+
+    def drop(self, drop: Drop) -> object:
+        """Close a group, and queue its prompt again."""
+        ...
 
 
 class Batcher:
-    """Holds groups between arrival and use. Not thread-safe: the owner locks."""
+    """The decisions between arrival and use. Not thread-safe: who holds `RunGroups.lock` may call it."""
 
     def __init__(
         self,
+        groups: GroupStates,
+        issued: IssuedGroups,
         *,
         groups_per_step: int,
         max_staleness: int,
-        ledger: Ledger,
-        needs_signal: bool = False,
+        rules: Sequence[GroupRule] = (),
         needs_baseline: bool = False,
         reuse: Reuse = ONCE,
+        max_dead: int = _NO_LIMIT,
     ) -> None:
-        """Start empty.
+        """Start with the groups of a checkpoint.
 
         Args:
+            groups: Where they are; no other object may record that groups arrive, are offered or are taken.
+            issued: Decides about groups that were issued; of the same ``groups``.
             groups_per_step: Groups of a batch.
             max_staleness: Most versions a group may be behind.
-            ledger: What was trained, also by earlier sessions.
-            needs_signal: Drop groups whose rewards are all equal.
+            rules: Filters of whole groups (`algorithm.group_filters`).
             needs_baseline: Drop groups without a greedy completion.
-            reuse: How often a group may be trained on.
+            reuse: How often, and how far apart, a group may be trained on.
+            max_dead: Consecutive dead-lettered groups, without one that arrives, that end a run.
         """
+        self._groups, self._issued = groups, issued
         self._reuse = reuse
-        self._kept: dict[str, ReadyGroup] = {}  # trained, and may be again
-        self._retired: list[str] = []
-        # trained by an earlier session, which kept them: their messages are delivered again
-        self._returning = {i for i in ledger.ids() if ledger.uses(i) < reuse.max_trained_count}
-        self._needs_signal = needs_signal
-        self._needs_baseline = needs_baseline
-        self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
-        self._ledger = ledger
-        self._ready: dict[str, ReadyGroup] = {}  # in order of arrival
+        self._rules, self._needs_baseline = rules, needs_baseline
+        self._groups_per_step, self._max_staleness = groups_per_step, max_staleness
+        self._max_dead = max_dead
+        self._excess_dead = 0  # dead-lettered groups minus arrived ones, since it was last 0
+        self.dead_in_a_row = 0  # dead-lettered groups since the last one that arrived
+        self.last_letter = ""  # the reason of the newest dead letter
         self._checked_at: PolicyVersion | None = None  # each ready group is checked once for a version
-        self._unchecked: list[ReadyGroup] = []  # arrived since then
-        self._too_old: dict[str, DropReason] = {}  # ready groups that are not fresh at that version
-        self._in_use: dict[str, ReadyGroup] = {}
+        self._unchecked: list[ReadyGroup] = []  # offered since then
+        self._too_old: dict[str, Drop] = {}  # ready groups that are not fresh at that version
+        self.dropped: Counter[str] = Counter()  # groups of this session, by reason
         self.abandoned: tuple[tuple[PolicyVersion, PolicyVersion], ...] = ()
         """Ranges of versions, both ends exclusive, whose samples are not trained on; oldest first."""
 
@@ -69,119 +98,185 @@ class Batcher:
         """
         self.abandoned = (*self.abandoned, (after, until))
 
+    # ── arrival ───────────────────────────────────────────────────────────────────────────────
+
+    def receive(self, message: int, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Record a message by its sequence number; return the groups to read and offer. The others are counted as refused."""
+        self._groups.receive(message)
+        wanted: list[ScoredGroup] = []
+        for scored in groups:
+            reason = self._refusal(scored.generated.group_id)
+            if reason is None:
+                wanted.append(scored)
+                self._groups.arrive(scored.generated.group_id, message)
+            else:
+                self._groups.totals.refuse(_unread(scored, reason))
+        return wanted
+
+    def offer(self, groups: Iterable[ReadyGroup]) -> None:
+        """Hold groups whose pack was read, and drop those that a filter leaves out, or that have no baseline.
+
+        Raises ConfigError for a filter that fails.
+        """
+        for group in groups:
+            self._excess_dead = max(0, self._excess_dead - 1)
+            self.dead_in_a_row = 0
+            is_new = not self._groups.uses(group.group_id)
+            if is_new and (drop := self._rejected(group)) is not None:
+                self._drop(drop)
+                continue
+            self._groups.offer(group)
+            if is_new:
+                self._unchecked.append(group)
+
+    def drop_unreadable(
+        self, message: int, wanted: Iterable[ScoredGroup], reason: DropReason = DropReason.UNREADABLE
+    ) -> None:
+        """Drop groups whose pack cannot be read; the caller moves their message to the dead letters.
+
+        A group that an earlier session trained and kept for another use is closed already: it is only not used again.
+        """
+        self._groups.forget_messages([message])
+        for scored in wanted:
+            if self._groups.uses(scored.generated.group_id):
+                self._groups.retire(scored.generated.group_id)
+            else:
+                self._drop(_unread(scored, reason))
+
+    # ── the next batch ────────────────────────────────────────────────────────────────────────
+
     @property
     def num_ready(self) -> int:
         """Groups that could be taken if all were fresh."""
-        return len(self._ready)
+        return self._groups.num(State.READY)
 
     @property
     def may_be_full(self) -> bool:
-        """Whether there are enough groups for a batch if none is too old; cheap, for each group that arrives."""
-        return len(self._ready) + len(self._kept) >= self._groups_per_step
-
-    def holds(self, group_id: str) -> bool:
-        """Return True if a group is held: ready, in use, or kept for another use."""
-        return group_id in self._ready or group_id in self._in_use or group_id in self._kept
-
-    def is_returning(self, group_id: str) -> bool:
-        """Return True if an earlier session trained a group and it will be used again on arrival."""
-        return group_id in self._returning
-
-    def cancel_reuse(self, group_id: str) -> bool:
-        """Do not use a returning group again, since it cannot be read; return False if it was not trained."""
-        self._returning.discard(group_id)
-        return group_id in self._ledger
-
-    def is_spent(self, group_id: str) -> bool:
-        """Return True if a group is held already, or was trained."""
-        return group_id in self._ledger or self.holds(group_id)
-
-    def offer(self, group: ReadyGroup) -> Drop | None:
-        """Hold a fetched group; return its drop instead if it has no signal or no baseline."""
-        if group.group_id in self._returning:
-            self._returning.discard(group.group_id)
-            self._kept[group.group_id] = group
-            return None
-        if group.group_id in self._ledger:  # kept for another use, and `close` was called while it was fetched
-            self._retired.append(group.group_id)
-            return None
-        if self._needs_signal and not rewards_differ(group.scored.rewards):
-            return self._drop(group, DropReason.NO_SIGNAL)
-        if self._needs_baseline and not group.scored.generated.has_baseline:
-            return self._drop(group, DropReason.NO_BASELINE)
-        self._ready[group.group_id] = group
-        self._unchecked.append(group)
-        return None
+        """Whether there are enough groups for a batch if none is too old; cheap, for each message that arrives."""
+        return self.num_ready + self._groups.num(State.KEPT) >= self._groups_per_step
 
     def is_full(self, version: PolicyVersion) -> bool:
         """Return True if a full batch can be taken at ``version``."""
         self._check(version)
-        return len(self._ready) - len(self._too_old) + len(self._again(version)) >= self._groups_per_step
+        return self.num_ready - len(self._too_old) + len(self._again(version)) >= self._groups_per_step
 
-    def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
-        """Return the batch to train at ``version`` (empty: not enough yet) and the drops of what is too old for it.
+    def overtakes(self, version: PolicyVersion) -> bool:
+        """Return True if a batch taken at ``version`` now would leave behind groups that may be too old for every later one.
+
+        They are under way, as is a group whose pack is being read. False while there is no full batch.
+        """
+        return self.is_full(version) and self._issued.is_late(version)
+
+    def take(self, version: PolicyVersion) -> list[ReadyGroup]:
+        """Return the batch to train at ``version``, or nothing while it is not full; drop what is too old.
 
         The oldest samples are chosen first, since they become stale first. The batch is sorted by group id, so that the
         same groups make the same batch in whatever order they arrived.
         """
         self._check(version)
-        drops = [self._drop(self._ready.pop(group_id), reason) for group_id, reason in self._too_old.items()]
-        self._too_old = {}
-        self._retire(version)
-        missing = max(0, self._groups_per_step - len(self._ready))
-        again = self._again(version)
+        too_old, self._too_old = self._too_old, {}
+        for drop in too_old.values():
+            self._drop(drop)
+        for group in self._groups.held(State.KEPT):  # they were trained, so no data is discarded
+            if self._verdict(group, version) is not None:
+                self._groups.retire(group.group_id)
+        ready, again = self._groups.held(State.READY), self._again(version)
+        missing = max(0, self._groups_per_step - len(ready))
         if missing > len(again):
-            return [], drops
-        new = sorted(self._ready.values(), key=_age)[: self._groups_per_step]
+            return []
+        new = sorted(ready, key=_oldest_version)[: self._groups_per_step]
         batch = sorted([*new, *again[:missing]], key=lambda g: g.group_id)
-        for group in batch:
-            self._ready.pop(group.group_id, None)
-            self._kept.pop(group.group_id, None)
-        self._in_use = {group.group_id: group for group in batch}
-        return batch, drops
+        self._groups.take(group.group_id for group in batch)
+        return batch
 
-    def settle(self) -> None:
-        """Release the batch that was taken, once it is trained and in the ledger; keep what may be used again."""
-        for group_id, group in self._in_use.items():
-            if 0 < self._ledger.uses(group_id) < self._reuse.max_trained_count:
-                self._kept[group_id] = group
-        self._in_use = {}
+    def end(self) -> None:
+        """Retire the groups that are kept for another use, after the last batch of the run."""
+        self._groups.end()
 
-    def take_retired(self) -> list[str]:
-        """Return the kept groups that will not be used again; each is returned once."""
-        retired, self._retired = self._retired, []
-        return retired
+    # ── groups that do not arrive ─────────────────────────────────────────────────────────────
 
-    def close(self) -> None:
-        """Retire all kept groups, since no further batch is taken; those still to arrive count as trained."""
-        self._retired += self._kept
-        self._kept = {}
-        self._returning.clear()
+    def missing(self) -> list[str]:
+        """Return the outstanding groups that have not arrived, sorted: the order of their next attempts follows from it."""
+        return [str(key) for key in sorted(map(GroupKey.parse, self._groups.missing()))]
+
+    @property
+    def is_drained(self) -> bool:
+        """True when every outstanding group has arrived, and none is being read."""
+        return not self._groups.num(State.ISSUED) and not self._groups.num(State.ARRIVED)
+
+    def drop_missing(self) -> list[str]:
+        """Drop what is missing with reason ``lost``; return the ids."""
+        missing = self.missing()
+        for group_id in missing:
+            self._drop(Drop(group_id, DropReason.LOST, 0))
+        return missing
+
+    def dead_letter(self, letter: DeadLetter, sequence: int) -> int:
+        """Drop the outstanding groups of a dead letter, except those that arrived all the same; return their number."""
+        # The trainer's own letter, read again after a crash: the object of the next attempt may be readable.
+        reason = DropReason.UNREADABLE if letter.stage == _OWN_STAGE else DropReason.DEAD
+        if letter.reason == ReaderKilled.__name__:  # perhaps not its fault: the prompt is issued again
+            reason = DropReason.QUARANTINED
+        dead = sorted({i for i in letter.group_ids if self._groups.state(i) is State.ISSUED})
+        for group_id in dead:  # of one that is dead the service has used up its attempts
+            self._drop(Drop(group_id, reason, 0, is_final=reason is DropReason.DEAD))
+        self._groups.letters_read = sequence
+        if dead:
+            self._excess_dead += len(dead)
+            self.dead_in_a_row += len(dead)
+            self.last_letter = f"{letter.stage}: {letter.reason}: {letter.detail}"
+        return len(dead)
+
+    @property
+    def stops_issue(self) -> bool:
+        """Whether no further group may be issued until groups arrive or all queues are empty."""
+        return self._excess_dead > self._max_dead
+
+    def letters_were_true(self) -> bool:
+        """Return True if the run must end, now that all queues are empty; otherwise issue may go on."""
+        if self.dead_in_a_row >= self._max_dead:
+            return True
+        self._excess_dead = 0
+        return False
+
+    # ── reasons ───────────────────────────────────────────────────────────────────────────────
+
+    def _refusal(self, group_id: str) -> DropReason | None:
+        if self._groups.is_returning(group_id):
+            return None
+        if self._groups.has_arrived(group_id) or self._groups.uses(group_id):
+            return DropReason.DUPLICATE
+        return self._issued.accept(group_id)
+
+    def _rejected(self, group: ReadyGroup) -> Drop | None:
+        if (reason := drop_reason(group.scored, group.group, self._rules)) is not None:
+            return Drop(group.group_id, reason, group.num_tokens, group.pack, is_final=True)
+        if self._needs_baseline and not group.scored.generated.has_baseline:
+            return Drop(group.group_id, DropReason.NO_BASELINE, group.num_tokens, group.pack)
+        return None
+
+    def _drop(self, drop: Drop) -> None:
+        self._issued.drop(drop)
+        self.dropped[str(drop.reason)] += 1
 
     def _check(self, version: PolicyVersion) -> None:
         """Find the ready groups that are too old for ``version``; those known from an earlier call are not checked again."""
         if version != self._checked_at:
-            self._checked_at, self._unchecked, self._too_old = version, list(self._ready.values()), {}
+            self._checked_at, self._unchecked, self._too_old = version, self._groups.held(State.READY), {}
         for group in self._unchecked:
             if (reason := self._verdict(group, version)) is not None:
-                self._too_old[group.group_id] = reason
+                self._too_old[group.group_id] = Drop(group.group_id, reason, group.num_tokens, group.pack)
         self._unchecked = []
 
     def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the kept groups that may be used at ``version``: the least used first, then the oldest."""
+        uses = {group.group_id: self._groups.uses(group.group_id) for group in self._groups.held(State.KEPT)}
         free = [
-            (self._ledger.uses(group_id), _age(group), group_id)
-            for group_id, group in self._kept.items()
-            if self._reuse.reason(self._ledger.uses(group_id), self._ledger.last_use(group_id), version) is None
+            group
+            for group in self._groups.held(State.KEPT)
+            if self._reuse.reason(len(uses[group.group_id]), uses[group.group_id][-1], version) is None
         ]
-        return [self._kept[group_id] for _, _, group_id in sorted(free)]
-
-    def _retire(self, version: PolicyVersion) -> None:
-        """Stop keeping groups that are too old; they were trained, so no data is discarded."""
-        too_old = [group_id for group_id, group in self._kept.items() if self._verdict(group, version) is not None]
-        for group_id in too_old:
-            del self._kept[group_id]
-        self._retired += too_old
+        return sorted(free, key=lambda g: (len(uses[g.group_id]), _oldest_version(g), g.group_id))
 
     def _verdict(self, group: ReadyGroup, version: PolicyVersion) -> DropReason | None:
         summary = group.scored.generated
@@ -200,16 +295,17 @@ class Batcher:
         rows = group.group.trained_rows if touched else ()
         return any(a < run.version < u for a, u in touched for row in rows for run in row.version_runs)
 
-    @staticmethod
-    def _drop(group: ReadyGroup, reason: DropReason) -> Drop:
-        return Drop(group.group_id, reason, group.num_tokens, group.pack)
 
-
-def _age(group: ReadyGroup) -> int:
+def _oldest_version(group: ReadyGroup) -> int:
     return group.scored.generated.oldest_version
 
 
-def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
+def _unread(scored: ScoredGroup, reason: DropReason) -> Drop:
+    abandoned = scored.generated.abandoned
+    return Drop(scored.generated.group_id, reason, claimed_tokens(scored), abandoned=abandoned)
+
+
+def staleness_tokens(batch: Sequence[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
     """Return the histogram of token ages in versions, by each token's own version.
 
     ``least`` is the least age possible: above 0 the versions are another run's (`StepPlan`).

@@ -1,7 +1,7 @@
 """Collects scored groups: fetches, verifies and decodes them while a step runs, and acknowledges them after a checkpoint.
 
-A separate thread pulls `GroupScored`, asks the `DeliveryTracker` which groups are wanted, and reads their pack; the
-training thread takes whole batches. A message is acknowledged only after a checkpoint that holds the effect of all its
+A separate thread pulls `GroupScored`, asks the `Batcher` which groups are wanted, and reads their pack; the training
+thread takes whole batches. Whatever changes a group is done under `RunGroups.lock`. A message is acknowledged only after a checkpoint that holds the effect of all its
 groups: until then the broker delivers it again.
 
 | waits for                           | until                             | then                                         |
@@ -9,7 +9,7 @@ groups: until then the broker delivers it again.
 | a full fresh batch                  | `collect_deadline_s`              | CollectTimeout: queue depths, services alive |
 | groups that do not arrive           | all queues empty for 5 s          | dropped as `lost`, issued again              |
 | one group that is not dead-lettered | `max_dead` were, consecutively,   | TooManyDeadLetters with the last reason      |
-|                                     | and all queues are empty for 5 s  | (`dead_count.py`)                            |
+|                                     | and all queues are empty for 5 s  | (`batcher.py`)                               |
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.dead_count import DeadCount
-from penstock.trainer.groups.delivery_tracker import DeliveryTracker, IssuedGroups
 from penstock.trainer.groups.drops import DropReason, describe_drops
+from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.collect")
@@ -60,11 +60,10 @@ class Collector:
         self,
         connections: Connections,
         *,
+        groups: RunGroups,
         batcher: Batcher,
-        issued: IssuedGroups,
+        issuer: Issuer,
         deadline_s: float,
-        max_dead: int,
-        letters_read: int = 0,
         silent_s: float = _SILENT_S,
         reader: PackReader | None = None,
     ) -> None:
@@ -72,12 +71,10 @@ class Collector:
 
         Args:
             connections: The run, NATS and the object store.
-            batcher: Chooses batches; only this collector may use it from now on.
-            issued: The outstanding groups.
+            groups: Of the run.
+            batcher: Chooses batches of them; only this collector may use it from now on.
+            issuer: Of the same groups.
             deadline_s: Longest wait for a batch.
-            max_dead: Consecutive dead-lettered groups, without one that arrives, after which the run ends once all queues
-                are empty.
-            letters_read: Sequence number of the last dead letter that the checkpoint includes.
             silent_s: Time for which all queues must be empty before outstanding groups count as lost.
             reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
 
@@ -85,19 +82,16 @@ class Collector:
             MissingStream: The run was not bootstrapped.
         """
         self._run_id, self._bus, self._traced = connections.run_id, connections.bus, connections.traced
-        self._tracker = DeliveryTracker(batcher, issued)
-        self._issued = issued
+        self._groups, self._batcher, self._issuer = groups, batcher, issuer
         self._backoff = OvertakeBackoff()
-        self._letters_read = letters_read
         self._deadline_s = deadline_s
-        self._dead = DeadCount(max_dead)
         self._all_dead = False
         self._draining_since: float | None = None
         self._silent_s = silent_s
         self._reader = reader or PackReader(connections.blobs.get)
         self._held: dict[int, Delivery[GroupScored]] = {}
-        self._dropped_at_last_batch: Counter[DropReason] = Counter()
-        self._changed = threading.Condition()
+        self._dropped_at_last_batch: Counter[str] = Counter()
+        self._changed = threading.Condition(groups.lock)
         self._failure: BaseException | None = None
         self._closing = False
         self._last_arrival = time.monotonic()
@@ -113,7 +107,7 @@ class Collector:
             subjects.dead(self._run_id),
             DeadLetter,
             self._on_dead_letter,
-            after=self._letters_read,
+            after=self._groups.train.letters_read,
         ).wait()
         self._thread.start()
         return self
@@ -141,26 +135,26 @@ class Collector:
         while not should_stop():
             with self._changed:
                 self._raise_failure()
-                overtakes = overtake_wait_s > 0.0 and self._tracker.overtakes(version)
+                overtakes = overtake_wait_s > 0.0 and self._batcher.overtakes(version)
                 rest_s = self._backoff.rest_s(overtake_wait_s, overtakes=overtakes, now=time.monotonic())
-                if rest_s <= 0.0 and (batch := self._tracker.take(version)):
+                if rest_s <= 0.0 and (batch := self._batcher.take(version)):
                     self._backoff.record(overtook=overtakes)
-                    self._dropped_at_last_batch = self._tracker.dropped.copy()
+                    self._dropped_at_last_batch = self._batcher.dropped.copy()
                     return batch
                 if rest_s <= 0.0 and self._is_drained():
                     return []
-                num_ready = self._tracker.num_ready
+                num_ready, num_outstanding = self._batcher.num_ready, self._groups.train.num_outstanding
                 self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
             if self._all_dead:
                 raise TooManyDeadLetters(
-                    f"{self._dead.in_a_row} groups in a row were dead-lettered, none arrived scored, and all queues are empty; "
-                    f"the last one: {self._dead.last_reason}. Fix that service, then start the trainer again; "
+                    f"{self._batcher.dead_in_a_row} groups in a row were dead-lettered, none arrived scored, and all queues are empty; "
+                    f"the last one: {self._batcher.last_letter}. Fix that service, then start the trainer again; "
                     "`penstock dead-letters list` shows them"
                 )
             if time.monotonic() - started > self._deadline_s:
                 raise CollectTimeout(
                     f"no full batch within trainer.collect_deadline_s = {self._deadline_s:.0f} s: {num_ready} groups "
-                    f"ready, {len(self._issued.outstanding())} outstanding. {waiting.describe(self._bus, self._run_id)}"
+                    f"ready, {num_outstanding} outstanding. {waiting.describe(self._bus, self._run_id)}"
                     f"{self._dead_lettered()}{self._dropped_since_last_batch()}"
                 )
         return []
@@ -168,12 +162,12 @@ class Collector:
     @property
     def abandoned(self) -> tuple[tuple[PolicyVersion, PolicyVersion], ...]:
         """The ranges of versions whose samples are not trained on (`Batcher.abandoned`)."""
-        return self._tracker.abandoned
+        return self._batcher.abandoned
 
     def abandon(self, after: PolicyVersion, until: PolicyVersion) -> None:
         """Train on no sample of the versions between both, which a rolled-back session published (`Batcher.abandon`)."""
         with self._changed:
-            self._tracker.abandon(after, until)
+            self._batcher.abandon(after, until)
 
     def drain(self) -> None:
         """Let `collect` return an empty batch once everything under way has arrived and is not enough for a batch."""
@@ -181,30 +175,21 @@ class Collector:
             self._draining_since = time.monotonic()
             self._changed.notify_all()
 
-    def mark_trained(self, group_ids: Sequence[str]) -> None:
-        """Settle the groups of a batch that was trained and is in the ledger; their messages wait for the checkpoint.
-
-        The message of a group that is kept for another use stays unacknowledged until the group is retired: a trainer
-        that resumes receives it again.
-        """
-        with self._changed:
-            self._tracker.mark_trained(group_ids)
-
     def close(self) -> None:
         """Settle groups that are kept for another use, after the last batch of the run."""
         with self._changed:
-            self._tracker.close()
+            self._batcher.end()
 
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are trained or dropped: a checkpoint taken now covers them."""
         with self._changed:
-            return [self._held[sequence] for sequence in self._tracker.settled()]
+            return [self._held[sequence] for sequence in self._groups.train.settled()]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
         """Acknowledge messages that a committed checkpoint covers."""
         Delivery.ack_all(deliveries)
         with self._changed:
-            self._tracker.forget(delivery.sequence for delivery in deliveries)
+            self._groups.train.forget_messages(delivery.sequence for delivery in deliveries)
             for delivery in deliveries:
                 self._held.pop(delivery.sequence, None)
 
@@ -237,12 +222,12 @@ class Collector:
         with self._changed:
             self._held[delivery.sequence] = delivery
             self._last_arrival = time.monotonic()
-            wanted = self._tracker.receive(delivery.sequence, message.groups)
+            wanted = self._batcher.receive(delivery.sequence, message.groups)
             self._traced.arrived(delivery.traceparent, [scored.generated.group_id for scored in wanted])
         if not wanted:
             return
         try:
-            promises = [self._issued.promise(scored.generated.group_id) for scored in wanted]
+            promises = [self._issuer.promise(scored.generated.group_id) for scored in wanted]
             groups = self._reader.read(message.pack, wanted, promises)
         except (BlobMissing, BlobCorrupt, PackError, ReaderKilled) as err:
             log.warning(
@@ -253,19 +238,18 @@ class Collector:
             reason = DropReason.QUARANTINED if isinstance(err, ReaderKilled) else DropReason.UNREADABLE
             with self._changed:
                 del self._held[delivery.sequence]
-                self._tracker.drop_unreadable(delivery.sequence, wanted, reason)
+                self._batcher.drop_unreadable(delivery.sequence, wanted, reason)
             delivery.dead_letter(type(err).__name__, str(err)).wait()
         else:
             with self._changed:
-                self._tracker.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
-                self._dead.arrive(len(wanted))
+                self._batcher.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
                 self._all_dead = False
-                self._issued.pause(self._dead.stops_issue)
-                if self._tracker.may_be_full or self._draining_since is not None:
+                self._issuer.pause(self._batcher.stops_issue)
+                if self._batcher.may_be_full or self._draining_since is not None:
                     self._changed.notify_all()  # else `collect` would look at every group, and wait on
 
     def _pipe_is_empty(self) -> bool:
-        has_question = self._dead.stops_issue or self._missing()
+        has_question = self._batcher.stops_issue or self._missing()
         if time.monotonic() - self._last_arrival < self._silent_s or not has_question:
             return False
         try:
@@ -275,14 +259,14 @@ class Collector:
 
     def _missing(self) -> list[str]:
         with self._changed:
-            return self._tracker.missing()
+            return self._batcher.missing()
 
     def _settle_silence(self) -> None:
         """End the run if the dead letters were true for all groups; drop what is missing as lost."""
         with self._changed:
-            self._all_dead = self._dead.settle()
-            missing = [] if self._all_dead else self._tracker.drop_missing()
-            self._issued.pause(self._dead.stops_issue)
+            self._all_dead = self._batcher.letters_were_true()
+            missing = [] if self._all_dead else self._batcher.drop_missing()
+            self._issuer.pause(self._batcher.stops_issue)
             self._changed.notify_all()
         if missing:
             log.warning(
@@ -290,16 +274,16 @@ class Collector:
             )
 
     def _dead_lettered(self) -> str:
-        num_dead = self._dead.in_a_row
+        num_dead = self._batcher.dead_in_a_row
         return (
-            f" {num_dead} groups were dead-lettered since the last one arrived; the last one: {self._dead.last_reason}"
+            f" {num_dead} groups were dead-lettered since the last one arrived; the last one: {self._batcher.last_letter}"
             if num_dead
             else ""
         )
 
     def _dropped_since_last_batch(self) -> str:
         with self._changed:
-            dropped = describe_drops(self._tracker.dropped - self._dropped_at_last_batch)
+            dropped = describe_drops(self._batcher.dropped - self._dropped_at_last_batch)
         return f". Groups dropped since the last batch: {dropped}" if dropped else ""
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
@@ -312,10 +296,8 @@ class Collector:
             letter = letter.model_copy(update={"group_ids": ()})
         with self._changed:
             try:
-                num_dead = self._tracker.dead_letter(letter, sequence)
-                if num_dead:
-                    self._dead.add(num_dead, f"{letter.stage}: {letter.reason}: {letter.detail}")
-                    self._issued.pause(self._dead.stops_issue)
+                if self._batcher.dead_letter(letter, sequence):
+                    self._issuer.pause(self._batcher.stops_issue)
             except Exception as err:  # noqa: BLE001  no later letter would be read; the training thread raises it
                 self._failure = err
                 self._changed.notify_all()
@@ -326,11 +308,11 @@ class Collector:
         """Return True if nothing more arrives for a batch; what has arrived is delivered again when the run goes on."""
         if self._draining_since is None:
             return False
-        if self._tracker.is_drained:
+        if self._batcher.is_drained:
             return True
         waited_s = time.monotonic() - max(self._draining_since, self._last_arrival)
         if waited_s > _DRAIN_S:
-            missing = self._tracker.missing()
+            missing = self._batcher.missing()
             log.warning(
                 "pausing without groups that did not arrive: they stay in the queues",
                 num_groups=len(missing),

@@ -21,14 +21,14 @@ class DropReason(StrEnum):
     UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
     QUARANTINED = "quarantined"  # two readers were killed while they processed its message
     DEAD = "dead"  # it went to the dead letters of another service
-    NO_SIGNAL = "no_signal"  # all its rewards are equal, and algorithm.dynamic_sampling replaces such groups
+    NO_SIGNAL = "no_signal"  # all its rewards are equal (group filter `equal_rewards`, algorithm.dynamic_sampling)
     NO_BASELINE = "no_baseline"  # issued under another algorithm: it has no greedy completion, and remax needs one
     LOST = "lost"  # every queue is empty and it never arrived
     SUPERSEDED = "superseded"  # an earlier session had dropped it, and its next attempt has arrived
     ABANDONED = "abandoned"  # held-out: its evaluation failed, or ended with the trainer that started it
 
 
-_CURES: dict[DropReason, str] = {
+_CURES: dict[str, str] = {
     DropReason.NO_SIGNAL: "all rewards of each were equal, and algorithm.dynamic_sampling waits for others: check the reward with "
     "`penstock reward test`, use easier or harder prompts, raise rollout.group_size or rollout.temperature, or set "
     "algorithm.dynamic_sampling = false",
@@ -39,7 +39,7 @@ _CURES: dict[DropReason, str] = {
 }
 
 
-def describe_drops(counts: Mapping[DropReason, int]) -> str:
+def describe_drops(counts: Mapping[str, int]) -> str:
     """Return how many groups were dropped for which reason, most first, with what to do; empty for none."""
     most_first = sorted(counts.items(), key=lambda one: -one[1])
     return "; ".join(
@@ -54,10 +54,11 @@ class Drop:
     """One group that is not trained on; ``pack`` is set if its pack was read and verified."""
 
     group_id: str
-    reason: DropReason
+    reason: str  # a `DropReason`, or that of a group filter
     num_tokens: int
     pack: BlobRef | None = None
     abandoned: tuple[AbandonedCompletion, ...] = ()  # completions of it that were started and not kept
+    is_final: bool = False  # its prompt is not issued again
 
 
 def claimed_tokens(scored: ScoredGroup) -> int:

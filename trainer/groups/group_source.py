@@ -15,23 +15,21 @@ from penstock.protocol.facts import RouterShape
 from penstock.protocol.packs.task_promise import TaskSettings
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
-from penstock.trainer.algorithm.group_rules import Reuse
+from penstock.trainer.algorithm.group_rules import Reuse, group_rules
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
-from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.completion_texts import CompletionTexts
-from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.issue_log import IssuedBefore, IssueLog, SessionSettings
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.mixture import Mixture
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
 from penstock.trainer.groups.pack_reader import NeverPublished, PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.image_reader import image_reader
 from penstock.trainer.learner.model_folder_check import check_routers
 from penstock.trainer.settings import TrainerSettings
@@ -49,41 +47,23 @@ class GroupSource:
     issued_before: IssuedBefore  # by earlier sessions
 
 
-@dataclass(frozen=True, slots=True)
-class GroupHistory:
-    """What a checkpoint keeps of a run's groups: ids trained, counts, and the accounting by id."""
-
-    ledger: Ledger
-    counters: Counters
-    accounting: Accounting
-
-    @classmethod
-    def resume(cls, state: CheckpointState | None) -> GroupHistory:
-        """Rebuild the history from a checkpoint; None: start empty."""
-        if state is None:
-            accounting = Accounting()
-            return cls(Ledger(), Counters(accounting), accounting)
-        accounting = Accounting(state.account)
-        return cls(Ledger(state.ledger), Counters(accounting, state.totals), accounting)
-
-
 def open_stored(
-    settings: TrainerSettings, connections: Connections, history: GroupHistory, resumed: CheckpointState | None
+    settings: TrainerSettings, connections: Connections, groups: RunGroups, resumed: CheckpointState | None
 ) -> GroupSource:
     """Return the group source of a run on ``data.from_run``; raises as `StoredGroups`."""
-    groups = StoredGroups(settings, connections.blobs)
-    mark_use(groups.input_name, connections.run_id, connections.blobs)
+    stored = StoredGroups(settings, connections.blobs)
+    mark_use(stored.input_name, connections.run_id, connections.blobs)
     if resumed is not None:
-        groups.resume(resumed.dispatch)
-    issuer = StoredIssuer(groups, history.counters, history.accounting)
-    collector = StoredCollector(groups, issuer, connections.blobs, settings.rollout.groups_per_step)
+        stored.resume(resumed.dispatch)
+    issuer = StoredIssuer(stored, groups)
+    collector = StoredCollector(stored, issuer, connections.blobs, settings.rollout.groups_per_step)
     return GroupSource(issuer, collector, (), IssuedBefore())
 
 
 def open_generated(
     settings: TrainerSettings,
     connections: Connections,
-    history: GroupHistory,
+    groups: RunGroups,
     resumed: CheckpointState | None,
     *,
     prompts: PromptSet,
@@ -98,21 +78,21 @@ def open_generated(
         order=DataOrder(len(prompts), settings.run.seed, settings.data.shuffle),
         rollout=rollout,
         stop_token_ids=tokenizer.eos_ids,
+        groups=groups.train,
         with_baseline=algorithm.needs_baseline,
         teacher_top_k=settings.teacher_top_k,
         routers=routers,
         mixture=Mixture.of(settings.environment, settings.run.seed),
     )
     if resumed is not None:
-        dispatch.resume(resumed.dispatch)
-    unsent, letters_read = (resumed.unsent, resumed.letters_read) if resumed else ((), 0)
-    issuer = Issuer(connections, dispatch, history.counters, history.accounting, unsent, letters_read)
+        dispatch.cursor.resume(resumed.dispatch)
+    issuer = Issuer(connections, dispatch, groups, resumed.unsent if resumed is not None else ())
     issue_log = IssueLog(
         settings.run.folder,
-        dispatch.state.order_id,
-        may_arrive=dispatch.may_arrive,
+        dispatch.cursor.order_id,
+        may_arrive=dispatch.cursor.may_arrive,
         settings=_session_settings(settings, routers),
-        first=dispatch.state.position,
+        first=dispatch.cursor.position,
     )
     issuer.keep_log(issue_log)
     if (before := issue_log.before).position and not before.all_settings():
@@ -120,20 +100,21 @@ def open_generated(
             "issued.log does not say under which settings an earlier session issued groups: their size and length are not checked"
         )
     batcher = Batcher(
+        groups.train,
+        issuer,
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
-        ledger=history.ledger,
-        needs_signal=algorithm.dynamic_sampling,
+        rules=group_rules(algorithm),
         needs_baseline=algorithm.needs_baseline,
         reuse=Reuse(algorithm.max_trained_count, algorithm.retrained_interval),
+        max_dead=rollout.max_outstanding,
     )
     collector = Collector(
         connections,
+        groups=groups,
         batcher=batcher,
-        issued=issuer,
+        issuer=issuer,
         deadline_s=settings.trainer.collect_deadline_s,
-        max_dead=rollout.max_outstanding,
-        letters_read=letters_read,
         reader=open_reader(settings, connections, tokenizer, settings.run.folder, never_published),
     )
     return GroupSource(issuer, collector, (collector, issuer), before)

@@ -1,21 +1,19 @@
 """Issues tasks as soon as the staleness bound admits them, in a thread of its own.
 
-Every change of an issued group is made here, under one lock: it arrives, is trained, or is dropped (and perhaps issued
-again), which admits the next ones.
+What is issued, and what becomes of it, is decided by `Dispatch` and recorded by `GroupStates`, both under `RunGroups.lock`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from penstock.protocol import blob_keys, subjects
-from penstock.protocol.facts import AbandonedCompletion
 from penstock.protocol.packs.task_promise import TaskPromise
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.trace_context import new_trace
@@ -23,13 +21,15 @@ from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.accounting import Accounting, Entries
-from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.group_states import GroupStates
+from penstock.trainer.groups.group_totals import Entries
 from penstock.trainer.groups.image_uploads import ImageUploads
 from penstock.trainer.groups.issue_log import IssueLog
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.task_packs import TaskPack
+from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.issue")
 
@@ -39,6 +39,7 @@ class IssuerState:
     """Everything about issued groups at one moment, for a checkpoint and its chapter."""
 
     dispatch: dict[str, Any]
+    ledger: tuple[tuple[int, tuple[str, ...]], ...]  # trained groups by version, within the staleness window
     totals: dict[str, Any]
     unsent: tuple[tuple[str, ...], ...]  # packs that are issued but not known to be on the stream
     letters_read: int  # sequence number of the last dead letter that is included
@@ -50,33 +51,41 @@ class IssuerState:
         It can change without an entry: a refused message changes the totals, and perhaps the refused attempts.
         """
         return self.entries.is_empty and (
-            (self.dispatch, self.totals, self.unsent, self.letters_read, self.entries.account)
-            == (state.dispatch, state.totals, state.unsent, state.letters_read, state.account)
+            (self.dispatch, self.ledger, self.totals, self.unsent, self.letters_read, self.entries.account)
+            == (state.dispatch, state.ledger, state.totals, state.unsent, state.letters_read, state.account)
         )
+
+
+def outcomes(groups: GroupStates) -> dict[str, Any]:
+    """Return how many groups of a run came to which outcome, as step events show them."""
+    totals = groups.totals
+    return {
+        "issued": totals.sums.issued,
+        "issued_again": 0,
+        "given_up": 0,
+        "outstanding": groups.num_outstanding,
+        "scored": totals.num_scored,
+        "trained": totals.sums.used,
+        "reused": totals.num_reused,
+        "dropped": {str(reason): count for reason, count in totals.dropped_groups.items()},
+        "abandoned_completions": dict(totals.sums.abandoned),
+        "abandoned_tokens": dict(totals.sums.abandoned_tokens),
+    }
 
 
 class Issuer:
     """Publishes tasks and tracks the groups they ask for; use as a context manager."""
 
     def __init__(
-        self,
-        connections: Connections,
-        dispatch: Dispatch,
-        counters: Counters,
-        accounting: Accounting,
-        unsent: Sequence[tuple[str, ...]] = (),
-        letters_read: int = 0,
+        self, connections: Connections, dispatch: Dispatch, groups: RunGroups, unsent: Sequence[tuple[str, ...]] = ()
     ) -> None:
-        """Issue nothing yet; only this issuer may change ``dispatch``, ``counters`` and the accounting of the train split.
+        """Issue nothing yet; ``dispatch`` is of ``groups.train``.
 
         ``unsent`` are packs that an earlier session issued without a receipt of the stream: they are published first.
         """
-        self._dispatch = dispatch
-        self._counters = counters
-        self._accounting = accounting
+        self._dispatch, self._groups = dispatch, groups
         self._unsent = list(unsent)
         self._resends = bool(unsent)
-        self._letters_read = letters_read
         self._log: IssueLog | None = None
         self._paused = False
         self._draining = False
@@ -86,7 +95,7 @@ class Issuer:
         self._version = PolicyVersion(0)  # the newest that workers can fetch
         self._trainer_version = PolicyVersion(0)  # the version that the next step starts from
         self._most_outstanding = 0
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(groups.lock)
         self._closing = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._guard, name="issuer", daemon=True)
@@ -106,7 +115,7 @@ class Issuer:
     def keep_log(self, log: IssueLog) -> None:
         """Record in ``log`` what is issued, and accept only what it has of earlier sessions; call it before the start."""
         self._log = log
-        self._dispatch.issued_before = log.before
+        self._dispatch.cursor.before = log.before
 
     def pause(self, is_paused: bool) -> None:
         """Issue nothing while ``is_paused``."""
@@ -126,82 +135,66 @@ class Issuer:
             self._changed.notify_all()
 
     def outstanding(self) -> tuple[str, ...]:
-        """Return the ids issued and neither trained nor dropped, sorted: what is issued again must be reproducible."""
+        """Return the ids issued and neither trained nor dropped, sorted."""
         with self._changed:
-            return tuple(str(key) for key in sorted(self._dispatch.state.outstanding))
+            return tuple(self._dispatch.cursor.outstanding())
 
-    def accept(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
-        """Record that a group arrived; return False if it must not be used. Raises ValueError for a foreign id.
-
-        ``holds`` returns True for groups that have arrived: an older attempt that has is not superseded by a newer one.
-        """
+    def accept(self, group_id: str) -> DropReason | None:
+        """Record that a group comes which has not arrived yet; return why it must not be used (`Dispatch.accept`)."""
         with self._changed:
-            before = self._dispatch.state
-            is_accepted = self._dispatch.accept(group_id, holds)
-            self._counters.groups_scored += is_accepted
-            if any(str(key) == group_id for key in before.dead) and is_accepted:
-                self._accounting.reopen(group_id)
+            was_dead = self._groups.train.is_dead(group_id)
+            refusal = self._dispatch.accept(group_id)
+            if was_dead and refusal is None:
                 log.info("dead-lettered group arrived after all: outstanding again", group_id=group_id)
-            elif is_accepted and self._dispatch.state is not before:
-                self._accounting.issue("train", [group_id])
-                for key in sorted(before.outstanding - self._dispatch.state.outstanding):
-                    self._accounting.drop("train", Drop(str(key), DropReason.SUPERSEDED, 0))
-            return is_accepted
+            return refusal
 
     def promise(self, group_id: str) -> TaskPromise:
         """Return what the task of a group asked for; raises ValueError for a foreign id."""
         with self._changed:
             return self._dispatch.promise(group_id)
 
-    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
-        """Return True if a group that ``holds`` is False for may be too old for every step after the one at ``version``."""
+    def is_late(self, trainer_version: PolicyVersion) -> bool:
+        """Return True if a group under way may be too old for every step after the one at ``trainer_version``."""
         with self._changed:
-            return self._dispatch.is_late(version, holds)
+            return self._dispatch.is_late(trainer_version)
 
     def mark_trained(
         self,
-        tokens: Mapping[str, int],
-        staleness_tokens: dict[int, int],
+        batch: Sequence[ReadyGroup],
+        staleness_tokens: Mapping[int, int],
         *,
+        version: PolicyVersion,
         made: PolicyVersion,
-        num_reused: int = 0,
-        abandoned: Iterable[AbandonedCompletion] = (),
-    ) -> None:
-        """Close the groups of a batch that were trained for the first time.
+    ) -> dict[str, int]:
+        """Record the step that a batch was trained in; return how often each of its groups was trained, by id.
+
+        The message of a group that is kept for another use stays unacknowledged until the group is retired: a trainer that
+        resumes receives it again.
 
         Args:
-            tokens: Their sampled tokens, by id.
-            staleness_tokens: Of the whole batch, by age.
+            batch: The groups that were taken.
+            staleness_tokens: Their sampled tokens, by age.
+            version: The version that the step started from.
             made: The version that the step made.
-            num_reused: Number of other groups in the batch, closed at an earlier use.
-            abandoned: Completions of the first groups that were started and not kept.
         """
         with self._changed:
-            self._dispatch.settle(tokens)
+            uses = self._dispatch.train(version, batch, staleness_tokens)
             self._trainer_version = made
-            self._accounting.use("train", tokens, abandoned=abandoned)
-            self._counters.count_batch(staleness_tokens, num_reused=num_reused)
             # A drop may wake the issuer before the next version is announced: the groups wanted must exclude this step.
-            self._most_outstanding = max(0, self._most_outstanding - len(tokens) - num_reused)
+            self._most_outstanding = max(0, self._most_outstanding - len(batch))
+            return uses
 
     def drop(self, drop: Drop) -> None:
         """Close a group that is not trained on; its prompt is issued again while it has attempts left."""
         with self._changed:
-            self._drop(drop)
+            self._traced.ended(drop.group_id, "dropped", reason=str(drop.reason))
+            if not self._dispatch.drop(drop):
+                log.warning(
+                    "group dropped at its last attempt: its prompt is skipped",
+                    group_id=drop.group_id,
+                    reason=drop.reason,
+                )
             self._changed.notify_all()
-
-    def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
-        """Drop the groups of a dead letter, and set the letters read to ``sequence``, in one atomic change."""
-        with self._changed:
-            for drop in drops:
-                self._drop(drop)
-            self._letters_read = sequence
-            self._changed.notify_all()
-
-    def refuse(self, drop: Drop) -> None:
-        """Count a delivered group that is not outstanding."""
-        with self._changed:
-            self._accounting.refuse("train", drop)
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
         """Issue what a newly announced version admits and the rest of the run needs.
@@ -237,15 +230,13 @@ class Issuer:
                 self._version, self._most_outstanding, trainer_version=self._trainer_version
             )
             self._unsent = [tuple(task.group_id for task in pack.tasks) for pack in packs]
-            for ids in self._unsent:
-                self._accounting.issue("train", ids)
             return packs
 
     def log_issue(self, packs: Sequence[TaskPack]) -> None:
         """Record packs of `next_packs`, before they are published; raises CheckpointError."""
         if self._log is not None:
             with self._changed:
-                position = self._dispatch.state.position
+                position = self._dispatch.cursor.position
             self._log.append(position, [task.group_id for pack in packs for task in pack.tasks])
 
     def mark_sent(self) -> None:
@@ -257,33 +248,26 @@ class Issuer:
         """Return the state at one moment; its entries are those since the last call."""
         with self._changed:
             return IssuerState(
-                dispatch=self._dispatch.state.to_document(),
-                totals=self._counters.to_document(),
+                dispatch=self._dispatch.cursor.to_document(),
+                ledger=self._groups.train.rows(),
+                totals=self._groups.train.totals.counts_document(),
                 unsent=tuple(self._unsent),
-                letters_read=self._letters_read,
-                entries=self._accounting.take_entries(),
+                letters_read=self._groups.train.letters_read,
+                entries=self._groups.take_entries(),
             )
 
     def totals(self) -> dict[str, Any]:
         """Return the counts of the run so far."""
         with self._changed:
-            return self._counters.to_document()
+            return self._groups.train.totals.counts_document()
 
     def groups(self) -> dict[str, Any]:
         """Return the run's groups so far by outcome, as step events show them."""
         with self._changed:
-            state, counters = self._dispatch.state, self._counters
             return {
-                "issued": state.num_issued,
-                "issued_again": state.num_issued_again,
-                "given_up": state.num_given_up,
-                "outstanding": len(state.outstanding),
-                "scored": counters.groups_scored,
-                "trained": counters.groups_trained,
-                "reused": counters.groups_reused,
-                "dropped": {str(reason): count for reason, count in counters.dropped_groups.items()},
-                "abandoned_completions": dict(counters.abandoned_completions),
-                "abandoned_tokens": dict(counters.abandoned_tokens),
+                **outcomes(self._groups.train),
+                "issued_again": self._dispatch.cursor.num_issued_again,
+                "given_up": self._dispatch.cursor.num_given_up,
             }
 
     def _guard(self) -> None:
@@ -306,19 +290,6 @@ class Issuer:
             for pending in [self._publish(pack) for pack in packs]:
                 pending.wait()
             self.mark_sent()
-
-    def _drop(self, drop: Drop) -> None:
-        """Close a group and queue its prompt again, unless it was dead-lettered: that service has used up its attempts."""
-        self._traced.ended(drop.group_id, "dropped", reason=str(drop.reason))
-        self._accounting.drop("train", drop)
-        if drop.reason is DropReason.DEAD:
-            self._dispatch.dead_letter([drop.group_id])
-        elif drop.reason is DropReason.NO_SIGNAL:
-            self._dispatch.settle([drop.group_id])
-        elif self._dispatch.send_back([drop.group_id]):
-            log.warning(
-                "group dropped at its last attempt: its prompt is skipped", group_id=drop.group_id, reason=drop.reason
-            )
 
     def _publish(self, pack: TaskPack) -> Pending[Receipt]:
         started, traceparent = time.time(), new_trace()

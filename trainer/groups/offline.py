@@ -7,22 +7,22 @@ as at least one version old, so that the loss treats it as stale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.facts import AbandonedCompletion, BlobRef, GroupScored
+from penstock.protocol.facts import BlobRef, GroupScored
 from penstock.protocol.record.lineage import RecordedGroup
 from penstock.protocol.record.rescored import RescoredInput, find_input, pieces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.algorithm.group_rules import rewards_differ
+from penstock.trainer.algorithm.group_filters.interface import drop_reason
+from penstock.trainer.algorithm.group_rules import group_rules
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.drops import Drop, DropReason
-from penstock.trainer.groups.issue import IssuerState
+from penstock.trainer.groups.issue import IssuerState, outcomes
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import TrainerSettings
@@ -45,7 +45,7 @@ class StoredGroups:
         self._stored: list[StoredGroup] = [
             (group, piece.packs[group.pack]) for piece in pieces(self._of, blobs) for group in piece.groups
         ]
-        self._algorithm = settings.algorithm
+        self._algorithm, self._rules = settings.algorithm, group_rules(settings.algorithm)
         self.position = 0
         _check(settings, self._of, sum(self._reason(group) is None for group, _ in self._stored))
 
@@ -82,9 +82,9 @@ class StoredGroups:
                 drops.append(Drop(group.group_id, reason, group.num_tokens, pack))
         return taken, drops
 
-    def _reason(self, group: RecordedGroup) -> DropReason | None:
-        if self._algorithm.dynamic_sampling and not rewards_differ(group.scored.rewards):
-            return DropReason.NO_SIGNAL
+    def _reason(self, group: RecordedGroup) -> str | None:
+        if (reason := drop_reason(group.scored, None, self._rules)) is not None:
+            return reason
         if self._algorithm.needs_baseline and not group.scored.generated.has_baseline:
             return DropReason.NO_BASELINE
         return None
@@ -113,61 +113,56 @@ def _check(settings: TrainerSettings, of: RescoredInput, num_usable: int) -> Non
 class StoredIssuer:
     """Replaces `Issuer`: does the accounting of groups that are not generated."""
 
-    def __init__(self, groups: StoredGroups, counters: Counters, accounting: Accounting) -> None:
-        """Start; only this issuer may change ``counters`` and the accounting of the train split."""
-        self._groups, self._counters, self._accounting = groups, counters, accounting
-        self._in_use = 0
+    def __init__(self, stored: StoredGroups, groups: RunGroups) -> None:
+        """Start; ``groups`` are those that were taken from ``stored``."""
+        self._stored, self._groups = stored, groups
 
-    def take(self, batch: Sequence[StoredGroup], drops: Sequence[Drop]) -> None:
-        """Account for groups that were taken from the input, and those that were skipped."""
-        self._accounting.issue("train", [*(group.group_id for group, _ in batch), *(drop.group_id for drop in drops)])
-        for drop in drops:
-            self._accounting.drop("train", drop)
-        self._counters.groups_scored += len(batch) + len(drops)
-        self._in_use = len(batch)
+    def take(self, batch: Sequence[ReadyGroup], drops: Sequence[Drop]) -> None:
+        """Record groups that were taken from the input, and those that were skipped."""
+        with self._groups.lock:
+            train, ids = self._groups.train, [group.group_id for group in batch]
+            train.issue([*ids, *(drop.group_id for drop in drops)])
+            train.totals.num_scored += len(drops)
+            for drop in drops:
+                train.drop(drop)
+            for group in batch:
+                train.arrive(group.group_id, 0)
+                train.offer(group)
+            train.take(ids)
 
     def mark_trained(
         self,
-        tokens: Mapping[str, int],
-        staleness_tokens: dict[int, int],
+        batch: Sequence[ReadyGroup],
+        staleness_tokens: Mapping[int, int],
         *,
+        version: PolicyVersion,
         made: PolicyVersion,
-        num_reused: int = 0,
-        abandoned: Iterable[AbandonedCompletion] = (),
-    ) -> None:
-        """Close the groups of a batch; ``made`` is not used here."""
-        self._accounting.use("train", tokens, abandoned=abandoned)
-        self._counters.count_batch(staleness_tokens, num_reused=num_reused)
-        self._in_use = 0
+    ) -> dict[str, int]:
+        """Record the step that a batch was trained in; return how often each of its groups was trained, by id."""
+        with self._groups.lock:
+            return self._groups.train.train(version, batch, staleness_tokens)
 
     def take_state(self) -> IssuerState:
         """Return the state for a checkpoint and its chapter."""
-        return IssuerState(
-            dispatch=self._groups.to_document(),
-            totals=self._counters.to_document(),
-            unsent=(),
-            letters_read=0,
-            entries=self._accounting.take_entries(),
-        )
+        with self._groups.lock:
+            return IssuerState(
+                dispatch=self._stored.to_document(),
+                ledger=self._groups.train.rows(),
+                totals=self._groups.train.totals.counts_document(),
+                unsent=(),
+                letters_read=0,
+                entries=self._groups.take_entries(),
+            )
 
     def totals(self) -> dict[str, Any]:
         """Return the counts of the run so far."""
-        return self._counters.to_document()
+        with self._groups.lock:
+            return self._groups.train.totals.counts_document()
 
     def groups(self) -> dict[str, Any]:
         """Return the run's groups so far by outcome, as step events show them."""
-        return {
-            "issued": self._groups.position,
-            "issued_again": 0,
-            "given_up": 0,
-            "outstanding": self._in_use,
-            "scored": self._counters.groups_scored,
-            "trained": self._counters.groups_trained,
-            "reused": self._counters.groups_reused,
-            "dropped": {str(reason): count for reason, count in self._counters.dropped_groups.items()},
-            "abandoned_completions": dict(self._counters.abandoned_completions),
-            "abandoned_tokens": dict(self._counters.abandoned_tokens),
-        }
+        with self._groups.lock:
+            return outcomes(self._groups.train)
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
         """Do nothing: no task is issued."""
@@ -203,7 +198,7 @@ class StoredCollector:
         packs = list(dict.fromkeys(pack for _, pack in batch))
         groups = [group.model_copy(update={"pack": packs.index(pack)}) for group, pack in batch]
         ready = ready_groups(packs, groups, self._blobs.get)
-        self._issuer.take(batch, drops)
+        self._issuer.take(ready, drops)
         return ready
 
     @property
@@ -217,9 +212,6 @@ class StoredCollector:
     def drain(self) -> None:
         """Take no more groups: none is under way."""
         self._draining = True
-
-    def mark_trained(self, group_ids: Sequence[str]) -> None:
-        """Do nothing: no message waits for a checkpoint."""
 
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return no messages: none are received."""

@@ -28,8 +28,8 @@ from penstock.protocol.record.lineage import (
 )
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.accounting import Entries
-from penstock.trainer.groups.dispatch_state import GroupKey
+from penstock.trainer.groups.group_totals import Entries
+from penstock.trainer.groups.prompt_cursor import GroupKey
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.lease import FencedKey
 

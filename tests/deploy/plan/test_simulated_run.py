@@ -12,7 +12,7 @@ from penstock.deploy.plan.lengths import Durations, EnginePace, Fleet, LengthMix
 from penstock.deploy.plan.simulated_run import SimulatedRun
 from penstock.deploy.plan.waits import Waits, describe, measure, num_steps
 from penstock.rollout_service.engines.redundancy import Redundancy
-from penstock.trainer.groups.dispatch_state import GroupKey
+from penstock.trainer.groups.prompt_cursor import GroupKey
 from penstock.trainer.settings import RolloutSettings
 
 MIX = LengthMix(median_tokens=48, longest_tokens=1024)

@@ -26,8 +26,8 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.lease import FencedKey
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
@@ -94,7 +94,7 @@ def make_run(run_id: str, bus: Bus, blobs: Blobs, folder: Path) -> MadeRun:
     writer = RunRecordWriter(
         connections, FencedKey(bucket, streams.CHECKPOINT_KEY, lambda _: None), epoch=1, resumed=None
     )
-    accounting = Accounting()
+    groups = RunGroups()
     events = EventWriter(bus=bus, run_id=run_id, folder=folder, clock=lambda: 1.0)
     writer.set_weights(lambda: "0" * 64)
     writer.add_session(holder="t", at=1.0, step=0, version=0, parent=None, config=json.dumps(SETTINGS).encode())
@@ -102,17 +102,17 @@ def make_run(run_id: str, bus: Bus, blobs: Blobs, folder: Path) -> MadeRun:
     ledger: list[tuple[int, tuple[str, ...]]] = []
     for number in range(1, NUM_STEPS + 1):
         batch = run.pack(f"step{number}", trained(number), number - 1, seed=10 * number)
-        _step(number, batch, writer, accounting, events)
+        _step(number, batch, writer, groups, events)
         ledger = [*ledger, (number - 1, trained(number))][-2:]
         if number == 1:
-            accounting.issue("train", [WAITING, LISTED])
+            groups.train.issue([WAITING, LISTED])
         if number == 2:
             (dropped,), (evaluated,) = run.pack("dropped", (DROPPED,), 0), run.pack("evaluated", (EVALUATED,), 1)
-            accounting.issue("train", [DROPPED])
-            accounting.drop("train", Drop(DROPPED, DropReason.STALE, dropped.num_tokens, dropped.pack))
-            accounting.issue("eval", [EVALUATED])
-            accounting.use("eval", {EVALUATED: evaluated.num_tokens}, {EVALUATED: evaluated.pack})
-        _commit(run, number, writer, accounting, events, ledger)
+            groups.train.issue([DROPPED])
+            groups.train.drop(Drop(DROPPED, DropReason.STALE, dropped.num_tokens, dropped.pack))
+            groups.held_out.issue([EVALUATED])
+            groups.held_out.evaluate({EVALUATED: evaluated.num_tokens}, {EVALUATED: evaluated.pack})
+        _commit(run, number, writer, groups, events, ledger)
     events.close()
     listed = blobs.put(blob_keys.task_list(run_id, "p1"), encode_unbounded(TaskList(tasks=(make_task(LISTED),))))
     run.objects["task list"] = listed.key
@@ -125,11 +125,15 @@ def make_run(run_id: str, bus: Bus, blobs: Blobs, folder: Path) -> MadeRun:
 
 
 def _step(
-    number: int, batch: list[ReadyGroup], writer: RunRecordWriter, accounting: Accounting, events: EventWriter
+    number: int, batch: list[ReadyGroup], writer: RunRecordWriter, groups: RunGroups, events: EventWriter
 ) -> None:
     ids = trained(number)
-    accounting.issue("train", ids)
-    accounting.use("train", {group.group_id: group.num_tokens for group in batch})
+    groups.train.issue(ids)
+    for group in batch:
+        groups.train.arrive(group.group_id, number)
+        groups.train.offer(group)
+    groups.train.take(ids)
+    groups.train.train(PolicyVersion(number - 1), batch, {})
     writer.add_step(number, PolicyVersion(number - 1), PolicyVersion(number), batch, {}, dict.fromkeys(ids, 1))
     writer.set_weights(lambda: "0" * 64)
     digests = [group_digest(group.scored, group.pack, 1) for group in batch]
@@ -142,11 +146,11 @@ def _commit(
     run: MadeRun,
     number: int,
     writer: RunRecordWriter,
-    accounting: Accounting,
+    groups: RunGroups,
     events: EventWriter,
     ledger: list[tuple[int, tuple[str, ...]]],
 ) -> None:
-    entries = accounting.take_entries()
+    entries = groups.take_entries()
     record, chapter, digest = writer.write(entries, step=number, version=PolicyVersion(number))
     run.objects[f"chapter {chapter}"] = record.key
     state = CheckpointState(

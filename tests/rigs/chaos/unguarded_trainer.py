@@ -2,12 +2,12 @@
 
     python -m tests.rigs.chaos.unguarded_trainer RUN.TOML [SECTION.KEY=VALUE ...]
 
-| guard                                                     | here                                          |
-|-----------------------------------------------------------|-----------------------------------------------|
-| ledger: ids of trained groups, in memory and checkpoints  | holds none                                    |
-| collector: a group that has arrived is a duplicate        | accepts every group                           |
-| dispatch: positions, and attempts given up                | opens every group that arrives                |
-| accounting: closes only what is open                      | closes everything, and counts it              |
+| guard                                                       | here                                        |
+|-------------------------------------------------------------|---------------------------------------------|
+| states: ids of trained groups, in memory and checkpoints    | knows none                                  |
+| batcher: a group that was trained or dropped is a duplicate | opens every group that arrives              |
+| cursor: positions, and attempts given up                    | is not asked about groups that arrive       |
+| states: a group that is open is not issued                  | opens it again, and counts it               |
 
 What is left is the audit, which reads the record alone.
 """
@@ -15,26 +15,20 @@ What is left is the audit, which reads the record alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 from penstock.trainer.__main__ import main
-from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.delivery_tracker import DeliveryTracker
-from penstock.trainer.groups.dispatch_state import GroupKey
-from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.group_states import GroupRecord, GroupStates, State
 
 
 def remove_guards() -> None:
     replaced: tuple[tuple[type, str, Any], ...] = (
-        (Ledger, "record", lambda *_, **__: None),
-        (Ledger, "uses", lambda *_: 1),
-        (DeliveryTracker, "_refusal", _refusal),
-        (Issuer, "accept", _accept),
-        (Accounting, "issue", _issue),
-        (Accounting, "_close", staticmethod(lambda account, group_id: account.in_flight.discard(group_id))),
+        (GroupStates, "rows", lambda _: ()),
+        (GroupStates, "issue", _issue),
+        (Batcher, "_refusal", _refusal),
     )
     for owner, name, changed in replaced:
         if not hasattr(owner, name):
@@ -42,25 +36,24 @@ def remove_guards() -> None:
         setattr(owner, name, changed)
 
 
-def _refusal(tracker: DeliveryTracker, group_id: str) -> None:
-    tracker._issued.accept(group_id, lambda _: False)
+def _open(groups: GroupStates, group_id: str) -> None:
+    if (record := groups._groups.get(group_id)) is not None:
+        groups._remove(group_id, record)
+    groups._add(group_id, GroupRecord(State.ISSUED))
 
 
-def _accept(issuer: Issuer, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
-    with issuer._changed:
-        state = issuer._dispatch.state
-        issuer._dispatch.state = replace(state, outstanding=state.outstanding | {GroupKey.parse(group_id)})
-        issuer._counters.groups_scored += 1
-        issuer._accounting._splits["train"].in_flight.add(group_id)
-        return True
+def _refusal(batcher: Batcher, group_id: str) -> DropReason | None:
+    if batcher._groups.has_arrived(group_id):
+        return DropReason.DUPLICATE
+    _open(batcher._groups, group_id)
+    return None
 
 
-def _issue(accounting: Accounting, split: Any, group_ids: Iterable[str]) -> None:
-    with accounting._lock:
-        account, new = accounting._splits[split], list(group_ids)
-        account.in_flight.update(new)
-        account.issued.extend(new)
-        account.totals = account.totals.model_copy(update={"issued": account.totals.issued + len(new)})
+def _issue(groups: GroupStates, group_ids: Iterable[str]) -> None:
+    new = list(group_ids)
+    for group_id in new:
+        _open(groups, group_id)
+    groups.totals.issue(new)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from tests.trainer.groups.stored_groups import invent_group
+from tests.trainer.groups.test_batcher import Box
 
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.facts import BlobRef, ScoredGroup
@@ -17,10 +18,10 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.group_rules import group_rules
 from penstock.trainer.algorithm.objective import build_objective
-from penstock.trainer.groups.batcher import Batcher, staleness_tokens
+from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.drops import DropReason
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.micro_batches import rows_of
 from penstock.trainer.learner.step_plan import Capacity, ReadyGroup, StepPlan, make_plan
@@ -176,10 +177,11 @@ def test_a_teacher_beside_a_correction_and_as_a_reference(trained: dict[str, lis
 
 
 def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:
-    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_signal=True)
+    """Such a group is dropped under its own reason."""
+    box = Box(groups_per_step=1, rules=group_rules(AlgorithmSettings(dynamic_sampling=True)))
     drop = box.offer(ready(1, (1.0, 1.0)))
     assert drop is not None
-    assert drop.reason is DropReason.NO_SIGNAL
+    assert drop.reason == DropReason.NO_SIGNAL
     assert drop.num_tokens == ready(1, (1.0, 1.0)).num_tokens
     assert not box.holds("e0.p1.a0")
     assert box.offer(ready(2, (1.0, 0.0))) is None
@@ -274,7 +276,7 @@ def test_a_baseline_is_shaped_like_the_rewards_it_is_compared_with() -> None:
 
 def test_groups_without_a_baseline_are_issued_again_under_remax() -> None:
     """Groups that another algorithm issued before the run was resumed are dropped under a reason that is not final."""
-    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_baseline=True)
+    box = Box(groups_per_step=1, needs_baseline=True)
     drop = box.offer(ready(1, (1.0, 0.0)))
     assert drop is not None
     assert drop.reason is DropReason.NO_BASELINE

@@ -47,7 +47,7 @@ from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
 from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline, reinforce_pp_tokens
 from penstock.trainer.algorithm.estimators.remax import remax_tokens
 from penstock.trainer.algorithm.estimators.rloo import rloo
-from penstock.trainer.algorithm.group_rules import rewards_differ
+from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
 from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
 from penstock.trainer.algorithm.losses.cispo import cispo
 from penstock.trainer.algorithm.losses.covariance import clip_cov, kl_cov

@@ -45,7 +45,8 @@ from penstock.trainer.algorithm.filters.interface import Candidate, Filter, Kept
 from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
 from penstock.trainer.algorithm.filters.minimal_advantage import minimal_advantage
 from penstock.trainer.algorithm.filters.skip_non_positive_advantage import skip_non_positive_advantage
-from penstock.trainer.algorithm.group_rules import Reuse, ReuseRefused, rewards_differ
+from penstock.trainer.algorithm.group_filters.equal_rewards import rewards_differ
+from penstock.trainer.algorithm.group_rules import Reuse, ReuseRefused
 from penstock.trainer.algorithm.kl import kl_estimate, kl_full
 from penstock.trainer.algorithm.losses.tokens import Sequences
 

@@ -60,6 +60,21 @@ def short(candidate: Candidate, *, least_tokens: int) -> bool:
     """Leave out short answers."""
     return candidate.num_tokens < least_tokens
 ''',
+    "group_filters/small.py": '''
+"""Groups of few tokens."""
+from __future__ import annotations
+from pydantic import Field
+from penstock.trainer.algorithm.group_filters.interface import GroupCandidate, Options, group_filter
+
+class SmallOptions(Options):
+    """Options of `small`."""
+    least_group_tokens: int = Field(default=0, description="Groups of fewer sampled tokens are dropped.")
+
+@group_filter(options=SmallOptions, source="none", reason="small", switch="least_group_tokens")
+def small(group: GroupCandidate, *, least_group_tokens: int) -> bool:
+    """Drop small groups."""
+    return sum(group.lengths) < least_group_tokens
+''',
     "corrections/half.py": '''
 """A constant weight."""
 from __future__ import annotations
@@ -83,7 +98,7 @@ from penstock.protocol.config.run_file import format_config, load
 from penstock.trainer.settings import TrainerSettings
 
 given = ["model.path=m", "algorithm.name=tilted_grpo", "algorithm.advantage=doubled", "algorithm.reward_factor=3.0",
-         "algorithm.least_tokens=2", 'algorithm.corrections=["half"]', "algorithm.half_weight=0.25"]
+         "algorithm.least_tokens=2", "algorithm.least_group_tokens=5", 'algorithm.corrections=["half"]', "algorithm.half_weight=0.25"]
 loaded = load(TrainerSettings, overrides=given)
 settings = loaded.settings.algorithm
 shown = format_config(loaded)
@@ -92,6 +107,7 @@ import torch
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.group_rules import group_rules
 
 credit = credit_rule(settings, longest=9)([Scored([1.0, 0.5], [1, 2], [False, False])])
 ones = torch.ones(2)
@@ -100,13 +116,14 @@ batch = MicroBatch(torch.zeros(1, 2).long(), ones.long(), ones.long(), -ones, on
 outcome = build_objective(settings)((-ones + 0.8).requires_grad_(), batch)
 print(json.dumps({"shown": shown, "advantages": credit.advantages, "skipped": credit.skipped,
                   "weights": credit.weights, "loss": float(outcome.loss.detach()), "without_torch": without_torch,
-                  "rejected": float(outcome.sums["rejected_half"])}))
+                  "rejected": float(outcome.sums["rejected_half"]),
+                  "group rules": [rule.reason for rule in group_rules(settings)]}))
 """
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the trainer consists of, with four files more and nothing else changed."""
+    """A copy of what the trainer consists of, with five files more and nothing else changed."""
     root = tmp_path_factory.mktemp("copy")
     package = root / "penstock"
     for name in ("protocol", "trainer"):
@@ -153,6 +170,7 @@ def test_one_file_is_a_choice_of_settings_objective_and_credit(copy: Path) -> No
     ratio = 2.718281828**0.8
     assert found["loss"] == pytest.approx(0.25 * -2 * ratio**0.25, rel=1e-5)
     assert found["rejected"] == 0
+    assert found["group rules"] == ["small"]
 
 
 @pytest.mark.parametrize(

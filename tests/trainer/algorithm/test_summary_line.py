@@ -22,7 +22,7 @@ def test_it_names_the_parts_and_what_is_not_at_its_default() -> None:
     assert line(name="grpo") == "grpo: grpo advantages, ppo_clip (clip_low 0.2, clip_high 0.2), token-mean"
     assert line(name="dapo", kl_coefficient=0.01) == (
         "dapo: grpo advantages, ppo_clip (clip_low 0.2, clip_high 0.28), token-mean; "
-        "overlong_buffer 0.2, dynamic_sampling on, kl_coefficient 0.01"
+        "overlong_buffer 0.2, kl_coefficient 0.01, dynamic_sampling on"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.trainer.groups.test_batcher import Box, ready
 
 from penstock.forensics.replay.replay_verdict import Verdict, describe
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load
@@ -16,7 +18,11 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.group_filters.interface import RESERVED_REASONS, group_filter
+from penstock.trainer.algorithm.group_rules import group_rules
 from penstock.trainer.algorithm.objective import build_objective
+from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.recorded_settings import changed_settings, read_settings
 from penstock.trainer.recovery.run_record_writer import differences, environment_fingerprint
 from penstock.trainer.settings import TrainerSettings
@@ -28,6 +34,7 @@ from penstock.trainer.algorithm.corrections.interface import Drift, correction
 from penstock.trainer.algorithm.corrections.interface import Options as Base
 from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator
 from penstock.trainer.algorithm.filters.interface import Candidate, trajectory_filter
+from penstock.trainer.algorithm.group_filters.interface import GroupCandidate, group_filter
 from penstock.trainer.algorithm.losses.interface import ClipRange, LossTerms, Tokens, none_of, policy_loss
 
 class TiltedOptions(ClipRange):
@@ -56,6 +63,17 @@ def halved(outcomes: Outcomes) -> torch.Tensor:
 def easy(candidate: Candidate) -> bool:
     return candidate.reward == 1.0
 
+class SpreadOptions(Base):
+    least_spread: float = Field(default=0.5, description="Groups whose rewards differ by less are dropped.")
+
+@group_filter(options=SpreadOptions, source="mine", reason="small_spread")
+def spread(group: GroupCandidate, *, least_spread: float) -> bool:
+    return max(group.rewards) - min(group.rewards) < least_spread
+
+@group_filter(source="mine", reason="never_counted")
+def failing(group: GroupCandidate) -> bool:
+    return group.row.data_source.missing
+
 @correction(options=KeepOptions, source="mine")
 def below(drift: Drift, *, keep_below: float) -> torch.Tensor:
     return drift.to_behaviour < keep_below
@@ -78,7 +96,7 @@ def settings(*overrides: str) -> Loaded[TrainerSettings]:
 def everything(code: str, *overrides: str) -> Loaded[TrainerSettings]:
     return settings(
         f"algorithm.loss={code}:tilted", f"algorithm.advantage={code}:halved", f'algorithm.filters=["{code}:easy"]',
-        f'algorithm.corrections=["{code}:below"]', *overrides,
+        f'algorithm.corrections=["{code}:below"]', f'algorithm.group_filters=["{code}:spread"]', *overrides,
     )  # fmt: skip
 
 
@@ -104,12 +122,47 @@ def test_user_code_computes_with_its_options(code: str) -> None:
     assert logprobs.grad[0] != 0.0
 
 
+def test_a_group_filter_of_a_users_file_drops_whole_groups_under_its_reason(code: str) -> None:
+    """It sees the whole group, is asked after the built-in ones, and its groups are not issued again; one that fails is named."""
+    chosen = everything(
+        code, "algorithm.options.least_spread=0.4", "algorithm.dynamic_sampling=true"
+    ).settings.algorithm
+    assert [(rule.name, rule.reason) for rule in group_rules(chosen)] == [
+        ("equal_rewards", "no_signal"), (f"{code}:spread", "small_spread"),
+    ]  # fmt: skip
+    box = Box(groups_per_step=1, rules=group_rules(chosen))
+    drops = [box.offer(rewarded(number, rewards)) for number, rewards in enumerate([(1, 1), (1, 0.7), (1, 0.5)])]
+    assert [drop and (drop.reason, drop.is_final) for drop in drops] == [
+        ("no_signal", True), ("small_spread", True), None,
+    ]  # fmt: skip
+    assert box.groups.totals.counts_document()["dropped_groups"] == {"no_signal": 1, "small_spread": 1}
+    bad = settings(f'algorithm.group_filters=["{code}:failing"]').settings.algorithm
+    assert set(bad.extension_digests) == {f"extension group filter {code}:failing"}
+    with pytest.raises(ConfigError, match=rf"group filter {code}:failing failed for group e0\.p9\.a0: AttributeError"):
+        Box(rules=group_rules(bad)).offer(rewarded(9, (1, 0)))
+
+
+def rewarded(number: int, rewards: tuple[float, float]) -> ReadyGroup:
+    group = ready(number, 0)
+    return dataclasses.replace(group, scored=group.scored.model_copy(update={"rewards": rewards}))
+
+
+def test_a_group_filter_has_a_reason_of_its_own() -> None:
+    """A reason that the trainer counts already, or that metrics could not show, is refused when the file is read."""
+    assert set(DropReason) - RESERVED_REASONS == {DropReason.NO_SIGNAL}
+    assert set(DropReason) >= RESERVED_REASONS
+    for reason in ("dead", "Too short", ""):
+        with pytest.raises(TypeError, match="choose another"):
+            group_filter(source="mine", reason=reason)(lambda group: False)
+
+
 def test_options_of_user_code_are_shown_recorded_and_read_back(code: str) -> None:
     """`config show` lists each with its origin; the document of the record gives the same settings."""
     loaded = everything(code, "algorithm.options.tilt=0.7")
     shown = format_config(loaded)
     assert [line.split("#")[1].strip() for line in shown.splitlines() if line.startswith("algorithm.options.")] == [
         "override",
+        "default",
         "default",
     ]
     again, _ = read_settings(json.dumps(config_document(loaded)).encode(), where="here")
@@ -181,7 +234,8 @@ def test_a_replay_reports_user_code_that_changed(code: str) -> None:
     digests = everything(code).settings.algorithm.extension_digests
     assert set(digests) == {
         f"extension loss {code}:tilted", f"extension advantage estimator {code}:halved",
-        f"extension trajectory filter {code}:easy", f"extension correction {code}:below",
+        f"extension trajectory filter {code}:easy", f"extension group filter {code}:spread",
+        f"extension correction {code}:below",
     }  # fmt: skip
     now = environment_fingerprint(digests)
     assert differences(now, now) == []

@@ -24,7 +24,8 @@ from penstock.trainer.data.read_rows import turn_rows
 from penstock.trainer.data.row_files import fingerprint
 from penstock.trainer.data.row_images import ImageRows
 from penstock.trainer.errors import CheckpointError, MalformedData
-from penstock.trainer.groups.dispatch_state import DispatchState, order_id
+from penstock.trainer.groups.group_states import GroupStates
+from penstock.trainer.groups.prompt_cursor import PromptCursor, order_id
 from penstock.trainer.settings import DataSettings
 
 ONE, TWO = picture_bytes(picture(16, 8)), picture_bytes(picture(8, 24, seed=1), "JPEG")
@@ -229,11 +230,10 @@ def test_another_picture_in_the_same_file_is_another_data_set(folder: Path, proc
     other = opened(path, processor)
     assert len(other) == len(first)
     assert other.fingerprint != first.fingerprint
-    state = DispatchState(order_id(DataOrder(2, seed=0, shuffle=True), first.fingerprint))
+    order = DataOrder(2, seed=0, shuffle=True)
+    before, now = (PromptCursor(order, order_id(order, one.fingerprint), GroupStates()) for one in (first, other))
     with pytest.raises(CheckpointError, match=r"prompts of other data .*data\.train, the image files of its rows"):
-        DispatchState.from_document(
-            state.to_document(), order_id=order_id(DataOrder(2, seed=0, shuffle=True), other.fingerprint)
-        )
+        now.resume(before.to_document())
     own.write_bytes(ONE)
     assert opened(path, processor).fingerprint == first.fingerprint
 

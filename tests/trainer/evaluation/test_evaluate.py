@@ -35,7 +35,7 @@ from penstock.trainer.evaluation.eval_result import (
 )
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
-from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.weight_buckets import ModelWeights, Snapshot, copy_to_buckets
 from penstock.trainer.settings import DataSettings
@@ -64,7 +64,7 @@ class Scene:
         self.results: list[EvalResult] = []
         self.lost: list[LostEvaluation] = []
         self.at_end: list[tuple[set[PolicyVersion], int]] = []  # pinned versions, groups that are not closed
-        self.accounting = Accounting()
+        self.groups = RunGroups()
         self.publisher = Publisher(connections, model_folder=folder / "model")
         settings = EvalSettings(samples=2, temperature=0.5, environment="maze")
         self.sources = [
@@ -73,14 +73,14 @@ class Scene:
         ]
         self.evaluator = Evaluator(
             connections, sources=self.sources, publisher=self.publisher, deadline_s=20.0,
-            on_end=self.add, accounting=self.accounting, success=SuccessRules({"exact_match": 1.0}), silent_s=0.3,
+            on_end=self.add, groups=self.groups, success=SuccessRules({"exact_match": 1.0}), silent_s=0.3,
         )  # fmt: skip
 
     def add(self, end: EvalResult | LostEvaluation) -> None:
         if isinstance(end, LostEvaluation):
             self.lost.append(end)
         else:
-            self.at_end.append((self.publisher.pinned(), len(self.accounting.in_flight("eval"))))
+            self.at_end.append((self.publisher.pinned(), self.groups.held_out.num_outstanding))
             self.results.append(end)
 
     def publish(self, version: PolicyVersion) -> None:
@@ -123,7 +123,7 @@ def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) ->
     assert result.score == ("exact_match ≥ 1", result.accuracy)
     assert replace(result, accuracy=None).score == ("mean reward", result.reward_mean)
     assert scene.at_end == [({3, 4}, 70)]  # a trainer killed while it records the best version evaluates it again
-    entries = scene.accounting.take_entries()
+    entries = scene.groups.take_entries()
     assert {group.pack for group in entries.evaluated} == set(range(len(entries.closed_packs)))
     assert all(scene.connections.blobs.get(pack) for pack in entries.closed_packs)
 
@@ -203,7 +203,7 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
         scene.publish(version)
         scene.publisher.wait_until_published(version, 20.0)
         scene.publisher.unpin(version)
-    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(70)])  # by the session before
+    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])  # by the session before
     published = subjects.weights_published(scene.connections.run_id)
     no_weights = Heartbeat(role="rollout", service_id="x", at=0.0, state="generating")
     scene.connections.bus.publish(published, no_weights, msg_id="x").wait()  # and something that is no announcement
@@ -213,14 +213,14 @@ def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scen
     assert [(result.version, result.step, result.num_prompts) for result in scene.results] == [(3, 3, 70)]
     assert not scene.lost
     assert not scene.publisher.pinned()
-    assert not scene.accounting.in_flight("eval")
+    assert not scene.groups.held_out.num_outstanding
 
 
 def test_groups_of_an_earlier_sessions_evaluation_are_held_against_its_settings(scene: Scene) -> None:
     scene.evaluator._settings_before = (TaskSettings(2, 8, "maze"), TaskSettings(3, 8, "maze"))
     scene.publish(V3)
     scene.publisher.wait_until_published(V3, 20.0)
-    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(70)])
+    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])
     scene.producer.author = _one_completion
     scene.evaluator.start(V3, 3)
     with pytest.raises(EvaluationFailed, match="1 trajectories, its task asked for 2"):
@@ -230,9 +230,9 @@ def test_groups_of_an_earlier_sessions_evaluation_are_held_against_its_settings(
 
 def test_the_weights_of_the_checkpoint_are_evaluated_under_their_new_number(scene: Scene) -> None:
     """Published again as another version, they are evaluated as that version: nothing is lost."""
-    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(70)])
+    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(70)])
     assert scene.evaluator.resume(V3, now=V4, step=3)
-    assert not scene.accounting.in_flight("eval")
+    assert not scene.groups.held_out.num_outstanding
     assert not scene.lost
 
 
@@ -248,12 +248,12 @@ def test_an_evaluation_that_cannot_continue_is_reported(
     if not is_stored:
         prefix = blob_keys.weights_prefix(scene.connections.run_id, V3)
         scene.connections.blobs.delete([stat.key for stat in scene.connections.blobs.list(prefix)])
-    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(num_groups)])
+    scene.groups.held_out.issue([f"eval.v3.p{index}" for index in range(num_groups)])
     assert not scene.evaluator.resume(V4, now=V4, step=4)
     (lost,) = scene.lost
     assert (lost.version, lost.step) == (3, 3 if is_stored else None)
     assert reason in lost.reason
-    assert not scene.accounting.in_flight("eval")
+    assert not scene.groups.held_out.num_outstanding
 
 
 def _say_dead(scene: Scene, *group_ids: str) -> None:
@@ -331,7 +331,7 @@ def test_every_source_has_its_own_prompts_samples_and_result(two_sources: Scene)
     assert found == {"eval": (3, 70, 2), "hard": (3, 4, 4)}
     assert [pinned for pinned, _ in scene.at_end] == [{3}, {3}]
     assert not scene.publisher.pinned()
-    assert not scene.accounting.in_flight("eval")
+    assert not scene.groups.held_out.num_outstanding
 
 
 def test_only_the_sources_that_are_due_are_evaluated(two_sources: Scene) -> None:
@@ -357,7 +357,7 @@ def test_only_the_unfinished_source_of_a_version_is_continued(two_sources: Scene
     scene = two_sources
     scene.publish(V3)
     scene.publisher.wait_until_published(V3, 20.0)
-    scene.accounting.issue("eval", [f"eval.v3.p{number}" for number in range(70, 74)])
+    scene.groups.held_out.issue([f"eval.v3.p{number}" for number in range(70, 74)])
     settings = EvalSettings(every=5, source={"hard": EvalSource(data=[Path("x")], every=4)})
     schedule = EvaluationSchedule(scene.evaluator, settings, ["eval", "hard"], num_steps=13)
     assert schedule.resume(V3, now=V3, step=5)

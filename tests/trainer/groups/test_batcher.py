@@ -1,19 +1,23 @@
-"""Which groups make a batch, and which are dropped and why; the ledger that makes their effect exactly-once."""
+"""Which groups make a batch, and which are dropped and why; what makes the effect of each exactly-once."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.trainer.groups.stored_groups import invent_group
 
-from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.facts import BlobRef, DeadLetter, ScoredGroup
 from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.trainer.algorithm.group_rules import ONCE, Reuse
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
-from penstock.trainer.groups.drops import DropReason
-from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.group_states import GroupStates, State
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
@@ -25,8 +29,64 @@ def ready(number: int, version: int, *, size: int = 2) -> ReadyGroup:
     return ReadyGroup(scored, PACK, group)
 
 
-def batcher(*, groups_per_step: int = 2, max_staleness: int = 2, ledger: Ledger | None = None) -> Batcher:
-    return Batcher(groups_per_step=groups_per_step, max_staleness=max_staleness, ledger=ledger or Ledger())
+class Box:
+    """A batcher and the states of its groups, used as the trainer does; every group that arrives was issued."""
+
+    def __init__(
+        self, *, groups_per_step: int = 2, max_staleness: int = 2, reuse: Reuse = ONCE, max_dead: int = 100,
+        ledger: Iterable[tuple[int, Sequence[str]]] = (), **rules: Any,
+    ) -> None:  # fmt: skip
+        self.groups = GroupStates(max_staleness=max_staleness, max_trained_count=reuse.max_trained_count, ledger=ledger)
+        self.batcher = Batcher(
+            self.groups, self, groups_per_step=groups_per_step, max_staleness=max_staleness, reuse=reuse,
+            max_dead=max_dead, **rules,
+        )  # fmt: skip
+        self._drops: list[Drop] = []
+        self._messages = itertools.count(1)
+
+    def accept(self, group_id: str) -> None:
+        return None
+
+    def is_late(self, version: PolicyVersion) -> bool:
+        return False
+
+    def drop(self, drop: Drop) -> None:
+        self.groups.drop(drop)
+        self._drops.append(drop)
+
+    @property
+    def num_ready(self) -> int:
+        return self.batcher.num_ready
+
+    def holds(self, group_id: str) -> bool:
+        return self.groups.has_arrived(group_id)
+
+    def is_spent(self, group_id: str) -> bool:
+        """Return True for a group that is held or was trained, and is not wanted again."""
+        return self.batcher._refusal(group_id) is DropReason.DUPLICATE
+
+    def offer(self, group: ReadyGroup) -> Drop | None:
+        """Issue a group, if it is new, and hand it over; return its drop, if it is dropped."""
+        if self.groups.state(group.group_id) is None:
+            self.groups.issue([group.group_id])
+        num_drops, wanted = len(self._drops), self.batcher.receive(next(self._messages), [group.scored])
+        self.batcher.offer([group] if wanted else [])
+        return self._drops[-1] if len(self._drops) > num_drops else None
+
+    def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
+        """Return a batch, and what was dropped for it."""
+        num_drops, batch = len(self._drops), self.batcher.take(version)
+        return batch, self._drops[num_drops:]
+
+    def train(self, version: int) -> list[str]:
+        """Take a batch and train it; return its ids."""
+        batch, _ = self.take(PolicyVersion(version))
+        self.groups.train(PolicyVersion(version), batch, {})
+        return [group.group_id for group in batch]
+
+
+def batcher(**settings: Any) -> Box:
+    return Box(**settings)
 
 
 def test_the_oldest_samples_go_first() -> None:
@@ -39,7 +99,7 @@ def test_the_oldest_samples_go_first() -> None:
     assert not drops
     assert box.num_ready == 1
     assert box.holds("e0.p3.a0")
-    box.settle()
+    box.groups.train(PolicyVersion(5), batch, {})
     assert not box.holds("e0.p3.a0")
 
 
@@ -73,8 +133,8 @@ def begun_at(version: int, run: VersionRun) -> tuple[VersionRun, ...]:
 def test_samples_of_versions_that_a_crash_rolled_back_are_dropped() -> None:
     """Version 9 has the weights of version 4 again: 5 to 8 are of no ancestor, though their numbers look fresh at 9."""
     box = batcher(groups_per_step=4, max_staleness=5)
-    box.abandon(PolicyVersion(1), PolicyVersion(3))  # an earlier crash
-    box.abandon(PolicyVersion(4), PolicyVersion(9))
+    box.batcher.abandon(PolicyVersion(1), PolicyVersion(3))  # an earlier crash
+    box.batcher.abandon(PolicyVersion(4), PolicyVersion(9))
     for number, version in enumerate((4, 5, 8, 9)):
         box.offer(ready(number, version))
     box.offer(ready(4, 10))
@@ -100,18 +160,59 @@ def test_less_than_a_batch_waits() -> None:
     assert box.num_ready == 1
 
 
-def test_a_trained_group_is_in_the_ledger_within_the_window_and_removed_after_it() -> None:
-    """The ledger holds trained groups as long as they could still be fresh, and no longer."""
-    ledger = Ledger()
+def test_a_trained_group_is_known_within_the_window_and_forgotten_after_it() -> None:
+    """Trained groups are refused as long as they could still be fresh, also after a resume, and are known no longer."""
+    box = batcher(groups_per_step=1)
     for version in range(100):
-        ledger.record(PolicyVersion(version), [f"e0.p{version}.a0"], max_staleness=2)
-    assert "e0.p99.a0" in ledger
-    assert "e0.p97.a0" in ledger
-    assert "e0.p96.a0" not in ledger
-    assert len(ledger) == 3
-    again = Ledger(ledger.rows())
-    assert "e0.p98.a0" in again
-    assert batcher(ledger=again).is_spent("e0.p98.a0")
+        box.offer(ready(version, version))
+        box.train(version)
+    assert [box.groups.state(f"e0.p{number}.a0") for number in (99, 97, 96)] == [State.CLOSED, State.CLOSED, None]
+    assert box.groups.rows() == tuple((version, (f"e0.p{version}.a0",)) for version in (97, 98, 99))
+    again = batcher(ledger=box.groups.rows())
+    assert again.groups.rows() == box.groups.rows()
+    assert again.is_spent("e0.p98.a0")
+    assert not again.is_spent("e0.p96.a0")
+
+
+def test_letters_stop_the_issue_and_empty_queues_end_the_run() -> None:
+    """More dead groups than arrived ones stop the issue; with queues that are empty it is known whether all were true."""
+    box = batcher(max_dead=4)
+    kill(box, range(4), "500")
+    assert not box.batcher.stops_issue
+    kill(box, [4], "501")
+    assert box.batcher.stops_issue
+    assert box.batcher.letters_were_true()
+    assert (box.batcher.dead_in_a_row, box.batcher.last_letter) == (5, "tasks: 501: d")
+    assert box.groups.letters_read == 4
+
+
+def test_a_group_that_arrives_keeps_the_run() -> None:
+    """Each that arrives admits one more; where queues are empty all the same, issue goes on without an end."""
+    box = batcher(max_dead=4)
+    kill(box, range(10), "500")
+    for number in range(20, 25):
+        box.offer(ready(number, 0))
+    assert box.batcher.stops_issue
+    box.offer(ready(25, 0))
+    assert not box.batcher.stops_issue
+    kill(box, range(10, 13), "500")
+    assert box.batcher.stops_issue
+    assert not box.batcher.letters_were_true()
+    assert not box.batcher.stops_issue
+    for number in range(30, 80):
+        box.offer(ready(number, 0))
+    kill(box, range(13, 17), "500")
+    assert not box.batcher.stops_issue
+
+
+def kill(box: Box, numbers: Iterable[int], reason: str) -> None:
+    """Issue groups, and read the dead letter that names them."""
+    ids = tuple(f"e0.p{number}.a0" for number in numbers)
+    box.groups.issue(ids)
+    letter = DeadLetter(
+        run_id="r", stage="tasks", subject="s", reason=reason, detail="d", group_ids=ids, num_delivered=1
+    )
+    assert box.batcher.dead_letter(letter, int(ids[0].split(".")[1][1:])) == len(ids)
 
 
 def test_tokens_are_counted_by_age() -> None:
@@ -133,7 +234,7 @@ def test_every_group_is_trained_or_dropped_or_waiting(arrivals: list[tuple[int, 
         assert all(version - g.scored.generated.oldest_version <= max_staleness for g in batch)
         trained += [g.group_id for g in batch]
         dropped += [d.group_id for d in drops]
-        box.settle()
+        box.groups.train(PolicyVersion(version), batch, {})
         version += growth
     ended = [*trained, *dropped]
     assert len(ended) == len(set(ended))

@@ -30,23 +30,24 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion, next_version
-from penstock.trainer.algorithm.group_rules import Reuse
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.group_rules import Reuse, group_rules
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
-from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.completion_texts import CompletionTexts
-from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.drops import MAX_CLAIMED_TOKENS, Drop, DropReason
+from penstock.trainer.groups.group_states import GroupStates
+from penstock.trainer.groups.group_totals import GroupTotals
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 ROLLOUT = RolloutSettings(group_size=2, groups_per_step=4, groups_per_message=2, max_staleness=1, max_new_tokens=8)
@@ -80,30 +81,31 @@ def read_prompts(folder: Path) -> PromptSet:
 class Session:
     """One session of the trainer's group handling: issuer, collector, and what they share."""
 
-    def __init__(self, connections: Connections, prompts: PromptSet, ledger: Ledger | None = None, saved: IssuerState | None = None,
-        *, uses: int = 1, log: Path | None = None, needs_signal: bool = False, **options: Any,
+    def __init__(self, connections: Connections, prompts: PromptSet, saved: IssuerState | None = None,
+        *, uses: int = 1, log: Path | None = None, dynamic_sampling: bool = False, max_dead: int = 100, **options: Any,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
-        self.ledger = ledger or Ledger()
-        self.dispatch = Dispatch(prompts, order=order, rollout=ROLLOUT, stop_token_ids=(2,))
-        if saved is not None:
-            self.dispatch.resume(saved.dispatch)
-        accounting = Accounting(saved.entries.account if saved else None)
-        self.counters = Counters(accounting)  # uses and ages start at zero, sums by id are those of the run
-        letters_read = saved.letters_read if saved else 0
-        self.issuer = Issuer(
-            connections, self.dispatch, self.counters, accounting, saved.unsent if saved else (), letters_read
-        )
-        if log is not None:
-            self.issuer.keep_log(IssueLog(log, self.dispatch.state.order_id, may_arrive=self.dispatch.may_arrive))
-        batcher = Batcher(
-            groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger,
-            reuse=Reuse(uses), needs_signal=needs_signal,
+        account = saved.entries.account if saved else AccountState()
+        groups = GroupStates(
+            max_staleness=ROLLOUT.max_staleness, max_trained_count=uses, ledger=saved.ledger if saved else (),
+            totals=GroupTotals(account.totals.get("train")),  # uses and ages start at zero, sums are those of the run
+            outstanding=account.in_flight.get("train", ()), dead=saved.dispatch["dead"] if saved else (),
         )  # fmt: skip
-        settings = {
-            "deadline_s": 20.0, "max_dead": 100, "silent_s": 30.0, "letters_read": letters_read, **options
-        }  # fmt: skip
-        self.collector = Collector(connections, batcher=batcher, issued=self.issuer, **settings)  # type: ignore[arg-type]
+        groups.letters_read = saved.letters_read if saved else 0
+        self.counters, run_groups = groups.totals, RunGroups(groups)
+        self.dispatch = Dispatch(prompts, order=order, rollout=ROLLOUT, stop_token_ids=(2,), groups=groups)
+        if saved is not None:
+            self.dispatch.cursor.resume(saved.dispatch)
+        self.issuer = Issuer(connections, self.dispatch, run_groups, saved.unsent if saved else ())
+        if log is not None:
+            cursor = self.dispatch.cursor
+            self.issuer.keep_log(IssueLog(log, cursor.order_id, may_arrive=cursor.may_arrive))
+        batcher = Batcher(
+            groups, self.issuer, groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness,
+            reuse=Reuse(uses), rules=group_rules(AlgorithmSettings(dynamic_sampling=dynamic_sampling)), max_dead=max_dead,
+        )  # fmt: skip
+        settings: dict[str, Any] = {"deadline_s": 20.0, "silent_s": 30.0, **options}
+        self.collector = Collector(connections, groups=run_groups, batcher=batcher, issuer=self.issuer, **settings)
 
     def __enter__(self) -> Session:
         self.collector.__enter__()
@@ -118,13 +120,8 @@ class Session:
         """Take a batch, after waiting for the oldest groups, and mark it as trained."""
         batch = self.collector.collect(version, overtake_wait_s=overtake_wait_s)
         ids = [group.group_id for group in batch]
-        new = [group_id for group_id in ids if group_id not in self.ledger]
-        self.ledger.record(version, ids, max_staleness=ROLLOUT.max_staleness)
-        tokens = {group.group_id: group.num_tokens for group in batch}
-        used = {i: tokens[i] for i in new}
-        ages = {0: sum(tokens.values())}
-        self.issuer.mark_trained(used, ages, made=next_version(version), num_reused=len(ids) - len(new))
-        self.collector.mark_trained(ids)
+        ages = {0: sum(group.num_tokens for group in batch)}
+        self.issuer.mark_trained(batch, ages, version=version, made=next_version(version))
         return ids
 
 
@@ -228,8 +225,8 @@ def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(
         covered = session.collector.settled()
         assert len(covered) == 2
         assert connections.bus.stream_state(spec.stream).wait().num_messages == 4
-        rows, saved = session.ledger.rows(), session.issuer.take_state()  # the checkpoint; then the crash
-    with Session(connections, prompts, Ledger(rows), saved) as resumed:
+        saved = session.issuer.take_state()  # the checkpoint; then the crash
+    with Session(connections, prompts, saved) as resumed:
         resumed.issuer.advance(V1, 100)
         assert resumed.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
         wait_for(lambda: resumed.counters.dropped_groups["duplicate"] == 4, "the trained groups to be refused")
@@ -247,12 +244,12 @@ def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(
             manual.answer(message)
         first = session.train(V0)
         assert session.collector.settled() == []
-        rows, saved = session.ledger.rows(), session.issuer.take_state()  # the checkpoint; then the crash
-    with Session(connections, prompts, Ledger(rows), saved, uses=2) as resumed:
+        saved = session.issuer.take_state()  # the checkpoint; then the crash
+    with Session(connections, prompts, saved, uses=2) as resumed:
         assert resumed.train(V1) == first
         assert len(resumed.collector.settled()) == 2
-        assert (resumed.counters.groups_trained, resumed.counters.groups_reused) == (4, 4)  # each is counted once
-        assert resumed.counters.groups_scored == 0
+        assert (resumed.counters.sums.used, resumed.counters.num_reused) == (4, 4)  # each is counted once
+        assert resumed.counters.num_scored == 0
         assert not resumed.counters.dropped_groups
         assert resumed.issuer.take_state().entries.account.totals["train"].used == 4
 
@@ -270,11 +267,8 @@ def test_at_the_end_no_group_is_kept_for_another_use(
         assert session.collector.settled() == []
         session.collector.close()
         assert len(session.collector.settled()) == 2
-        rows, saved = (
-            session.ledger.rows(),
-            session.issuer.take_state(),
-        )  # the checkpoint; the crash before it acknowledges
-    with Session(connections, prompts, Ledger(rows), saved, uses=3) as resumed:
+        saved = session.issuer.take_state()  # the checkpoint; the crash before it acknowledges
+    with Session(connections, prompts, saved, uses=3) as resumed:
         resumed.collector.close()
         wait_for(lambda: len(resumed.collector.settled()) == 2, "the messages to be delivered again")
         resumed.collector.acknowledge(resumed.collector.settled())
@@ -307,7 +301,7 @@ def test_stale_groups_are_dropped_and_their_prompts_issued_again(
         messages = manual.tasks(4)
         for message in messages[:2]:
             manual.answer(message, V0)
-        wait_for(lambda: session.counters.groups_scored == 4, "four scored groups")
+        wait_for(lambda: session.counters.num_scored == 4, "four scored groups")
         assert session.collector.collect(V2, lambda: session.counters.dropped_groups["stale"] == 4) == []
         assert session.counters.dropped_tokens["stale"] > 0
         again = manual.tasks(2)
@@ -330,7 +324,7 @@ def test_a_full_batch_waits_for_groups_that_would_be_too_old_after_it(
         session.issuer.advance(V1, 100)
         for message in manual.tasks(2):
             manual.answer(message, V1)
-        wait_for(lambda: session.counters.groups_scored == 8, "a full batch of the younger groups")
+        wait_for(lambda: session.counters.num_scored == 8, "a full batch of the younger groups")
         num_calls = 0
 
         def answer_the_others() -> bool:  # called once per check: the batch was full at the first, and was not taken
@@ -359,7 +353,7 @@ def test_the_wait_for_the_oldest_groups_ends(
         session.issuer.advance(V1, 100)
         for message in manual.tasks(2):
             manual.answer(message, V1)
-        wait_for(lambda: session.counters.groups_scored == 8, "a full batch of the younger groups")
+        wait_for(lambda: session.counters.num_scored == 8, "a full batch of the younger groups")
         assert set(session.train(V1, overtake_wait_s=0.2)) == {f"e0.p{i}.a0" for i in range(8, 12)}
         session.issuer.advance(V2, 100)
         for message in first[2:]:
@@ -376,7 +370,7 @@ def test_a_prompt_that_is_always_stale_is_skipped(
         for attempt in range(ROLLOUT.max_attempts):
             for message in manual.tasks(2):
                 manual.answer(message, V0)
-            wait_for(lambda attempt=attempt: session.counters.groups_scored == 4 * (attempt + 1), "scored groups")
+            wait_for(lambda attempt=attempt: session.counters.num_scored == 4 * (attempt + 1), "scored groups")
             stale = 4 * (attempt + 1)
             session.collector.collect(V2, lambda stale=stale: session.counters.dropped_groups["stale"] == stale)
         assert session.issuer.groups()["given_up"] == 4
@@ -564,7 +558,7 @@ def test_untrue_dead_letters_end_no_run_while_groups_arrive(
             delivery.ack().wait()
         assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
         wait_for(lambda: session.counters.dropped_groups["dead"] == 0, "the late groups")
-        assert session.counters.groups_scored == 16
+        assert session.counters.num_scored == 16
         assert not session.issuer._paused
 
 
@@ -685,7 +679,7 @@ def test_a_dead_letter_in_the_checkpoint_is_not_read_twice(
         wait_for(lambda: session.counters.dropped_groups["dead"] == 2, "the dead letter")
         session.issuer.take_state()  # a chapter that includes the drop
         manual.answer(messages[0])
-        wait_for(lambda: session.counters.groups_scored == 2, "the groups that were sent again")
+        wait_for(lambda: session.counters.num_scored == 2, "the groups that were sent again")
         saved = session.issuer.take_state()
     assert saved.entries.reopened == ("e0.p0.a0", "e0.p1.a0")
     with Session(connections, prompts, saved=saved) as resumed:
@@ -711,7 +705,7 @@ def test_the_deadline_of_a_batch_names_the_groups_dropped_without_signal(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
     """With dynamic sampling and a reward that never differs: how many were dropped, for which reason, and what to do."""
-    with Session(connections, prompts, deadline_s=0.5, needs_signal=True) as session:
+    with Session(connections, prompts, deadline_s=0.5, dynamic_sampling=True) as session:
         session.issuer.advance(V0, 4)
         for message in manual.tasks(2):
             scored = manual.scored(message)
@@ -805,7 +799,7 @@ def test_an_outage_of_nats_delays_groups_and_loses_none(
         session.issuer.advance(V0, 100)
         messages = manual.tasks(4)
         manual.answer(messages[0])
-        wait_for(lambda: session.counters.groups_scored == 2, "the first pack")
+        wait_for(lambda: session.counters.num_scored == 2, "the first pack")
         nats.kill()
         wait_for(lambda: connections.bus.down_s > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
         nats.restart()
@@ -838,7 +832,7 @@ def test_an_outage_of_s3_delays_groups_and_loses_none(
         for answer in answers:
             producer.announce(answer)
         wait_for(lambda: time.monotonic() - started > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
-        assert session.counters.groups_trained == 0
+        assert session.counters.sums.used == 0
         assert session.collector.settled() == []
         storage.restart()
         assert session.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
@@ -884,8 +878,8 @@ def test_what_is_no_full_batch_stays_for_the_session_that_resumes(
         session.issuer.drop(Drop("e0.p7.a0", DropReason.STALE, 3))
         assert session.collector.collect(V1) == []
         assert session.issuer.outstanding() == ("e0.p4.a0", "e0.p5.a0")
-        rows, saved = session.ledger.rows(), session.issuer.take_state()
-    with Session(connections, prompts, Ledger(rows), saved) as resumed:
+        saved = session.issuer.take_state()
+    with Session(connections, prompts, saved) as resumed:
         resumed.issuer.advance(V1, 4)
         (again,) = manual.tasks(1)
         assert [task.group_id for task in again.tasks] == ["e0.p6.a1", "e0.p7.a1"]

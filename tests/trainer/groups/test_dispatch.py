@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from tests.examples import examples
+from tests.trainer.groups.dispatch_values import (
+    DispatchState,
+    accept,
+    plan,
+    refuse_attempt,
+    send_back,
+    settle,
+    was_issued,
+)
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
@@ -19,31 +29,27 @@ from penstock.protocol.errors import PackError
 from penstock.protocol.facts import (
     MAX_FACT_BYTES,
     BlobRef,
+    GeneratedGroup,
     RewardRequest,
     Sampling,
+    ScoredGroup,
     TaskIssued,
     TaskList,
     decode,
     encode,
 )
 from penstock.protocol.packs.task_promise import TaskPromise, TaskSettings
+from penstock.protocol.record.lineage import SplitTotals
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.dispatch_state import (
-    DispatchState,
-    GroupKey,
-    accept,
-    order_id,
-    plan,
-    refuse_attempt,
-    send_back,
-    settle,
-    was_issued,
-)
+from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.group_states import GroupStates, State
+from penstock.trainer.groups.group_totals import GroupTotals
 from penstock.trainer.groups.issue_log import IssuedBefore, IssuedRange, IssueLog, SessionSettings
+from penstock.trainer.groups.prompt_cursor import GroupKey, order_id
 from penstock.trainer.groups.task_packs import (
     choose_groups_per_message,
     evaluation_sampling,
@@ -52,6 +58,7 @@ from penstock.trainer.groups.task_packs import (
     task_bytes,
     training_sampling,
 )
+from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import DataSettings, EvalSettings, RolloutSettings
 
 START = DispatchState("order")
@@ -405,12 +412,13 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
         [tmp_path / "train.jsonl"], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer
     )
 
-    def fresh() -> Dispatch:
+    def fresh(**groups: Any) -> Dispatch:
         return Dispatch(
             prompts,
             order=DataOrder(len(prompts), seed=0),
             rollout=rollout(groups_per_step=48, group_size=8, max_new_tokens=9, max_staleness=2),
             stop_token_ids=tokenizer.eos_ids,
+            groups=GroupStates(**groups),
         )
 
     first = fresh()
@@ -419,18 +427,19 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
     assert max(len(encode(pack.announced("run"))) for pack in packs) < 32 * 1024
     assert first.next_packs(PolicyVersion(0)) == []
     done = [task.group_id for pack in packs[:4] for task in pack.tasks]
-    assert all(map(first.accept, done))
-    assert first.send_back(done[:1]) == ()
-    first.settle(done[1:])
-    document = json.loads(json.dumps(first.state.to_document()))
-    second = fresh()
-    second.resume(document)
-    assert second.state == first.state
+    assert not any(map(first.accept, done))
+    assert first.drop(Drop(done[0], DropReason.STALE, 0))
+    for group_id in done[1:]:
+        assert first.drop(Drop(group_id, DropReason.NO_SIGNAL, 0, is_final=True))
+    document = json.loads(json.dumps(first.cursor.to_document()))
+    second = fresh(outstanding=document["outstanding"], totals=GroupTotals(SplitTotals(issued=document["num_issued"])))
+    second.cursor.resume(document)
+    assert second.cursor.to_document() == document
     assert second.next_packs(PolicyVersion(1)) == (again := first.next_packs(PolicyVersion(1)))
     assert again[0].tasks[0].group_id == done[0].replace("a0", "a1")
     assert again[0].tasks[0].attempt == 1
     assert again[0].tasks[0].issued_version == 1
-    assert not second.accept(done[1])
+    assert second.accept(done[1]) is DropReason.DUPLICATE
 
 
 def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
@@ -488,12 +497,11 @@ def test_a_refused_forged_attempt_takes_no_attempt_from_its_prompt() -> None:
     )  # fmt: skip
     dispatch.next_packs(PolicyVersion(0))
     for forged in ("e0.p0.a1", "e0.p0.a7", "e3.p0.a0"):
-        with pytest.raises(ValueError, match=f"{forged} was never issued by this run"):
-            dispatch.accept(forged, lambda _: True)
-    assert dispatch.send_back(["e0.p0.a0"]) == ()
-    assert dispatch.state.again == (GroupKey(0, 0, 1),)
-    assert dispatch.may_arrive("e0.p0.a1")
-    assert not dispatch.may_arrive("e0.p9.a1")
+        assert dispatch.accept(forged) is DropReason.FOREIGN
+    assert dispatch.drop(Drop("e0.p0.a0", DropReason.STALE, 0))
+    assert dispatch.cursor.again == [GroupKey(0, 0, 1)]
+    assert dispatch.cursor.may_arrive("e0.p0.a1")
+    assert not dispatch.cursor.may_arrive("e0.p9.a1")
 
 
 class _Prompts(list[Prompt]):
@@ -535,8 +543,8 @@ def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
     assert not promise.is_one_completion
     four, eight = (SessionSettings(TaskSettings(n, 64, "single_turn"), TaskSettings(1, 9, "x")) for n in (4, 8))
     ranges = (IssuedRange(four, 0, 6), IssuedRange(eight, 5, 9, frozenset({"e0.p1.a1"})))
-    later.issued_before = IssuedBefore(9, frozenset({"e0.p1.a1"}), ranges)
-    ids = [str(GroupKey(*later.order.at(position), 0)) for position in range(12)]
+    later.cursor.before = IssuedBefore(9, frozenset({"e0.p1.a1"}), ranges)
+    ids = [str(GroupKey(*later.cursor.order.at(position), 0)) for position in range(12)]
     sizes = [[s.group_size for s in later.promise(group_id).settings] for group_id in ids]
     assert sizes == [[4]] * 5 + [[4, 8]] + [[8]] * 3 + [[4, 8]] * 3  # the last three: any of the sessions'
     assert [s.group_size for s in later.promise("e0.p1.a1").settings] == [8]
@@ -550,10 +558,10 @@ def test_a_dead_lettered_group_is_held_against_its_task_when_it_arrives() -> Non
     dispatch = Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
     dead, trained, *_ = (task.group_id for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks)
     asked_for = dispatch.promise(dead)
-    dispatch.dead_letter([dead])
-    dispatch.settle([trained])
+    dispatch.drop(Drop(dead, DropReason.DEAD, 0, is_final=True))
+    dispatch.drop(Drop(trained, DropReason.NO_SIGNAL, 0, is_final=True))
     assert dispatch.next_packs(PolicyVersion(1))
-    assert dispatch.accept(dead)
+    assert dispatch.accept(dead) is None
     assert dispatch.promise(dead) == asked_for
     assert asked_for.settings == (TaskSettings(2, 256, "single_turn"),)
     with pytest.raises(PackError, match="1 trajectories, its task asked for 2"):
@@ -568,10 +576,10 @@ def test_a_group_of_an_earlier_session_is_held_against_the_settings_it_was_issue
         for n in (4, 2)
     )
     settings = SessionSettings(TaskSettings(4, 64, "single_turn"), TaskSettings(1, 64, "single_turn"))
-    log = IssueLog(tmp_path, first.state.order_id, settings=settings, first=0)
+    log = IssueLog(tmp_path, first.cursor.order_id, settings=settings, first=0)
     issued = first.next_packs(PolicyVersion(0))[0].tasks[0]
-    log.append(first.state.position, [issued.group_id])
-    later.issued_before = IssueLog(tmp_path, later.state.order_id).before
+    log.append(first.cursor.position, [issued.group_id])
+    later.cursor.before = IssueLog(tmp_path, later.cursor.order_id).before
     promise = later.promise(issued.group_id)
     promise.check_lengths(issued.group_id, [64, 1, 1, 1], has_baseline=False)
     for lengths, baseline, reason in (
@@ -595,7 +603,6 @@ def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_
     rules = rollout(max_staleness=limit)
     dispatch = Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rules, stop_token_ids=(2,))  # type: ignore[arg-type]
     issued: dict[str, PolicyVersion] = {}
-    arrived: set[str] = set()
     version = PolicyVersion(0)
 
     def note(packs):
@@ -603,20 +610,23 @@ def test_a_group_is_late_exactly_while_it_is_under_way_and_too_old_for_the_next_
 
     note(dispatch.next_packs(version))
     for act, pick in acts:
-        outstanding = sorted(str(key) for key in dispatch.state.outstanding)
+        outstanding = sorted(dispatch.groups.outstanding())
         chosen = outstanding[pick % len(outstanding)]
         if act == "arrive":
-            arrived.add(chosen)
+            if dispatch.groups.state(chosen) is State.ISSUED:
+                dispatch.groups.arrive(chosen, 1)
+                read = GeneratedGroup.model_construct(group_id=chosen)
+                dispatch.groups.offer(ReadyGroup(ScoredGroup.model_construct(generated=read), None, None))  # type: ignore[arg-type]
         elif act == "close":
-            dispatch.settle([chosen])
+            dispatch.drop(Drop(chosen, DropReason.NO_SIGNAL, 0, is_final=True))
         elif act == "back":
-            dispatch.send_back([chosen])
+            dispatch.drop(Drop(chosen, DropReason.STALE, 0))
         elif act == "again":
             note([dispatch.pack_again([chosen], version)])
         else:
             version = PolicyVersion(version + 1)
         if act != "arrive":
             note(dispatch.next_packs(version))
-        under_way = {str(key) for key in dispatch.state.outstanding} - arrived
+        under_way = set(dispatch.groups.outstanding()) - {g.group_id for g in dispatch.groups.held(State.READY)}
         expected = any(issued[group_id] == version - limit for group_id in under_way)
-        assert dispatch.is_late(version, arrived.__contains__) == expected
+        assert dispatch.is_late(version) == expected

@@ -7,10 +7,9 @@ from tests.trainer.recovery.trainer_machine import CLOSED, prompts
 
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder
-from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.settings import RolloutSettings
 
 
@@ -18,8 +17,7 @@ def test_an_unexpected_error_of_the_issuing_thread_is_raised_by_check() -> None:
     """Without a bus the thread ends with AttributeError, and the next `check` raises it."""
     rollout = RolloutSettings(group_size=1, groups_per_step=1, max_staleness=0, max_new_tokens=4)
     dispatch = Dispatch(prompts(), order=DataOrder(6, seed=1), rollout=rollout, stop_token_ids=(2,))
-    accounting = Accounting()
-    issuer = Issuer(CLOSED, dispatch, Counters(accounting), accounting)
+    issuer = Issuer(CLOSED, dispatch, RunGroups(dispatch.groups))
     issuer.check()
     with issuer:
         issuer.advance(PolicyVersion(0), 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -9,79 +10,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.examples import examples
-from tests.trainer.groups.test_batcher import ready
+from tests.trainer.groups.test_batcher import Box, ready
 
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.group_rules import Reuse
-from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.settings import TrainerSettings
 
 
-class Box:
-    """A batcher with its ledger, trained as the trainer does."""
-
-    def __init__(self, reuse: Reuse, *, max_staleness: int = 3, size: int = 2, ledger: Ledger | None = None) -> None:
-        self.ledger = ledger or Ledger()
-        self.max_staleness = max_staleness
-        self.batcher = Batcher(groups_per_step=size, max_staleness=max_staleness, ledger=self.ledger, reuse=reuse)
-
-    def train(self, version: int) -> list[str]:
-        batch, _ = self.batcher.take(PolicyVersion(version))
-        ids = [group.group_id for group in batch]
-        if ids:
-            self.ledger.record(PolicyVersion(version), ids, max_staleness=self.max_staleness)
-            self.batcher.settle()
-        return ids
+def box(
+    reuse: Reuse, *, max_staleness: int = 3, size: int = 2, ledger: Iterable[tuple[int, Sequence[str]]] = ()
+) -> Box:
+    return Box(reuse=reuse, max_staleness=max_staleness, groups_per_step=size, ledger=ledger)
 
 
 def test_a_kept_group_fills_a_batch_that_would_wait() -> None:
     """New groups go first; the least used and oldest kept groups fill the rest."""
-    box = Box(Reuse(2))
+    trained = box(Reuse(2))
     for number in (1, 2):
-        box.batcher.offer(ready(number, 0))
-    assert box.train(0) == ["e0.p1.a0", "e0.p2.a0"]
-    box.batcher.offer(ready(3, 0))
-    assert box.train(1) == ["e0.p1.a0", "e0.p3.a0"]
-    assert box.train(2) == ["e0.p2.a0", "e0.p3.a0"]
-    assert box.train(3) == []  # all were used twice
-    assert not box.batcher.holds("e0.p1.a0")
+        trained.offer(ready(number, 0))
+    assert trained.train(0) == ["e0.p1.a0", "e0.p2.a0"]
+    trained.offer(ready(3, 0))
+    assert trained.train(1) == ["e0.p1.a0", "e0.p3.a0"]
+    assert trained.train(2) == ["e0.p2.a0", "e0.p3.a0"]
+    assert trained.train(3) == []  # all were used twice
+    assert not trained.holds("e0.p1.a0")
 
 
 def test_new_groups_are_never_held_up_by_kept_ones() -> None:
     """A full batch of new groups is trained although kept ones are available."""
-    box = Box(Reuse(9))
+    trained = box(Reuse(9))
     for number in range(4):
-        box.batcher.offer(ready(number, 0))
-    assert box.train(0) == ["e0.p0.a0", "e0.p1.a0"]
-    assert box.train(1) == ["e0.p2.a0", "e0.p3.a0"]
+        trained.offer(ready(number, 0))
+    assert trained.train(0) == ["e0.p0.a0", "e0.p1.a0"]
+    assert trained.train(1) == ["e0.p2.a0", "e0.p3.a0"]
 
 
 def test_a_group_that_is_too_old_is_retired_not_dropped() -> None:
     """Its message can be acknowledged; it is returned once, and no drop is counted."""
-    box = Box(Reuse(9), max_staleness=1, size=1)
-    box.batcher.offer(ready(1, 0))
-    box.train(0)
-    assert box.train(1) == ["e0.p1.a0"]
-    batch, drops = box.batcher.take(PolicyVersion(2))
+    trained = box(Reuse(9), max_staleness=1, size=1)
+    trained.offer(ready(1, 0))
+    trained.train(0)
+    assert trained.train(1) == ["e0.p1.a0"]
+    batch, drops = trained.take(PolicyVersion(2))
     assert (batch, drops) == ([], [])
-    assert box.batcher.take_retired() == ["e0.p1.a0"]
-    assert box.batcher.take_retired() == []
+    assert trained.groups.settled() == [1]
+    assert not trained.groups.totals.dropped_groups
 
 
 def test_after_a_resume_a_kept_group_is_taken_in_once() -> None:
     """Trained groups with uses left in the checkpoint's ledger are accepted; any other counts as trained."""
-    before = Box(Reuse(2), size=1)
-    before.batcher.offer(ready(1, 0))
-    before.batcher.offer(ready(2, 0))
+    before = box(Reuse(2), size=1)
+    before.offer(ready(1, 0))
+    before.offer(ready(2, 0))
     assert before.train(0) + before.train(1) + before.train(2) == ["e0.p1.a0", "e0.p2.a0", "e0.p1.a0"]
-    after = Box(Reuse(2), size=1, ledger=Ledger(before.ledger.rows()))
-    assert not after.batcher.is_returning("e0.p1.a0")
-    assert after.batcher.is_spent("e0.p1.a0")
-    assert after.batcher.is_returning("e0.p2.a0")
-    after.batcher.offer(ready(2, 0))
-    assert not after.batcher.is_returning("e0.p2.a0")
-    assert after.batcher.is_spent("e0.p2.a0")
+    after = box(Reuse(2), size=1, ledger=before.groups.rows())
+    assert not after.groups.is_returning("e0.p1.a0")
+    assert after.is_spent("e0.p1.a0")
+    assert after.groups.is_returning("e0.p2.a0")
+    after.offer(ready(2, 0))
+    assert not after.groups.is_returning("e0.p2.a0")
+    assert after.is_spent("e0.p2.a0")
     assert after.train(3) == ["e0.p2.a0"]
     assert after.train(4) == []
 
@@ -96,28 +84,28 @@ def test_for_any_arrivals_and_crash_no_group_is_used_too_often_too_soon_or_too_o
 ) -> None:
     """Uses and intervals are within the settings, every use is within the staleness bound, used-up groups are not held."""
     reuse = Reuse(count, interval)
-    box = Box(reuse, max_staleness=staleness)
+    trained = box(reuse, max_staleness=staleness)
     uses: dict[str, list[int]] = {}
     made: dict[str, int] = {}
     for version, num in enumerate(arrivals):
         if version == crash:  # all messages of groups that are not retired are delivered again
-            held = [group_id for group_id in made if box.batcher.holds(group_id)]
-            box = Box(reuse, max_staleness=staleness, ledger=Ledger(box.ledger.rows()))
+            held = [group_id for group_id in made if trained.holds(group_id)]
+            trained = box(reuse, max_staleness=staleness, ledger=trained.groups.rows())
             for group_id in held:
-                if not box.batcher.is_spent(group_id) or box.batcher.is_returning(group_id):
-                    box.batcher.offer(ready(int(group_id.split(".")[1][1:]), made[group_id]))
+                if not trained.is_spent(group_id):
+                    trained.offer(ready(int(group_id.split(".")[1][1:]), made[group_id]))
         for _ in range(num):
             group = ready(len(made), version)
             made[group.group_id] = version
-            box.batcher.offer(group)
-        for group_id in box.train(version):
+            trained.offer(group)
+        for group_id in trained.train(version):
             uses.setdefault(group_id, []).append(version)
     for group_id, versions in uses.items():
         assert len(versions) <= count
         assert all(later - earlier >= interval for earlier, later in pairwise(versions))
         assert versions[-1] - made[group_id] <= staleness
     used_up = {group_id for group_id, versions in uses.items() if len(versions) == count}
-    assert not any(box.batcher.holds(group_id) for group_id in used_up)
+    assert not any(trained.holds(group_id) for group_id in used_up)
 
 
 def test_settings_that_could_never_reuse_are_refused() -> None:

@@ -49,7 +49,7 @@ from penstock.trainer.algorithm.objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher, staleness_tokens
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.learner import Learner
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.planning import Planner, learn
@@ -152,13 +152,11 @@ class Issued:
     def promise(self, group_id: str) -> TaskPromise:
         return TaskPromise.of(self.tasks[group_id])
 
-    def outstanding(self) -> list[str]:
-        return list(self.tasks)
+    def accept(self, group_id: str) -> None:
+        """Every group is wanted."""
 
-    def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        return not holds(group_id)
-
-    def is_late(self, version: PolicyVersion, holds: Callable[[str], bool]) -> bool:
+    def is_late(self, version: PolicyVersion) -> bool:
+        """None is."""
         return False
 
     def pause(self, is_paused: bool) -> None:
@@ -276,11 +274,12 @@ async def test_a_step_on_episodes_of_several_rows_equals_a_computation_by_hand(
     ]
     await _generate(bus, blobs, run_streams, tasks, FromModel(_model(folder)))
     await _score(bus, blobs, run_streams)
-    batcher = Batcher(groups_per_step=2, max_staleness=0, ledger=Ledger())
     issued: Any = Issued(tasks)
-    with Collector(
-        Connections(run_streams, bus, blobs), batcher=batcher, issued=issued, deadline_s=20.0, max_dead=9
-    ) as collector:
+    groups = RunGroups()
+    groups.train.issue(issued.tasks)
+    batcher = Batcher(groups.train, issued, groups_per_step=2, max_staleness=0)
+    connections = Connections(run_streams, bus, blobs)
+    with Collector(connections, groups=groups, batcher=batcher, issuer=issued, deadline_s=20.0) as collector:
         batch = collector.collect(PolicyVersion(0))
     assert issued.dropped == []
     assert [group.scored.rewards for group in batch] == [(1.0, 1.0, 0.0, 0.0)] * 2

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +24,8 @@ from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.commit import Committer
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.delivery_tracker import DeliveryTracker
+from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.issue import Issuer
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery import checkpoint
 from penstock.trainer.recovery.checkpoint import CHECKPOINTS
@@ -57,7 +56,7 @@ class Objects:
 class DelayedAcks:
     """Replaces the collector: settled groups, and the acknowledgements that the newest checkpoint allows."""
 
-    tracker: DeliveryTracker
+    tracker: Batcher
     covered: Callable[[], list[int]]
     unsent: list[int] = field(default_factory=list)  # acknowledgements that the broker has not received
 
@@ -129,16 +128,18 @@ class Commits:
             parent=state.version if state else None, config=b"{}",
         )  # fmt: skip
 
-    def train(self, batch: Sequence[ReadyGroup], version: PolicyVersion, made: PolicyVersion, ledger: Ledger) -> None:
+    def train(
+        self, batch: Sequence[ReadyGroup], version: PolicyVersion, made: PolicyVersion, uses: Mapping[str, int]
+    ) -> None:
+        """Record a step."""
         assert self._record_writer is not None
         self.step += 1
         ids = [group.group_id for group in batch]
         self._effects[self.step] = (*self._effects[self.step - 1], *((group_id, version) for group_id in ids))
-        uses = {group_id: ledger.uses(group_id) for group_id in ids}
         self._record_writer.add_step(self.step, version, made, batch, {}, uses)
         self._record_writer.set_weights(self._digest)
 
-    def commit(self, issuer: Issuer, ledger: Ledger, version: PolicyVersion, acks: DelayedAcks) -> None:
+    def commit(self, issuer: Issuer, version: PolicyVersion, acks: DelayedAcks) -> None:
         """Begin to commit everything; nothing else may be under way."""
         assert self._record_writer is not None
         replaced: dict[str, Any] = {
@@ -156,9 +157,7 @@ class Commits:
             "on_committed": lambda _: None,
             "thread": self._thread,
         }  # fmt: skip
-        committer = Committer(
-            issuer=issuer, evaluator=None, ledger=ledger, record_writer=self._record_writer, **replaced
-        )
+        committer = Committer(issuer=issuer, evaluator=None, record_writer=self._record_writer, **replaced)
         committer.commit(step=self.step, version=version, weights_dtype="float32")
 
     def finish(self) -> LineageChapter | None:

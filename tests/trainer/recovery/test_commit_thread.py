@@ -19,9 +19,8 @@ from penstock.protocol.record.lineage import AccountState
 from penstock.trainer.commit import Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import CheckpointError, LeaseLost
-from penstock.trainer.groups.accounting import Entries
+from penstock.trainer.groups.group_totals import Entries
 from penstock.trainer.groups.issue import IssuerState
-from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.captured_state import CapturedState, CaptureSlot, CheckpointWriter
 from penstock.trainer.recovery.commit_thread import CommitThread
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
@@ -91,7 +90,7 @@ class Trainer:
             "events": SimpleNamespace(sync=lambda: 0),
         }  # fmt: skip
         self.committer = Committer(
-            evaluator=None, ledger=Ledger(), record_writer=self.record, writer=CheckpointWriter(slot, None),
+            evaluator=None, record_writer=self.record, writer=CheckpointWriter(slot, None),
             on_committed=self.committed_s.append, thread=CommitThread(deadline_s=30.0), **replaced,
         )  # fmt: skip
 
@@ -108,7 +107,7 @@ class Trainer:
         return found[-1][1].step if found else None
 
     def _issued(self) -> IssuerState:
-        return IssuerState({}, {}, (), self.letters, Entries({}, (), (), (), (), AccountState()))
+        return IssuerState({}, (), {}, (), self.letters, Entries({}, (), (), (), (), AccountState()))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 
 import pytest
@@ -12,12 +11,8 @@ from tests.examples import examples
 from tests.trainer.recovery.machine_commit import RunRecordWriter
 from tests.trainer.recovery.trainer_machine import TrainerMachine
 
-from penstock.protocol.record.lineage import AccountState
-from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssuedBefore
-from penstock.trainer.groups.ledger import Ledger
 
 # Many examples: which of them come first depends on all modules that are loaded, and a search ends when the bug is found.
 HUNT = settings(
@@ -40,10 +35,8 @@ class PositionForgotten(TrainerMachine):
     """A checkpoint whose dispatch starts over."""
 
     def restore(self, document):
-        accounting = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
-        counters = Counters(accounting, document["totals"])
-        dispatch = document["dispatch"] | {"position": 0, "outstanding": [], "again": [], "ahead": []}
-        self.start(Ledger(document["ledger"]), accounting, counters, document | {"dispatch": dispatch})
+        dispatch = document["dispatch"] | {"position": 0, "again": [], "ahead": []}
+        super().restore(document | {"dispatch": dispatch})
 
 
 class AcknowledgedTooEarly(TrainerMachine):
@@ -99,9 +92,9 @@ class Anything(frozenset[str]):
 class NeverIssuedAccepted(TrainerMachine):
     """A trainer that takes any group that it does not know for one that an earlier session issued."""
 
-    def start(self, ledger, accounting, counters, document):
-        super().start(ledger, accounting, counters, document)
-        self.dispatch.issued_before = IssuedBefore(10**9, Anything())
+    def start(self, state):
+        super().start(state)
+        self.dispatch.cursor.before = IssuedBefore(10**9, Anything())
 
 
 @pytest.mark.parametrize(
@@ -168,6 +161,6 @@ def test_a_group_for_another_use_that_arrives_as_the_run_ends_is_settled() -> No
     machine.checkpoint()
     machine.crash()
     machine.receive(0)
-    machine.tracker.close()
+    machine.tracker.end()
     machine.fetched(0, readable=True)
-    assert len(machine.tracker.settled()) == 1
+    assert len(machine.groups.settled()) == 1

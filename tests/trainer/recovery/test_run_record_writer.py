@@ -12,7 +12,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.lease import FencedKey
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
@@ -35,7 +35,7 @@ def test_a_single_step_makes_a_chapter(record_writer: RunRecordWriter, blobs: Bl
     record_writer.add_step(1, PolicyVersion(0), PolicyVersion(1), [ready], {}, {group.group_id: 1})
     assert not record_writer.is_empty
     record_writer.set_weights(lambda: "0" * 64)
-    entries = Accounting().take_entries()
+    entries = RunGroups().take_entries()
     assert entries.is_empty
     reference, number, digest = record_writer.write(entries, step=1, version=PolicyVersion(1))
     (chapter,) = chapters(reference, blobs.get)
@@ -47,6 +47,6 @@ def test_the_record_holds_the_digests_of_user_code(record_writer: RunRecordWrite
     record_writer.set_weights(lambda: "0" * 64)
     digests = {"extension loss my_losses.py:tilted": "0123456789abcdef"}
     record_writer.add_session(holder="h", at=0.0, step=0, version=0, parent=None, config=b"{}", extensions=digests)
-    reference, _, _ = record_writer.write(Accounting().take_entries(), step=0, version=PolicyVersion(0))
+    reference, _, _ = record_writer.write(RunGroups().take_entries(), step=0, version=PolicyVersion(0))
     (chapter,) = chapters(reference, blobs.get)
     assert digests.items() <= chapter.lives[0].environment.items()

@@ -1,7 +1,6 @@
 """A state machine that tests the trainer with all a broker may do (repeat, reorder, lose, dead-letter), and with crashes.
 
-The parts under test are the real ones: `Issuer`, `DeliveryTracker`, `Batcher`, `Ledger`, `Dispatch`, `Accounting`, and the
-commit (`tests/trainer/recovery/machine_commit.py`). The queues are in memory, with the guarantees of the real ones and no
+The parts under test are the real ones: `Issuer`, `Batcher`, `Dispatch`, `RunGroups`, and the commit (`tests/trainer/recovery/machine_commit.py`). The queues are in memory, with the guarantees of the real ones and no
 more: a message is delivered again until it is acknowledged, in any order; message ids are lost whenever a server
 restarts. `tests/trainer/recovery/test_exactly_once.py` runs it, and shows that it finds planted bugs.
 """
@@ -26,21 +25,19 @@ from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.chat_tokenizer import ChatTokenizer
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
-from penstock.protocol.record.lineage import AccountState, LineageChapter
+from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness
 from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Prompt, PromptSet
-from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.counters import Counters
-from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.dispatch_state import GroupKey
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.issue_log import IssueLog
-from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.prompt_cursor import GroupKey
+from penstock.trainer.groups.run_groups import RunGroups
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import DataSettings, RolloutSettings
@@ -159,27 +156,28 @@ class TrainerMachine(RuleBasedStateMachine):
         self.version = self.head = PolicyVersion(0)
         self.effect: list[tuple[str, int]] = []  # group, and the version it was trained at
         self.commits = Commits(self.record_writer)
-        accounting = Accounting()
-        self.start(Ledger(), accounting, Counters(accounting), None)
+        self.start(None)
         self.checkpoint()
 
-    def start(self, ledger, accounting, counters, document):
-        dispatch = Dispatch(prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,))
-        if document is not None:
-            dispatch.resume(document["dispatch"])
-        unsent = [tuple(ids) for ids in document["unsent"]] if document else []
-        self.num_letters_read = document["letters_read"] if document else 0
-        self.ledger, self.counters, self.dispatch = ledger, counters, dispatch
-        self.issuer = self.issuing(CLOSED, dispatch, counters, accounting, unsent, self.num_letters_read)
+    def start(self, state):
+        """Start a session of the trainer, from a checkpoint if there is one."""
+        groups = RunGroups.of(state, max_staleness=self.rollout.max_staleness, max_trained_count=self.uses)
+        dispatch = Dispatch(
+            prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,), groups=groups.train
+        )
+        if state is not None:
+            dispatch.cursor.resume(state.dispatch)
+        self.num_letters_read = state.letters_read if state else 0
+        self.groups, self.dispatch = groups.train, dispatch
+        self.issuer = self.issuing(CLOSED, dispatch, groups, state.unsent if state else ())
         if self.log is not None:
             self.log.close()  # as the kernel does when a process is killed
-        self.log = IssueLog(self.commits.folder, dispatch.state.order_id, may_arrive=dispatch.may_arrive)
+        self.log = IssueLog(self.commits.folder, dispatch.cursor.order_id, may_arrive=dispatch.cursor.may_arrive)
         self.issuer.keep_log(self.log)
-        batcher = Batcher(
-            groups_per_step=self.rollout.groups_per_step, max_staleness=self.rollout.max_staleness, ledger=ledger,
-            reuse=Reuse(self.uses),
+        self.tracker = Batcher(
+            groups.train, self.issuer, groups_per_step=self.rollout.groups_per_step,
+            max_staleness=self.rollout.max_staleness, reuse=Reuse(self.uses),
         )  # fmt: skip
-        self.tracker = DeliveryTracker(batcher, self.issuer)
         self.acks = DelayedAcks(self.tracker, self.covered)
         self.commits.begin(self.version)
         self.fetching: dict[int, list[ScoredGroup]] = {}
@@ -238,13 +236,10 @@ class TrainerMachine(RuleBasedStateMachine):
         for group in batch:
             oldest = PolicyVersion(group.scored.generated.oldest_version)
             assert is_fresh(self.version, oldest, self.rollout.max_staleness), "a stale group is trained on"
-        new = [group_id for group_id in ids if group_id not in self.ledger]
-        self.ledger.record(self.version, ids, max_staleness=self.rollout.max_staleness)
         made = next_version(self.version)
-        self.issuer.mark_trained(dict.fromkeys(new, 3), {}, made=made, num_reused=len(ids) - len(new))
-        self.tracker.mark_trained(ids)
+        uses = self.issuer.mark_trained(batch, {}, version=self.version, made=made)
         self.effect += [(group_id, self.version) for group_id in ids]
-        self.commits.train(batch, self.version, made, self.ledger)
+        self.commits.train(batch, self.version, made, uses)
         self.version = made
         if announces:
             self.announce()
@@ -268,7 +263,7 @@ class TrainerMachine(RuleBasedStateMachine):
     def begin_checkpoint(self):
         """The state is copied in memory; until the commit anything may happen, a kill too."""
         self.finish_checkpoint()
-        self.commits.commit(self.issuer, self.ledger, self.version, self.acks)
+        self.commits.commit(self.issuer, self.version, self.acks)
 
     @rule()
     def finish_checkpoint(self):
@@ -292,14 +287,14 @@ class TrainerMachine(RuleBasedStateMachine):
 
     def covered(self):
         """Return the messages that a checkpoint taken now covers; a planted bug overrides this."""
-        return self.tracker.settled()
+        return self.groups.settled()
 
     @precondition(lambda self: self.acks.unsent)
     @rule(number=st.integers(1, 3))
     def acknowledge(self, number):
         """Acknowledge some of the messages that the checkpoint covers."""
         done, self.acks.unsent = self.acks.unsent[:number], self.acks.unsent[number:]
-        self.tracker.forget(done)
+        self.groups.forget_messages(done)
         for sequence in done:
             self.scored.held.pop(sequence, None)
 
@@ -330,10 +325,9 @@ class TrainerMachine(RuleBasedStateMachine):
 
     def restore(self, document):
         """Start the next session from a checkpoint; a planted bug overrides this."""
-        accounting = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
-        counters = Counters(accounting, document["totals"])
-        assert counters.to_document() == document["totals"], "a resumed session counts otherwise than its checkpoint"
-        self.start(Ledger(document["ledger"]), accounting, counters, document)
+        self.start(CheckpointState.model_validate_json(json.dumps(document)))
+        counts = self.groups.totals.counts_document()
+        assert counts == document["totals"], "a resumed session counts otherwise than its checkpoint"
 
     # ── what workers, reward service and broker do ────────────────────────────────────────────
 
@@ -447,19 +441,19 @@ class TrainerMachine(RuleBasedStateMachine):
     def the_accounting_matches_dispatch(self):
         if not hasattr(self, "issuer"):
             return
-        accounting = self.issuer._accounting
-        totals, in_flight = accounting.totals("train"), accounting.in_flight("train")
+        totals, in_flight = self.groups.totals.sums, set(self.groups.outstanding())
         assert in_flight == set(self.issuer.outstanding())
         assert totals.issued == totals.used + sum(totals.dropped.values()) + len(in_flight)
         assert all(n >= 0 for n in totals.dropped.values())
-        assert not {k.place for k in self.dispatch.state.dead} & {k.place for k in self.dispatch.state.outstanding}
+        dead, outstanding = ({GroupKey.parse(i).place for i in ids} for ids in (self.groups.dead(), in_flight))
+        assert not dead & outstanding
 
     @invariant()
     def the_ledger_forgets_only_stale_groups(self):
         if not hasattr(self, "issuer"):
             return
         for group_id, version in self.effect:
-            if group_id not in self.ledger:
+            if not self.groups.uses(group_id):
                 newest = PolicyVersion(version)  # no copy of a group trained then can be younger
                 assert not is_fresh(self.version, newest, self.rollout.max_staleness), f"{group_id} is forgotten early"
 
