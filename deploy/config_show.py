@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from penstock.console.tracking.settings import TrackSettings
-from penstock.deploy.settings_notes import notes
+from penstock.deploy.resumption import notes
 from penstock.fine_tuning.own_section import OwnSection
 from penstock.fine_tuning.sections import DPO, RM, SFT
 from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments

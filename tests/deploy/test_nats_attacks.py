@@ -19,8 +19,7 @@ from tests.deploy.nats_roles import NatsRoles
 from tests.servers import require
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.nats_config import nats_config
-from penstock.deploy.nats_permissions import permissions
+from penstock.deploy.nats_config import nats_config, permissions
 from penstock.protocol.rights import rights
 from penstock.protocol.transport.blobs import Blobs
 
