@@ -251,6 +251,11 @@ def _end_orphans() -> int:
     return ended
 
 
+def exit_status(code: int) -> int:
+    """Return the exit code of a process as a shell reports it: 128 and the number of the signal that killed it."""
+    return code if code >= 0 else 128 - code
+
+
 def describe_exit(code: int) -> str:
     """Return an exit code in words: ``exit code 1`` or ``SIGKILL``."""
     if code >= 0:

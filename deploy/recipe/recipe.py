@@ -19,6 +19,7 @@ from pathlib import Path
 
 from penstock.console import launch
 from penstock.console.cli.options import RecipeOptions
+from penstock.deploy.processes.child import exit_status
 from penstock.deploy.recipe import model as published_model
 from penstock.deploy.recipe import reasoning_gym_tasks, task
 from penstock.protocol.errors import ConfigError, PenstockError
@@ -149,7 +150,7 @@ def run_recipe(given: RecipeOptions) -> int:
             launch.module("penstock", *command[1:]), env=environ if number == 0 else None, check=False
         ).returncode
         if code:
-            return code if code > 0 else 128 - code
+            return exit_status(code)
     return 0
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from tests.rigs.proofs.proof import folder_of, plain_environ
 
 from penstock.console.connections import store_environment
-from penstock.deploy import quickstart_task, quickstart_tools
+from penstock.deploy import quickstart_task, quickstart_tasks
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
 _STEPS, _GROUPS, _SIZE = 16, 8, 8
@@ -125,7 +125,7 @@ class Servers:
 def main() -> int:
     """Return 1 when something was lost."""
     folder = folder_of("registered")
-    quickstart_tools.write_data(folder / "data", seed=0, num_sft=1, num_train=_STEPS * _GROUPS, num_eval=1)
+    quickstart_tasks.write_tool_data(folder / "data", seed=0, num_sft=1, num_train=_STEPS * _GROUPS, num_eval=1)
     quickstart_task.write_model(folder / "model", seed=0)
     (folder / "run.toml").write_text(_RUN_FILE)
     for version in ("1", "2"):
