@@ -63,8 +63,6 @@ _REWARD_DEADLINE_S = 60.0  # until the API of the reward service listens
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """One process of the run as a panel shows it."""
-
     name: str
     pid: int
     alive: bool
@@ -307,11 +305,9 @@ class LocalRun:
 
     @property
     def events(self) -> list[ProcessEvent]:
-        """All events of the processes so far, oldest first."""
         return [] if self._supervisor is None else list(self._supervisor.events)
 
     def processes(self) -> list[ProcessView]:
-        """Return the current state of every process."""
         if self._supervisor is None:
             return []
         crashes = [event.name for event in self.events if event.kind == "crashed"]
@@ -345,7 +341,6 @@ class LocalRun:
         return self.folder / "reward.port"
 
     def log(self, name: str) -> Path:
-        """Return the log file of a process."""
         return self.folder / "logs" / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
@@ -455,7 +450,6 @@ def worker_name(index: int) -> str:
 
 
 def endpoint_name(file: Path) -> str:
-    """Return the name of the process that serves a reward file."""
     return f"endpoint-{file.stem}"
 
 

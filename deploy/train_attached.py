@@ -160,7 +160,6 @@ class Trainer:
 
     @property
     def log_tail(self) -> str:
-        """The last lines of the log, indented."""
         return self._child.log_tail()
 
     def wait(self, deadline_s: float) -> int | None:

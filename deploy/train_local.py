@@ -119,7 +119,6 @@ def say_finished(folder: Path, notice: str, *, as_json: bool) -> int:
 
 
 def next_steps(folder: Path) -> list[str]:
-    """Return the commands to run next, for the place of the run's folder."""
     if folder.parent == Path("runs").absolute():
         return [f"penstock chat {folder.name}", f"penstock runs show {folder.name}"]
     return [f"penstock chat {folder.name} --model {folder / 'model'}"]

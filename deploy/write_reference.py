@@ -32,7 +32,6 @@ _CLEARS = ["none", "None", "null"]  # TOML has no null: these words stand for it
 
 
 def reference_document() -> dict[str, Any]:
-    """Return sections and settings as plain JSON values."""
     settings = describe(
         dict(zip(_NAMES, SERVICES, strict=True)),
         names={
@@ -115,7 +114,6 @@ def main() -> int:
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """Return a document as its file holds it."""
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 

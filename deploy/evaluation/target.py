@@ -31,8 +31,6 @@ _SECTIONS: Mapping[str, tuple[str, ...] | None] = {  # None: the whole section
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model to evaluate, and where its results are stored."""
-
     name: str  # as it was named
     home: Path  # the folder of a run
     identity: str  # changes with the weights

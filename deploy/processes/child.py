@@ -112,7 +112,6 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs now."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -191,7 +190,6 @@ class Child:
         return "; ".join(part for part in (line, full_disk(self.log.parent)) if part)
 
     def failure(self, what: str) -> DeployError:
-        """Return the error with the exit code and the last lines of the log."""
         code = self.returncode
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
         full = full_disk(self.log.parent)

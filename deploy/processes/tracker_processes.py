@@ -35,7 +35,6 @@ class TrackerProcesses:
         self._note: Callable[[str], object] = lambda _: None
 
     def __enter__(self) -> TrackerProcesses:
-        """Start nothing yet."""
         return self
 
     def __exit__(self, *_: object) -> None:

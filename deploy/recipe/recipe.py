@@ -104,8 +104,6 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options with everything that follows from them."""
-
     seed: int
     steps: int
     workers: int
@@ -119,7 +117,6 @@ class Options:
 
 
 def run_recipe(given: RecipeOptions) -> int:
-    """Run the recipe; returns 0, or the exit code of the command that failed."""
     options = Options(
         seed=given.seed,
         steps=given.steps,

@@ -19,13 +19,11 @@ _EVAL_SEED = 0
 
 
 def problems(*, held_out: bool) -> list[tuple[int, int]]:
-    """Return the summands of one side of the split, in ascending order."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     return [pair for pair in pairs if (zlib.crc32(question(*pair).encode()) % 10 == 0) == held_out]
 
 
 def question(a: int, b: int) -> str:
-    """Return the user's message."""
     return f"{a}+{b}="
 
 
