@@ -115,7 +115,6 @@ def signing_key(folder: Path) -> tuple[Path, Path]:
 
 
 def is_host(text: str) -> bool:
-    """Return True if a certificate can be for this host name or IP address."""
     return _address(text) is not None or _HOST.fullmatch(text) is not None
 
 

@@ -68,7 +68,6 @@ def as_text(services: Sequence[Loaded[Any]]) -> str:
 
 
 def as_document(services: Sequence[Loaded[Any]]) -> dict[str, Any]:
-    """Return the settings by section and key, and their origins by dotted key."""
     merged: dict[str, Any] = {"settings": {}, "origins": {}}
     for loaded in services:
         document = config_document(loaded)

@@ -20,8 +20,6 @@ from penstock.protocol.transport.bus import Bus
 
 
 class HealthSettings(BaseModel):
-    """The sections that the check reads."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: RunSettings = RunSettings()

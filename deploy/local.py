@@ -137,13 +137,11 @@ class LocalStack:
 
     @property
     def nats(self) -> NatsSettings:
-        """How to connect to NATS."""
         assert self._nats is not None, "not started"
         return self._nats.settings.model_copy(update={"password": "", "password_file": self.data / "nats.password"})
 
     @property
     def s3(self) -> S3Settings:
-        """How to connect to S3."""
         assert self._s3 is not None, "not started"
         return self._s3.settings.model_copy(update={"secret_key": "", "secret_key_file": self.data / "s3.secret_key"})
 

@@ -59,7 +59,6 @@ def _inputs(runs: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _inputs_of(run_folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield name and folder of the complete inputs in one run's store."""
     for one in sorted((run_folder / STORE / _OBJECTS).glob("*/runs/*")):
         rescored = one / Path(blob_keys.rescored_prefix(one.name)).name
         keys = (f"{blob_keys.rescored_prefix(one.name)}{file.name}" for file in rescored.glob("*"))

@@ -55,8 +55,6 @@ _REWARD_DEADLINE_S = 60.0  # until the API of the reward service listens
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """One process of the run as a panel shows it."""
-
     name: str
     pid: int
     alive: bool
@@ -274,7 +272,6 @@ class LocalRun:
 
     @property
     def events(self) -> list[ProcessEvent]:
-        """All events of the processes so far, oldest first."""
         return [] if self._supervisor is None else list(self._supervisor.events)
 
     def processes(self) -> list[ProcessView]:
@@ -385,7 +382,6 @@ def worker_name(index: int) -> str:
 
 
 def endpoint_name(file: Path) -> str:
-    """Return the name of the process that serves a reward file."""
     return f"endpoint-{file.stem}"
 
 

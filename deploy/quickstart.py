@@ -101,8 +101,6 @@ update_mode = "retract"     # new weights are loaded at once; sequences under wa
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options with everything that follows from them."""
-
     seed: int
     steps: int
     workers: int

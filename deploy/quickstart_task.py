@@ -40,7 +40,6 @@ _CONTEXT = 128
 
 
 def is_held_out(digits: str) -> bool:
-    """Return True if a problem belongs to the held-out tenth."""
     return zlib.crc32(digits.encode()) % 10 == 0
 
 

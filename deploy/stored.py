@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.deploy.local import LocalStack
+from penstock.deploy.processes.child import exit_status
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.files import links_below
@@ -59,7 +60,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str]) -> int:
             process.kill()
             process.wait()
         return 130
-    return code if code >= 0 else 128 - code
+    return exit_status(code)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ from penstock.deploy import resumption
 from penstock.deploy.bootstrap import bootstrap
 from penstock.deploy.early_checks import check_inputs
 from penstock.deploy.local_run import TRAINER
-from penstock.deploy.processes.child import Child
+from penstock.deploy.processes.child import Child, exit_status
 from penstock.deploy.processes.supervise import ProcessEvent, Supervisor
 from penstock.deploy.processes.tracker_processes import TrackerProcesses
-from penstock.deploy.train_local import say_finished, write_report
+from penstock.deploy.train_local import say, say_finished, write_report
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import RunSettings
 from penstock.protocol.config.run_file import load, split_arguments
@@ -89,13 +89,13 @@ def train_attached(arguments: Sequence[str], nodes: Nodes | None, *, as_json: bo
             if is_done and summary is not None:
                 write_report(settings.run.folder.absolute(), summary, as_json=as_json)
                 for line in trackers.finish():
-                    print(f"penstock train: {line}", file=sys.stderr)
+                    say(line)
     except PenstockError as err:
-        print(f"penstock train: {err}", file=sys.stderr)
+        say(str(err))
         return _ERROR
     if ending := _ending(trainer, code, settings, again, is_done=is_done):
-        print(f"penstock train: {ending}", file=sys.stderr)
-    return code if code >= 0 else 128 - code
+        say(ending)
+    return exit_status(code)
 
 
 def _ending(trainer: Trainer, code: int, settings: TrainerSettings, again: Sequence[str], *, is_done: bool) -> str:
@@ -160,7 +160,6 @@ class Trainer:
 
     @property
     def log_tail(self) -> str:
-        """The last lines of the log, indented."""
         return self._child.log_tail()
 
     def wait(self, deadline_s: float) -> int | None:
@@ -222,7 +221,7 @@ def _watch(
             trackers.on_incident(panel.note)
         except PenstockError as err:
             panel = None
-            print(f"penstock train: the run is trained, but not watched, and gets no report: {err}", file=sys.stderr)
+            say(f"the run is trained, but not watched, and gets no report: {err}")
         while (code := trainer.wait(_POLL_S)) is None:
             pass
     return code, None if panel is None else panel.summary()

@@ -17,6 +17,7 @@ from penstock.deploy import resumption
 from penstock.deploy.early_checks import missing_rewards
 from penstock.deploy.local import connection_environment, stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun
+from penstock.deploy.processes.child import exit_status
 from penstock.deploy.processes.page_process import PageProcess
 from penstock.deploy.processes.tracker_processes import TrackerProcesses
 from penstock.protocol import logs
@@ -39,7 +40,7 @@ def train_local(arguments: Sequence[str], options: LocalOptions, *, as_json: boo
     try:
         trackers = TrackerProcesses(arguments, os.environ)
     except PenstockError as err:
-        print(f"penstock train: {err}", file=sys.stderr)
+        say(str(err))
         return 1
     with trackers:
         return _train(arguments, options, trackers, stop_requested, as_json=as_json, again=again)
@@ -78,25 +79,26 @@ def _train(
                 trackers.wait_until_read()
             log_tail = run.log_tail(TRAINER)
     except PenstockError as err:
-        print(f"penstock train: {err}", file=sys.stderr)
+        say(str(err))
         return 1
     if code is None:
-        print(f"penstock train: {resumption.stopped('train', again)}", file=sys.stderr)
+        say(resumption.stopped("train", again))
         return _STOPPED_ON_REQUEST
     if code:
-        print(
-            f"penstock train: the trainer ended with exit code {code}; its log ends with\n{log_tail}", file=sys.stderr
-        )
-        return code if code >= 0 else 128 - code
-    print(
-        f"penstock train: {run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time", file=sys.stderr
-    )
+        say(f"the trainer ended with exit code {code}; its log ends with\n{log_tail}")
+        return exit_status(code)
+    say(f"{run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time")
     write_report(run.folder, summary, as_json=as_json)
     if pause_request.is_requested(run.folder):
-        print(f"penstock train: {resumption.paused('train', again)}", file=sys.stderr)
+        say(resumption.paused("train", again))
     for line in trackers.finish():
-        print(f"penstock train: {line}", file=sys.stderr)
+        say(line)
     return 0
+
+
+def say(text: str) -> None:
+    """Print a line of `penstock train`, which is not the trainer's."""
+    print(f"penstock train: {text}", file=sys.stderr)
 
 
 def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
@@ -110,14 +112,13 @@ def write_report(folder: Path, summary: RunSummary, *, as_json: bool) -> None:
 
 def say_finished(folder: Path, notice: str, *, as_json: bool) -> int:
     """Print that the run has nothing to do, and with ``as_json`` the summary in its report; returns 0."""
-    print(f"penstock train: {notice}", file=sys.stderr)
+    say(notice)
     if as_json and (summary := report.stored_summary(folder)):
         print(summary.to_line())
     return 0
 
 
 def next_steps(folder: Path) -> list[str]:
-    """Return the commands to run next, for the place of the run's folder."""
     if folder.parent == Path("runs").absolute():
         return [f"penstock chat {folder.name}", f"penstock runs show {folder.name}"]
     return [f"penstock chat {folder.name} --model {folder / 'model'}"]

@@ -32,7 +32,6 @@ _CLEARS = ["none", "None", "null"]  # TOML has no null: these words stand for it
 
 
 def reference_document() -> dict[str, Any]:
-    """Return sections and settings as plain JSON values."""
     settings = describe(
         dict(zip(_NAMES, SERVICES, strict=True)),
         names={

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, validators
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from penstock.protocol.errors import PenstockError
 
@@ -53,7 +53,12 @@ def Help(text: str, **more: Any) -> Parameter:  # noqa: N802 - an annotation, as
 
 def Least(least: int) -> Parameter:  # noqa: N802 - an annotation, as Parameter
     """Return the annotation of a number that is at least ``least``."""
-    return Parameter(validator=validators.Number(gte=least))
+
+    def check(_: Any, value: Any) -> None:
+        if value is not None and value < least:
+            raise ValueError(f"Must be >= {least}.")
+
+    return Parameter(validator=check)
 
 
 def application(name: str | None = None, **more: Any) -> App:
@@ -94,6 +99,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
     tokens = tuple(sys.argv[1:] if arguments is None else arguments)
     before = _typed.set(tokens)
     try:
+        _refuse_mistyped(app, tokens)
         return app(tokens, result_action="return_value", exit_on_error=False) or 0
     except CycloptsError:  # it is printed already
         return USAGE_ERROR
@@ -102,6 +108,22 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     finally:
         _typed.reset(before)
+
+
+def _refuse_mistyped(app: App, tokens: Sequence[str]) -> None:
+    """Raise UsageError for a word that is nearly an option of a command which takes any words as settings."""
+    if not any(one.startswith("--") for one in tokens) or {"--help", "--version"} & set(tokens):
+        return
+    _, apps, rest = app.parse_commands(tokens)
+    arguments = [] if apps[-1].default_command is None else list(apps[-1].assemble_argument_collection())
+    if not any(one.parameter.allow_leading_hyphen for one in arguments):
+        return
+    import difflib  # noqa: PLC0415  few commands need it
+
+    options = [name for one in arguments for name in one.names if name.startswith("--")]
+    for word in (one.partition("=")[0] for one in rest if one.startswith("--") and "." not in one.partition("=")[0]):
+        if word not in options and (near := difflib.get_close_matches(word, options, 1, 0.8)):
+            raise UsageError(f"there is no option {word}; did you mean {near[0]}?")
 
 
 def typed() -> Sequence[str]:

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from penstock.console.cli.verb_parts import INSPECT
-from penstock.protocol.command_line import Help, Parameter, RunArguments, application
+from penstock.console.cli.options import INSPECT
+from penstock.protocol.command_line import Help, RunArguments, application
 
 app = application("console", help="Serve the page and the API of all runs.", group=INSPECT)
-Tokens = Annotated[Path | None, Parameter(help="File of the tokens; default console-tokens in the folder of runs.")]
+Tokens = Annotated[Path | None, Help("File of the tokens; default console-tokens in the folder of runs.")]
 
 
 @app.default
@@ -21,7 +21,7 @@ def console(
         str, Help("Address to listen on; every other than loopback needs TLS in front of it.")
     ] = "127.0.0.1",
     port: Annotated[int, Help("Port to listen on; 0 for a free one.")] = 8800,
-    tokens: Annotated[Tokens, Help("File of the tokens; default console-tokens in the folder of runs.")] = None,
+    tokens: Tokens = None,
     allow_host: Annotated[
         tuple[str, ...], Help("Another name that the Host header may have, as behind a proxy. Repeatable.")
     ] = (),
@@ -57,7 +57,7 @@ def token(
         Help("read; run: also create, start, pause, resume and stop runs; admin: also delete them."),
     ] = "read",
     days: Annotated[float, Help("Days until it expires; 0: never.")] = 0.0,
-    tokens: Annotated[Tokens, Help("File of the tokens; default console-tokens in the folder of runs.")] = None,
+    tokens: Tokens = None,
 ) -> int:
     """Create a token for the API and print it; only its SHA-256 is stored.
 
@@ -76,7 +76,7 @@ def token(
 def revoke(
     name: Annotated[str, Help("Name of the token.")],
     *arguments: RunArguments,
-    tokens: Annotated[Tokens, Help("File of the tokens; default console-tokens in the folder of runs.")] = None,
+    tokens: Tokens = None,
 ) -> int:
     """Revoke a token; it ends at once, also in a console that is running.
 

@@ -15,16 +15,13 @@ from penstock import __version__
 from penstock.agents.hosting import commands as environments
 from penstock.console.cli import (
     console_verbs,
-    dead_letter_verbs,
     model_verbs,
     reward_verbs,
     run_verbs,
     service_verbs,
-    setting_verbs,
-    tracking_verbs,
     train_verbs,
 )
-from penstock.console.cli.verb_parts import INSPECT, SERVE, START
+from penstock.console.cli.options import INSPECT, SERVE, START
 from penstock.protocol import command_line, process_end
 from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
 from penstock.protocol.errors import PenstockError
@@ -43,7 +40,7 @@ Settings come from a TOML file and from section.key=value (or --section.key valu
 penstock COMMAND --help shows an example and the next command.""",
 )
 environments.app.group = SERVE
-for verbs in (train_verbs.app, service_verbs.app):
+for verbs in (train_verbs.app, service_verbs.app, run_verbs.record):
     app.update(verbs)
 for part in (
     train_verbs.config,
@@ -53,12 +50,10 @@ for part in (
     environments.app,
     run_verbs.runs,
     run_verbs.weights,
-    dead_letter_verbs.app,
+    run_verbs.dead_letters,
     console_verbs.app,
 ):
     app.command(part)
-for verbs in (run_verbs.record, tracking_verbs.app, setting_verbs.app):
-    app.update(verbs)
 app["--help"].show = app["--version"].show = False  # the text above and the verb say the same
 
 
@@ -125,6 +120,42 @@ def chat(
         model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens
     )
     return start_chat(run, arguments, os.environ, options)
+
+
+@app.command(group=INSPECT)
+def track(
+    run: RunName,
+    *arguments: RunArguments,
+    once: Annotated[bool, Help("Write what is there and exit, instead of waiting for the end of the run.")] = False,
+) -> int:
+    """Write a run's metrics to experiment trackers, from where they stopped until the run ends.
+
+    `penstock train` does it too when its run file sets trackers. Each tracker is written by a process of its own, which
+    affects neither the run nor the other trackers. Without tracker=, those that the run was started with.
+
+    Example:  penstock track quickstart tracker=tensorboard
+              penstock track my-run 'tracker=["wandb", "mlflow"]' tracking.project=gsm8k
+    Then:     tensorboard --logdir runs/quickstart/trackers/tensorboard
+    """
+    from penstock.console.record import stored_run
+    from penstock.console.tracking import trackers
+
+    stored_run.ensure_local_servers(run, arguments, os.environ, typed(), finished_only=not once)
+    return trackers.track(run, arguments, os.environ, once=once)
+
+
+@app.command(group=INSPECT)
+def log(run: RunName, *arguments: RunArguments, step: Annotated[int, Help("Optimizer step of the figures.")]) -> int:
+    """Add figures of another trainer to a run's metrics: they go where the run's own go, to its trackers.
+
+    The run needs its streams: penstock bootstrap run.id=RUN. From Python: penstock.MetricsLog.
+
+    Example:  penstock log my-run --step 100 train/loss=0.31 eval/accuracy=0.74
+    Then:     penstock track my-run tracker=wandb
+    """
+    from penstock.console.tracking.metrics_log import log_once
+
+    return log_once(run, step, arguments)
 
 
 @app.command(group=INSPECT)

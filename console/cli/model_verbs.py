@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from penstock.console.cli.verb_parts import INSPECT
+from penstock.console.cli.options import INSPECT
 from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
 
 app = application("model", help="List, tag, select, merge and exchange models.", group=INSPECT)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from penstock.console import launch
-from penstock.console.cli.verb_parts import SERVE, AnyServiceUrl, Endpoint, ServedFiles, ServiceUrl, TokenFile
+from penstock.console.cli.options import SERVE, AnyServiceUrl, Endpoint, ServedFiles, ServiceUrl, TokenFile
 from penstock.protocol.command_line import Help, Json, RunArguments, RunName, application, typed
 from penstock.reward_model.commands import serve_model
 from penstock.reward_service.hosting import commands

@@ -1,4 +1,4 @@
-"""The verbs of `penstock runs` and `penstock weights`, and the verbs that read the record of a run."""
+"""The verbs of `penstock runs`, `weights` and `dead-letters`, and the verbs that read the record of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from penstock.console.cli.verb_parts import INSPECT, TRAIN, AnyServiceUrl, ServedFiles, TokenFile
+from penstock.console.cli.options import INSPECT, TRAIN, AnyServiceUrl, ServedFiles, TokenFile
 from penstock.forensics.replay.options import ReplayOptions
 from penstock.protocol.command_line import FLAT, Help, Json, RunArguments, RunName, application, typed
 
 runs = application("runs", help="List runs, print their reports, remove them.", group=INSPECT)
 weights = application("weights", help="List the weight versions of a run, export one.", group=INSPECT)
+dead_letters = application(
+    "dead-letters", help="Messages that could not be processed: list, show, send again.", group=INSPECT
+)
 record = application()  # its verbs are top-level verbs of `penstock`
 
 
@@ -302,3 +305,57 @@ def audit(
 
     stored_run.ensure_local_servers(run, arguments, os.environ, typed())
     return audit_run(run, arguments, os.environ, fast=fast, as_json=json)
+
+
+@dead_letters.command(name="list")
+def list_dead_letters(run: RunName, *arguments: RunArguments, json: Json = False) -> int:
+    """List the dead letters of a run: stage, reason, groups, attempts, when.
+
+    Example:  penstock dead-letters list quickstart
+    Then:     penstock dead-letters show RUN ID
+    """
+    from penstock.console.record.stored_run import ensure_servers
+    from penstock.console.tools.dead_letters import print_list
+
+    ensure_servers(run, arguments, os.environ, typed())
+    return print_list(run, arguments, os.environ, as_json=json)
+
+
+@dead_letters.command(name="show")
+def show_dead_letter(
+    run: RunName, number: Annotated[int, Help("Its id in the list.")], *arguments: RunArguments, json: Json = False
+) -> int:
+    """Print a dead letter with its prompts, and its completions if it has any.
+
+    Example:  penstock dead-letters show quickstart 3
+    Then:     penstock dead-letters resend RUN ID
+    """
+    from penstock.console.record.stored_run import ensure_servers
+    from penstock.console.tools.dead_letters import print_one
+
+    ensure_servers(run, arguments, os.environ, typed())
+    return print_one(run, number, arguments, os.environ, as_json=json)
+
+
+@dead_letters.command(name="resend")
+def resend_dead_letters(
+    run: RunName,
+    *arguments: RunArguments,
+    all: Annotated[bool, Help("Send all of them, instead of those named.")] = False,
+    once_more: Annotated[bool, Help("Include those that were sent again before.")] = False,
+) -> int:
+    """Send dead letters again, to the stage that gave them up; on arrival the trainer counts their groups as outstanding.
+
+    Refused, with the reason, when it would have no effect: the run has ended, or the samples are too old by now.
+
+    Example:  penstock dead-letters resend quickstart 3 4
+              penstock dead-letters resend quickstart --all
+    Then:     penstock watch RUN
+    """
+    from penstock.console.record.stored_run import ensure_servers
+    from penstock.console.tools.dead_letters import resend
+
+    numbers = [int(word) for word in arguments if word.isdecimal()]
+    rest = [word for word in arguments if not word.isdecimal()]
+    ensure_servers(run, rest, os.environ, typed())
+    return resend(run, numbers, rest, os.environ, everything=all, once_more=once_more)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from penstock.console import launch
-from penstock.console.cli.verb_parts import SERVE
+from penstock.console.cli.options import SERVE
 from penstock.protocol.command_line import Help, RunArguments, application
 
 app = application()  # its verbs are top-level verbs of `penstock`

@@ -134,7 +134,6 @@ def _parsed(text: str) -> object:
 
 
 def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
-    """Return the words of a command, with the values of the variables in them."""
     text = _SUM.sub(lambda one: _computed(one[1], variables), _with_literals(text))
     text = _COMMAND.sub(lambda one: marked("$(...)"), text)
     words: list[str] = []

@@ -75,7 +75,6 @@ def nodes(given: Any, values: Values) -> Outcome:
 
 
 def processes(given: Any, values: Values) -> Outcome:
-    """Read TRL's processes with the batch of each, or ask how GPUs are divided."""
     if "num_generations" in values:
         return ignored(f"{READ} per_device_train_batch_size")
     return gpus(given, values)
@@ -234,7 +233,6 @@ def clip_low(given: Any, values: Values) -> Outcome:
 
 
 def reward_file(given: Any, values: Values) -> Outcome:
-    """Name the command that serves a file whose function is not named."""
     if not given:
         return ignored(OFF)
     file = str(given).rpartition("/")[2]

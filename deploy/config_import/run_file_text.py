@@ -21,7 +21,6 @@ PLACEHOLDER = "FOLDER-OF-THE-MODEL"
 
 
 def known_keys() -> set[str]:
-    """Return every key that a run file may have."""
     return {key for service in load_all([], [f"model.path={PLACEHOLDER}"], {}) for key in service.origins}
 
 
@@ -67,7 +66,6 @@ def _name(key: str) -> str:
 
 
 def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every setting by dotted key as the services read some settings."""
     with _written(settings) as file:
         document = as_document(load_all([file], [], {}))
     return {".".join(path): value for path, value in leaves(document["settings"])}

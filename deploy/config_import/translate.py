@@ -56,7 +56,6 @@ _OF_PAIRS = {  # the last part of a key of TRL, verl or OpenRLHF: the key of [dp
 
 
 def _score(name: str, keys: Collection[str]) -> int:
-    """Return how many keys are of one system and of no other."""
     tables = {other: {*one.taken, *one.renamed, *one.absent} for other, one in SYSTEMS.items()}
     others: set[str] = set().union(*(table for other, table in tables.items() if other != name))
     own = SYSTEMS[name]

@@ -140,8 +140,6 @@ def _sample(
 
 
 class _Store:
-    """Appends outcomes to the evaluation's file and prints the progress."""
-
     def __init__(self, folder: Path, num_done: int, num_all: int) -> None:
         self._folder = folder
         self._num_done, self._num_all = num_done, num_all

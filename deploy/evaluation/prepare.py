@@ -37,8 +37,6 @@ _SERVERS = ("PENSTOCK_NATS__", "PENSTOCK_S3__", "PENSTOCK_RUN__")  # of the run;
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation as it was asked for."""
-
     target: Target
     folder: Path
     settings: TrainerSettings
@@ -52,7 +50,6 @@ class Evaluation:
 
     @property
     def environment(self) -> str:
-        """The environment of its tasks."""
         return self.settings.eval.environment or self.settings.rollout.environment
 
     @property
@@ -219,7 +216,6 @@ def without_servers(rest: Sequence[str]) -> list[str]:
 
 
 def _split(rest: Sequence[str]) -> tuple[Sequence[Path], list[str]]:
-    """Return run files and overrides, each override as one word."""
     files, overrides = split_arguments(rest)
     words = iter(overrides)
     return files, [f"{word}={next(words, '')}" if word.startswith("--") and "=" not in word else word for word in words]

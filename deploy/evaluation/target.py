@@ -62,8 +62,6 @@ VERSION = PolicyVersion(0)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model to evaluate, and where its results are stored."""
-
     name: str  # as it was named
     home: Path  # the folder of a run
     identity: str  # changes with the weights

@@ -112,7 +112,6 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs now."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -191,7 +190,6 @@ class Child:
         return "; ".join(part for part in (line, full_disk(self.log.parent)) if part)
 
     def failure(self, what: str) -> DeployError:
-        """Return the error with the exit code and the last lines of the log."""
         code = self.returncode
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
         full = full_disk(self.log.parent)
@@ -249,6 +247,11 @@ def _end_orphans() -> int:
                 os.waitpid(pid, 0)
                 ended += 1
     return ended
+
+
+def exit_status(code: int) -> int:
+    """Return the exit code of a process as a shell reports it: 128 and the number of the signal that killed it."""
+    return code if code >= 0 else 128 - code
 
 
 def describe_exit(code: int) -> str:

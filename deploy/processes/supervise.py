@@ -127,7 +127,6 @@ class Supervisor:
             return self._watched[name].child
 
     def processes(self) -> dict[str, Child]:
-        """Return the current process of every name."""
         with self._lock:
             return {name: watched.child for name, watched in self._watched.items()}
 
@@ -219,7 +218,6 @@ class Supervisor:
 
 
 def log_event(event: ProcessEvent) -> None:
-    """Log an event that people should see; events of every run are not logged."""
     if event.as_incident:
         log.warning(event.as_incident, process=event.name)
 

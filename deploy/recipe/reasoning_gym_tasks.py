@@ -51,8 +51,6 @@ EVALUATES_ANSWERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task and its options."""
-
     name: str
     options: Mapping[str, Any]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from penstock.console import launch
 from penstock.console.cli.options import RecipeOptions
+from penstock.deploy.processes.child import exit_status
 from penstock.deploy.recipe import reasoning_gym_tasks, task
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.protocol.subjects import check_run_id
@@ -102,8 +103,6 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options with everything that follows from them."""
-
     seed: int
     steps: int
     workers: int
@@ -117,7 +116,6 @@ class Options:
 
 
 def run_recipe(given: RecipeOptions) -> int:
-    """Run the recipe; returns 0, or the exit code of the command that failed."""
     options = Options(
         seed=given.seed,
         steps=given.steps,
@@ -148,7 +146,7 @@ def run_recipe(given: RecipeOptions) -> int:
             launch.module("penstock", *command[1:]), env=environ if number == 0 else None, check=False
         ).returncode
         if code:
-            return code if code > 0 else 128 - code
+            return exit_status(code)
     return 0
 
 

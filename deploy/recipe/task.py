@@ -36,7 +36,6 @@ _PIP_DEADLINE_S = 900.0
 
 
 def problems(*, held_out: bool) -> list[tuple[int, int]]:
-    """Return the summands of one side of the split, in ascending order."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     return [pair for pair in pairs if (zlib.crc32(question(*pair).encode()) % 10 == 0) == held_out]
 

@@ -66,8 +66,8 @@ def _texts(answers: Mapping[str, str]) -> dict[str, str]:
 
 def _system(table: Mapping[str, Any]) -> ForeignSystem:
     taken = {key: _alias(form) for key, form in table["taken"].items()}
-    texts = (_texts(table[part]) for part in ("renamed", "absent", "prefixes"))
-    return ForeignSystem(taken, *texts, table.get("rules", {}))
+    renamed, absent, prefixes = (_texts(table[part]) for part in ("renamed", "absent", "prefixes"))
+    return ForeignSystem(taken, renamed, absent, prefixes, table.get("rules", {}))
 
 
 SYSTEMS: dict[str, ForeignSystem] = {name: _system(table) for name, table in _TABLE["systems"].items()}

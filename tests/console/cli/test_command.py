@@ -247,6 +247,8 @@ def test_a_mistyped_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str])
     """With exit code 2, also for a value that is none of the choices."""
     assert run(["certs", "tls", "--renw"]) == 2
     assert "Did you mean --renew?" in " ".join(capsys.readouterr().err.split())
+    assert run(["train", "run.toml", "--local", "--worker", "3"]) == 2
+    assert "there is no option --worker; did you mean --workers?" in capsys.readouterr().err
     assert run(["quickstart", "--engine", "sglan"]) == 2
     assert 'you mean "sglang"?' in " ".join(capsys.readouterr().err.split())
     assert run(["quickstart", "--steps", "1"]) == 2
